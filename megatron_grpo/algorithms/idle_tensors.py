@@ -39,9 +39,9 @@ def describe_idle_tensors(state: GRPOSaveState, step: int, learned: TrainResult 
 
 
 def _describe(names: list[str], first: int) -> str:
-    others = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     subject = "the gradient of a tensor has" if len(names) == 1 else f"the gradients of {len(names)} tensors have"
     return (
-        f"{subject} been exactly zero since step {first}: {', '.join(names[:NAMED])}{others}. They do not learn: "
+        f"{subject} been exactly zero since step {first}: {', '.join(names[:NAMED])}{rest}. They do not learn: "
         "nothing in the loss depends on them, or they were frozen or cut off by mistake (an expert may have no tokens)"
     )

@@ -153,7 +153,7 @@ class RankActor:
         return replace(result, zero_gradients=self._zero_gradients.find())
 
     def list_trained_tensors(self) -> list[str]:
-        """List the tensors of which the last optimizer step had a part of the gradient."""
+        """List the trained tensors of which this rank has a part."""
         return self._zero_gradients.list_names() if self._zero_gradients is not None else []
 
     @phase("watch states")

@@ -166,7 +166,7 @@ class ModelRanks:
         )
 
     def _join_zero_gradients(self, results: Sequence[RankTrainResult]) -> frozenset[str]:
-        """Find the tensors whose gradient is zero on all ranks that have a part of it."""
+        """Find tensors whose gradient is zero on all their ranks."""
         ranks_with_zeros = Counter(name for result in results for name in result.zero_gradients)
         if not ranks_with_zeros:
             return frozenset()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
-from operator import attrgetter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +17,7 @@ if TYPE_CHECKING:
 HEAD_ROWS = 8  # rows that are read first: only a tensor in which these are zero is read whole
 
 
-@dataclass(frozen=True, slots=True)
-class _BoundGradient:
-    """A parameter's gradient buffer, and views of its Hugging Face tensors."""
-
-    parameter: Any
-    address: int  # of the buffer when the views were made
-    views: dict[str, list[Tensor]]
+Views = dict[str, list[Tensor]]  # of gradient buffers, by name of the tensor
 
 
 class ZeroGradients:
@@ -36,52 +29,51 @@ class ZeroGradients:
 
     def __init__(self, rank: ModelRank) -> None:
         self._rank = rank
-        self._bound: list[_BoundGradient] = []
+        self._addresses: list[tuple[Any, int]] = []  # parameters, and addresses of their buffers when views were made
+        self._views: Views = {}
+        self._heads: Views = {}
 
     def list_names(self) -> list[str]:
         """List the trained tensors of which this rank has a part."""
-        return list(dict.fromkeys(name for bound in self._collect() for name in bound.views))
+        self._update_views()
+        return list(self._views)
 
     @torch.no_grad()
     def find(self) -> tuple[str, ...]:
-        """Find tensors whose gradient is zero here, from an optimizer step to the next."""
-        views: defaultdict[str, list[Tensor]] = defaultdict(list)
-        for bound in self._collect():
-            for name, parts in bound.views.items():
-                views[name] += parts
-        heads = _find_zeros({name: [part[:HEAD_ROWS] for part in parts] for name, parts in views.items()})
-        return tuple(_find_zeros({name: views[name] for name in heads}))
+        """Find tensors whose gradient is zero on this rank."""
+        self._update_views()
+        return tuple(_find_zeros({name: self._views[name] for name in _find_zeros(self._heads)}))
 
-    def _collect(self) -> list[_BoundGradient]:
+    def _update_views(self) -> None:
         # Buffers are made anew when they come back from host memory.
-        if not self._bound or any(bound.parameter.main_grad.data_ptr() != bound.address for bound in self._bound):
-            self._bound = self._bind()
-        return self._bound
+        if self._addresses and all(parameter.main_grad.data_ptr() == at for parameter, at in self._addresses):
+            return
+        views: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self._addresses = []
+        for parameter, names, parts in self._iterate_parameters():
+            self._addresses.append((parameter, parameter.main_grad.data_ptr()))
+            for name, part in zip(names, parts, strict=True):
+                views[name] += part
+        self._views = dict(views)
+        self._heads = {name: [part[:HEAD_ROWS] for part in parts] for name, parts in views.items()}
 
-    def _bind(self) -> list[_BoundGradient]:
+    def _iterate_parameters(self) -> Iterator[tuple[Any, list[str], list[list[Tensor]]]]:
+        """Yield trained parameters, with names of their tensors and views of each."""
         chunks, shape = self._rank.chunks, self._rank.shape
         experts, process_groups = list_local_experts(chunks[0], shape), chunks[0].pg_collection
-        bound = []
-        for row in bind_entries(chunks, shape):
-            entry, expert = row.entry, experts[row.expert] if row.entry.per_expert else 0
+        for bound in bind_entries(chunks, shape):
+            entry, expert = bound.entry, experts[bound.expert] if bound.entry.per_expert else 0
             splitters = process_groups.expt_tp if entry.per_expert else process_groups.tp
-            slices = entry.list_slices(shape, row.layer, splitters.rank(), splitters.size(), expert)
+            slices = entry.list_slices(shape, bound.layer, splitters.rank(), splitters.size(), expert)
             names = [part.name for part in slices]
-            views: defaultdict[str, list[Tensor]] = defaultdict(list)
-            if hasattr(row.parameter, "main_grad"):  # parameters that are not trained have no buffer
-                gradient = row.parameter.main_grad
-                for name, parts in zip(names, view_slices(entry, gradient, slices, shape), strict=True):
-                    views[name] += parts
-                bound.append(_BoundGradient(row.parameter, gradient.data_ptr(), dict(views)))
-            for matrix in ("lora_a", "lora_b") if row.adapted is not None else ():
-                parameter = attrgetter(matrix)(row.adapted)
-                name = f"{', '.join(dict.fromkeys(names))} ({matrix})"
-                gradient = parameter.main_grad
-                bound.append(_BoundGradient(parameter, gradient.data_ptr(), {name: [gradient]}))
-        return bound
+            if hasattr(bound.parameter, "main_grad"):  # parameters that are not trained have no buffer
+                yield bound.parameter, names, view_slices(entry, bound.parameter.main_grad, slices, shape)
+            for matrix in ("lora_a", "lora_b") if bound.adapted is not None else ():
+                parameter = getattr(bound.adapted, matrix)
+                yield parameter, [f"{', '.join(dict.fromkeys(names))} ({matrix})"], [[parameter.main_grad]]
 
 
-def _find_zeros(views: dict[str, list[Tensor]]) -> list[str]:
+def _find_zeros(views: Views) -> list[str]:
     """Find the names whose views are all zero; the device is asked once."""
     flags = [view.any() for parts in views.values() for view in parts]
     values = iter(torch.stack(flags).tolist() if flags else ())
