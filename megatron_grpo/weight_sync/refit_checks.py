@@ -69,8 +69,8 @@ BOUNDS = {
     "8 bits": CanaryBounds(1.5, 0.5, margin=5.0),
 }
 
-# Limit of a single token, as a multiple of the limit of the median. In float32 all tokens round alike: over families
-# the largest difference of a canary is 2 to 10 times its median (docs/refit.md), whose limit has a margin of its own.
+# Limit of a single token, as a multiple of the limit of the median, which has a margin of its own. In float32 all
+# tokens round alike: the largest difference of a canary was 2 to 23 times its median (docs/refit.md).
 TOKEN_FACTOR = 10.0
 
 # Share of the first limit below which a difference is rounding, whatever it is nearer to.
