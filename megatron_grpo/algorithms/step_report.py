@@ -13,7 +13,7 @@ from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.schema import Config
 from megatron_grpo.rollouts import rollout_metrics
 from megatron_grpo.rollouts.failures import describe_failures
-from megatron_grpo.rollouts.repeated_samples import REPEATED
+from megatron_grpo.rollouts.repeated_samples import REPEATED, find_copies
 from megatron_grpo.trainer.model_ranks import TrainResult
 from megatron_grpo.weight_sync.refit_calls import RefitError
 
@@ -109,7 +109,7 @@ def _log_remarks(run: SamplingRun, step: int, report: StepReport) -> None:
 
 
 def _note_repeated_samples(run: SamplingRun, step: int, sampled: Sequence[Outcome]) -> None:
-    copies = [outcome for outcome in sampled if REPEATED in outcome.reward_metrics]
+    copies = find_copies(sampled)
     if not copies:
         return
     worst = min(copies, key=lambda outcome: outcome.reward_metrics[REPEATED])
@@ -119,7 +119,7 @@ def _note_repeated_samples(run: SamplingRun, step: int, sampled: Sequence[Outcom
         "repeated samples",
         f"step {step}: {len(copies)} of {len(sampled)} responses, in {groups} of {all_groups} groups, have exactly the "
         f"tokens of another sample of their prompt, which independent draws would hardly have (row {worst.prompt_idx} "
-        f"of data.train_path: {worst.response_tokens} tokens, probability below 1e"
+        f"of data.train_path: {worst.response_tokens} tokens, probability at most 1e"
         f"{math.ceil(worst.reward_metrics[REPEATED])}): samples share a random seed, or a response is returned twice. "
         "Equal samples say nothing about which response is better. repeated_samples has their share in every step, and "
         f"{REPEATED} in rollouts/ marks them",

@@ -12,7 +12,7 @@ import torch
 from megatron_grpo.batch.environment_metrics import MAX_METRICS, is_environment_metric, make_step_metric_name
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.metric_names import TASK_METRICS
-from megatron_grpo.rollouts.repeated_samples import REPEATED
+from megatron_grpo.rollouts.repeated_samples import REPEATED, find_copies
 
 
 def compute_rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
@@ -98,8 +98,8 @@ def compute_reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, fl
     figures = {name: fmean(values) for name, values in reported.items() if name not in omitted}
     errors = sum(outcome.reward_errors for outcome in outcomes)
     counted = {"reward_errors": float(errors)} if errors else {}
-    if repeated := sum(REPEATED in outcome.reward_metrics for outcome in outcomes):
-        counted["repeated_samples"] = repeated / len(outcomes)
+    if copies := find_copies(outcomes):
+        counted["repeated_samples"] = len(copies) / len(outcomes)
     return figures | means | deviations | counted | ({"unscored_rate": unscored} if values or unscored else {})
 
 

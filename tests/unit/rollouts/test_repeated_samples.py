@@ -16,7 +16,7 @@ import pytest
 from megatron_grpo.algorithms.step_report import StepReport, log_step
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.rollouts import repeated_samples
-from megatron_grpo.rollouts.repeated_samples import REPEATED, flag_repeated_samples
+from megatron_grpo.rollouts.repeated_samples import REPEATED, find_copies, record_repeated_samples
 from megatron_grpo.rollouts.rollout_metrics import compute_reward_function_metrics
 from tests.support.grpo_run import Run
 from tests.support.trajectories import failed_trajectory, make_outcome, make_trajectory
@@ -33,8 +33,9 @@ def draw(seed: int, tokens: int, sure: float) -> Trajectory:
 
 
 def flagged(group: list[Trajectory], temperature: float = 1.0) -> list[int]:
-    flag_repeated_samples(group, temperature)
-    return [number for number, one in enumerate(group) if REPEATED in one.reward_metrics]
+    record_repeated_samples(group, temperature)
+    copies = [id(one) for one in find_copies(group)]
+    return [number for number, one in enumerate(group) if id(one) in copies]
 
 
 def test_one_seed_for_all_samples_is_noticed() -> None:
@@ -87,6 +88,32 @@ def test_the_bound_is_above_the_probability_of_chance(probabilities: tuple[float
             assert exact <= math.exp(repeated_samples._bound_probability(trajectories, samples)) + 1e-9
 
 
+def make_group(group: int, tokens: int, *, copies: bool) -> list[Trajectory]:
+    """Eight short answers, each token with probability 0.6, or eight copies of one."""
+    seeds = [100 * group + (0 if copies else number) for number in range(8)]
+    return [replace(draw(seed, tokens, 0.6), group=group, prompt_idx=group) for seed in seeds]
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_short_answers_of_many_groups_show_together_what_none_shows_alone(copies: bool) -> None:
+    groups = [make_group(number, 3, copies=copies) for number in range(64)]
+    for group in groups:
+        record_repeated_samples(group, 1.0)
+    sure = [one for group in groups for one in group if one.logprobs.sum() > -2.0]
+    alone = [one for one in sure if one.reward_metrics.get(REPEATED, 0.0) < -9]
+    assert alone == []
+    assert (len(find_copies(sure)) > 50) == copies
+
+
+def test_a_policy_that_is_nearly_sure_is_no_engine_with_one_seed() -> None:
+    """Over many groups, whose samples are equal nearly always."""
+    for sure in (0.9, 0.98, 0.999):
+        outcomes = [replace(draw(seed, 4, sure), group=seed // 8) for seed in range(8 * 500)]
+        for begin in range(0, len(outcomes), 8):
+            record_repeated_samples(outcomes[begin : begin + 8], 1.0)
+        assert find_copies(outcomes) == []
+
+
 class OneSeed(FakeEngine):
     """An engine that ignores seeds: every response has the same tokens, unlikely ones."""
 
@@ -97,7 +124,7 @@ class OneSeed(FakeEngine):
 
 def test_a_rollout_of_an_engine_that_ignores_seeds_is_flagged() -> None:
     trajectories = run(OneSeed(), FakeEnvironment())
-    expected = -2 * 17 / math.log(10)
+    expected = (math.log(2) - 2 * 17) / math.log(10)
     assert [one.reward_metrics[REPEATED] for one in trajectories] == [pytest.approx(expected)] * 3
     assert not any(REPEATED in one.reward_metrics for one in run(FakeEngine(), FakeEnvironment()))
     greedy = replace(BATCH_SETTINGS, sampling=replace(BATCH_SETTINGS.sampling, temperature=0.0))
@@ -123,4 +150,4 @@ def test_a_run_says_it_once_with_counts(tmp_path: Path) -> None:
     log_step(run, report, report.metrics)
     text = notes["repeated samples"]
     assert "4 of 8 responses, in 1 of 2 groups, have exactly the tokens of another sample of their prompt" in text
-    assert "(row 12 of data.train_path: 30 tokens, probability below 1e-30)" in text
+    assert "(row 12 of data.train_path: 30 tokens, probability at most 1e-30)" in text
