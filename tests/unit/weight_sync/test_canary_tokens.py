@@ -186,4 +186,8 @@ def test_the_limit_of_tokens_follows_the_noise_and_the_users_limit() -> None:
     assert canary.token_limit == pytest.approx(TOKEN_FACTOR * 1e-4)
     canary.record_noise(2e-5)
     assert canary.token_limit == pytest.approx(TOKEN_FACTOR * 20 * 2e-5)
+    canary.record_noise(3e-6, largest=3e-4)
+    assert canary.token_limit == pytest.approx(20 * 3e-4), "of single tokens too"
+    canary.record_noise(3e-6, largest=3e-3)
+    assert canary.token_limit == pytest.approx(TOKEN_FACTOR * BOUNDS["float32"].first), "up to the first limit"
     assert Canary(RefitConfig(canary_limit=0.2), SEQUENCES, limits_tokens=True).token_limit == pytest.approx(2.0)
