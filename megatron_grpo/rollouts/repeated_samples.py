@@ -55,9 +55,9 @@ def _bound_probability(equal: Sequence[Trajectory], samples: int) -> float:
 def find_copies(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Find the samples whose equality chance does not explain.
 
-    In one group, or in all groups together: answers may be so short that no group alone shows that seeds are shared. The negative logarithms of the groups'
-    bounds are at most exponentially distributed by chance, so for the sum s of g groups the probability is at most
-    exp(g - s) (s / g)^g (Chernoff).
+    In one group, or in all groups together: answers may be so short that no group alone shows that seeds are shared.
+    The negative logarithms of the groups' bounds are at most exponentially distributed by chance, so for the sum s of g
+    groups the probability is at most exp(g - s) (s / g)^g (Chernoff).
     """
     bounds: dict[tuple[int, int], float] = {}
     for outcome in outcomes:
