@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ def learn(*names: str, grad_norm: float = 0.5) -> TrainResult:
     return TrainResult(loss=0.1, grad_norm=grad_norm, learning_rate=1e-6, zero_gradients=frozenset(names))
 
 
-def remarks_by_step(results: list[TrainResult | None], state: Any = None) -> dict[int, list[str]]:
+def remarks_by_step(results: Sequence[TrainResult | None], state: Any = None) -> dict[int, list[str]]:
     state = make_save_state() if state is None else state
     texts = {step: describe_idle_tensors(state, step, result) for step, result in enumerate(results, 1)}
     return {step: remarks for step, remarks in texts.items() if remarks}
