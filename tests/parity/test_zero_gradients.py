@@ -103,3 +103,18 @@ def test_adapters_have_no_gradient_in_their_first_step_alone(tmp_path: Path) -> 
     assert first
     assert all(name.endswith("(lora_a)") for name in first), "the second matrix begins at zero"
     assert second == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, sequence=True)], ids=str)
+def test_every_family_has_them_where_transformers_has_them(layout: Layout, tmp_path: Path) -> None:
+    """Whatever its parameters join: gates, delta nets, Mamba, latent attention, stacked experts."""
+    families = ["gemma3", "deepseek_v3", "phi3", "gpt_oss", "qwen3_5", "qwen3_next", "llama4", "nemotron_h", "glm4_moe"]
+    models = [make_blocked(family, tmp_path / family) for family in families]
+    by_rank = run_on_ranks(layout, find_on_rank, models, timeout_s=300.0)
+    for number, model in enumerate(models):
+        held = Counter(name for rank in by_rank for name in rank[number][0])
+        zero = Counter(name for rank in by_rank for name in rank[number][1])
+        assert set(held) <= set(model.tensors())
+        expected = list_zeros_of_transformers(model)
+        assert {name for name, count in zero.items() if count == held[name]} == expected & set(held), model.name
