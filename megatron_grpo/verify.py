@@ -24,6 +24,7 @@ from megatron_grpo.preflight.model_file_checks import find_weight_problems
 
 if TYPE_CHECKING:
     from megatron_grpo.verification.ranks import Row
+    from megatron_grpo.verification.tolerances import Distance
 
 # Parallel sizes by their abbreviations in the name of a layout; etp before its ending tp.
 SIZES = {
@@ -41,8 +42,8 @@ EXPERT_LAYOUTS = "ep2,tp2ep2,pp2ep2,ep2etp2"  # further default layouts for mode
 USAGE = f"""\
 python -m megatron_grpo.verify [key=value ...] [--json]
 
-Runs the same tokens through each layout in float32 on this machine, and compares with transformers. Exit code 1 when
-something is past its tolerance.
+Runs the same tokens through each layout in float32 on this machine, and compares with transformers in float64. A layout
+may be a small multiple as far away as transformers in float32. Exit code 1 when something is further.
 
   model      a folder in Hugging Face format, a hub name, or tiny: and one of
 {textwrap.fill(", ".join(FAMILIES), 106, initial_indent=" " * 13, subsequent_indent=" " * 13)}
@@ -89,7 +90,14 @@ def main(arguments: Sequence[str]) -> int:
     with silence_packages(), tempfile.TemporaryDirectory() as folder:
         rows = list(verify(request, Path(folder)))
     if request.json:
-        print(json.dumps({"model": request.model, "rows": [asdict(row) | {"passed": row.passed} for row in rows]}))
+        print(
+            json.dumps(
+                {
+                    "model": request.model,
+                    "rows": [asdict(row) | {"passed": row.passed, "faults": row.faults} for row in rows],
+                }
+            )
+        )
     return 0 if all(row.passed for row in rows) else FAILED
 
 
@@ -133,8 +141,8 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
             one_rank = one_rank or row
             if not request.json:
                 if row is one_rank:
-                    print(_HEADER)
-                print(_format_row(row), flush=True)
+                    print(_describe_reference(reference.reference), _HEADER, sep="\n")
+                print(_format_row(row), *(f"    {text}" for text in row.faults), sep="\n", flush=True)
             yield row
 
 
@@ -159,6 +167,14 @@ def _select_layouts(request: VerifyRequest, shape: ModelShape) -> Layouts:
             text = f"sequences={request.sequences} do not give each of {parallel.data} data-parallel replicas one"
             raise ValueError(text)
     return usable
+
+
+def _describe_reference(reference: Distance) -> str:
+    gradient = max(reference.gradients.values())
+    return (
+        f"distances from transformers in float64; its own in float32: {reference.logprob:.1e} (root mean square "
+        f"{reference.logprob_rms:.1e}), gradient {gradient:.1e}"
+    )
 
 
 _HEADER = "layout       packed  |d logprob|  gradient err  d loss    import=export  peak GiB  step s          worst"

@@ -36,13 +36,32 @@ class EarlyStopState(TypedDict):
     waited: int  # validations in a row that did not improve on the best
 
 
+class EpisodeState(TypedDict):
+    """An episode of steps in which training and generation disagree (error_episodes.py)."""
+
+    first_step: int
+    last_step: int  # beyond the bound
+    steps: int  # beyond the bound
+    calm_steps: int  # within the bound since then
+    worst_error: float  # largest token_mult_prob_error
+    reported_ratio: float  # excess over the bound, relative to it, of the last step that a message was about
+
+
 class ProbErrorState(TypedDict):
     """The probability errors of healthy steps, and the current episode of unhealthy ones (prob_error.py)."""
 
     precision: str  # of policy and engines when the noise was measured
     fresh: list[float]  # excess of token_mult_prob_error over 1 in the first steps, for tokens of the current weights
     stale: list[float]  # gen_kl_error of the latest steps, for tokens of older weights
-    calm_steps: int | None  # healthy steps since the last unhealthy one; None: there is no episode
+    episode: EpisodeState | None  # None: the latest steps agree
+    episodes: int  # episodes of the run so far
+
+
+class IdleTensorState(TypedDict):
+    """Tensors whose gradient is exactly zero (idle_tensors.py)."""
+
+    since: dict[str, int]  # by name, the first of the latest steps without gradient
+    reported: list[str]
 
 
 class GRPOSaveState(TypedDict):
@@ -56,6 +75,7 @@ class GRPOSaveState(TypedDict):
     total_valid_tokens: int  # tokens in the loss, summed over all steps
     early_stop: EarlyStopState
     prob_error: NotRequired[ProbErrorState]  # absent before the first step that has a probability error
+    idle_tensors: NotRequired[IdleTensorState]  # absent before the first such tensor
     val_step: NotRequired[int]  # steps before the last validation
     val_reward: NotRequired[float | None]
     val_accuracy: NotRequired[float | None]

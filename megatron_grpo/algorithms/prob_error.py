@@ -16,6 +16,7 @@ from statistics import median
 from typing import NoReturn
 
 from megatron_grpo.algorithms.context import GRPORun, ProbErrorState
+from megatron_grpo.algorithms.error_episodes import CALM_STEPS, EpisodeChange, follow_episode
 from megatron_grpo.algorithms.records import StepCheck
 from megatron_grpo.algorithms.token_functions import measure_prob_error
 from megatron_grpo.batch.step_batch import StepBatch
@@ -47,9 +48,6 @@ LATEST_STEPS = 20
 STALE_MARGIN = 4.0
 STALE_FIRST = 1.0  # the bound until such steps are measured
 STALE_FLOOR = 0.05  # the smallest bound, for each update that the tokens are behind
-
-# Steps in a row within the bound that end an episode, after which the next step beyond it is reported again.
-CALM_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ class NoiseComparison:
     figure: str  # the metric that was compared: ERROR or DIVERGENCE
     bound: float  # its largest value that noise explains; infinite while that is not known
     is_off: bool
-    begins_episode: bool
+    ratio: float  # of the figure to the bound, each as its excess over what exact agreement gives; infinite for NaN
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -98,7 +96,7 @@ def compare_with_noise(
     """Compare a step with the noise so far.
 
     Args:
-        state: noise and episode, which are updated.
+        state: the noise, which is updated.
         metrics: the step's metrics, with ERROR, WORST, DIVERGENCE and valid_tokens.
         age: updates between the weights that drew the oldest token and those that train on it.
         limit: hard limit of the error; a step whose error exceeds it only by its worst token is off as well.
@@ -114,13 +112,9 @@ def compare_with_noise(
     if not is_off and (age > 0 or len(memory) < keep):
         memory.append(max(value, 0.0))
         del memory[:-keep]
-    calm_steps = state["calm_steps"]
-    if is_off:
-        state["calm_steps"] = 0
-    elif calm_steps is not None:
-        state["calm_steps"] = calm_steps + 1 if calm_steps + 1 < CALM_STEPS else None
+    ratio = math.inf if math.isnan(value) else value / bound
     figure, bound = (DIVERGENCE, bound) if age > 0 else (ERROR, 1.0 + bound)
-    return NoiseComparison(figure, bound, is_off, begins_episode=is_off and calm_steps is None)
+    return NoiseComparison(figure, bound, is_off, ratio)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +129,8 @@ class Assessment:
 def assess_agreement(run: GRPORun, step: int, metrics: Mapping[str, float], outcomes: Sequence[Outcome]) -> Assessment:
     """Compare the error of a step with the run's noise, and update the noise.
 
-    If an episode begins, the refit of this step makes both checks of weights (canary, all weights), if enabled. A step
-    without an optimizer step has no error in `metrics`, and is not compared.
+    If an episode begins or becomes far worse, the refit of this step makes both checks of weights (canary, all
+    weights), if enabled. A step without an optimizer step has no error in `metrics`, and is not compared.
     """
     config, state, remarks = run.config, run.state.get("prob_error"), []
     penalties = " with penalties or a form" if config.generation.has_unmatched_sampling else ""
@@ -145,22 +139,28 @@ def assess_agreement(run: GRPORun, step: int, metrics: Mapping[str, float], outc
         if run.state["total_steps"]:  # the first step of a run needs no remark
             measured = f"the checkpoint's was measured in {state['precision']}" if state else "the checkpoint has none"
             remarks.append(f"the noise of {ERROR} is measured from this step on, since {measured}")
-        state = ProbErrorState(precision=precision, fresh=[], stale=[], calm_steps=None)
+        state = ProbErrorState(precision=precision, fresh=[], stale=[], episode=None, episodes=0)
         run.state["prob_error"] = state
     if ERROR not in metrics:
         return Assessment({}, remarks)
     age = compute_oldest_age(run, outcomes)
     bounds = NoiseBounds.from_config(config, run.policy.shape)
     comparison = compare_with_noise(state, bounds, metrics, age, config.find_prob_error_limit(age))
-    # Recorded tokens may come from other weights on purpose.
-    if not config.needs_generation or not comparison.begins_episode:
+    if not config.needs_generation:  # recorded tokens may come from other weights on purpose
+        return Assessment(comparison.metrics, remarks)
+    change = follow_episode(state, step, metrics[ERROR], comparison.ratio if comparison.is_off else None)
+    if change is None:
+        return Assessment(comparison.metrics, remarks)
+    if change.kind == "end":
+        remarks.append(f"training and generation agree again: {change.text}")
         return Assessment(comparison.metrics, remarks)
     if run.transport is not None:
         run.transport.require_checks()
     # The doctor examines a step from the checkpoint before it; the first one has the model folder.
-    can_examine = step == 1 or step - 1 in run.checkpointer.list_steps()
-    remarks.append(_describe_disagreement(run, step, metrics, comparison, can_examine))
-    return Assessment(comparison.metrics, remarks, needs_checkpoint=config.has_checkpoints and not can_examine)
+    needs_checkpoint = not (step == 1 or step - 1 in run.checkpointer.list_steps()) and change.deserves_checkpoint
+    needs_checkpoint &= config.has_checkpoints
+    remarks.append(_describe_disagreement(run, step, metrics, comparison, change, needs_checkpoint))
+    return Assessment(comparison.metrics, remarks, needs_checkpoint)
 
 
 def compute_oldest_age(run: GRPORun, outcomes: Sequence[Outcome]) -> int:
@@ -169,22 +169,33 @@ def compute_oldest_age(run: GRPORun, outcomes: Sequence[Outcome]) -> int:
 
 
 def _describe_disagreement(
-    run: GRPORun, step: int, metrics: Mapping[str, float], comparison: NoiseComparison, can_examine: bool
+    run: GRPORun,
+    step: int,
+    metrics: Mapping[str, float],
+    comparison: NoiseComparison,
+    change: EpisodeChange,
+    needs_checkpoint: bool,
 ) -> str:
-    config, refit = run.config, run.config.refit
+    refit = run.config.refit
     advice = f"{_make_doctor_command(run.run_dir, step)} names the reason"
-    if config.has_checkpoints and not can_examine:
+    if needs_checkpoint:
         command = _make_doctor_command(run.run_dir, step + 1)
         advice = f"a checkpoint is saved after this step, so that {command} names the reason once the next step is done"
     checks = [*(["the canary"] if refit.canary else []), *(["all weights"] if refit.weight_check_period else [])]
     compared = f" This step's refit compares {' and '.join(checks)}." if checks and run.transport is not None else ""
     divergence = f", {DIVERGENCE} {metrics[DIVERGENCE]:.6g}" if comparison.figure == DIVERGENCE else ""
+    figures = (
+        f"{ERROR} is {metrics[ERROR]:.6g} (largest of a token: {metrics[WORST]:.6g}){divergence}, and "
+        f"{comparison.figure} up to {comparison.bound:.6g} would be noise"
+    )
+    if change.kind == "worse":
+        return f"training and generation disagree far more than before: {figures}. {change.text}.{compared} {advice}"
     return (
-        f"training and generation disagree more than noise explains: {ERROR} is {metrics[ERROR]:.6g} (largest of a "
-        f"token: {metrics[WORST]:.6g}){divergence}, and {comparison.figure} up to {comparison.bound:.6g} would be "
-        f"noise.{compared} {advice}. refit.canary_share=1 and refit.weight_check_period=1 compare engines with the "
-        "policy in every refit; refit.prob_error_limit ends the run before it learns from such a step. The metric "
-        f"{IS_OFF} marks further such steps; the next message comes only after {CALM_STEPS} steps within the bound"
+        f"training and generation disagree more than noise explains{change.text}: {figures}.{compared} {advice}. "
+        "refit.canary_share=1 and refit.weight_check_period=1 compare engines with the policy in every refit; "
+        "refit.prob_error_limit ends the run before it learns from such a step. The metric "
+        f"{IS_OFF} marks further such steps; another message comes when they become far worse, and after "
+        f"{CALM_STEPS} steps within the bound"
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from statistics import fmean
 
 from megatron_grpo.algorithms.context import GRPORun
+from megatron_grpo.algorithms.idle_tensors import describe_idle_tensors
 from megatron_grpo.algorithms.placement import publish
 from megatron_grpo.algorithms.prob_error import assess_agreement, compute_oldest_age, refuse_step, require_agreement
 from megatron_grpo.algorithms.records import StepCheck
@@ -205,6 +206,7 @@ def combine_results(results: Sequence[TrainResult], loss_tokens: Sequence[float]
         metrics=combine_metrics(weighted_metrics),
         optimizer_steps=len(results),
         gpu_memory_gib=max(result.gpu_memory_gib for result in results),
+        zero_gradients=frozenset.intersection(*(result.zero_gradients for result in results)),
     )
 
 
@@ -219,6 +221,7 @@ def publish_and_report(
     # Assessed first, because the refit of a step that disagrees with generation also compares weights.
     assessment = assess_agreement(run, step, metrics, samples.outcomes)
     metrics, remarks = {**metrics, **assessment.metrics}, [*assessment.remarks]
+    remarks += describe_idle_tensors(run.state, step, learned)
     checks: Mapping[str, float] = {}
     failure: RefitError | None = None
     if run.transport is not None:

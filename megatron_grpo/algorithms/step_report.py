@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.schema import Config
 from megatron_grpo.rollouts import rollout_metrics
 from megatron_grpo.rollouts.failures import describe_failures
+from megatron_grpo.rollouts.repeated_samples import REPEATED, find_copies
 from megatron_grpo.trainer.model_ranks import TrainResult
 from megatron_grpo.weight_sync.refit_calls import RefitError
 
@@ -95,6 +97,7 @@ def _log_remarks(run: SamplingRun, step: int, report: StepReport) -> None:
             "(env.NAME.on_reward_error=none): logs/environment_*.log name function, exception and line; reward_errors "
             "counts them",
         )
+    _note_repeated_samples(run, step, report.sampled)
     unscored = [outcome for outcome in report.sampled if outcome.is_unscored]
     if unscored and run.config.uses_rewards:
         run.logger.note_once(
@@ -103,3 +106,21 @@ def _log_remarks(run: SamplingRun, step: int, report: StepReport) -> None:
             f"{unscored[0].prompt_idx} of data.train_path for one): they are left out of baselines and loss; "
             "unscored_rate counts them",
         )
+
+
+def _note_repeated_samples(run: SamplingRun, step: int, sampled: Sequence[Outcome]) -> None:
+    copies = find_copies(sampled)
+    if not copies:
+        return
+    worst = min(copies, key=lambda outcome: outcome.reward_metrics[REPEATED])
+    groups = len({(outcome.group, outcome.prompt_idx) for outcome in copies})
+    all_groups = len({(outcome.group, outcome.prompt_idx) for outcome in sampled})
+    run.logger.note_once(
+        "repeated samples",
+        f"step {step}: {len(copies)} of {len(sampled)} responses, in {groups} of {all_groups} groups, have exactly the "
+        f"tokens of another sample of their prompt, which independent draws would hardly have (row {worst.prompt_idx} "
+        f"of data.train_path: {worst.response_tokens} tokens, probability at most 1e"
+        f"{math.ceil(worst.reward_metrics[REPEATED])}): samples share a random seed, or a response is returned twice. "
+        "Equal samples say nothing about which response is better. repeated_samples has their share in every step, and "
+        f"{REPEATED} in rollouts/ marks them",
+    )

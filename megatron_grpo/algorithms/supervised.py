@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_grpo.algorithms.context import SamplingRun
+from megatron_grpo.algorithms.idle_tensors import describe_idle_tensors
 from megatron_grpo.algorithms.placement import publish
 from megatron_grpo.algorithms.records import StepCheck
 from megatron_grpo.algorithms.stages import build_batch, train_in_minibatches
@@ -167,7 +168,8 @@ def make_report(
     )
     if learned is not None and learned.gpu_memory_gib:
         throughput["gpu_memory_gib"] = learned.gpu_memory_gib
-    return StepReport(metrics, timing, throughput, outcomes)
+    remarks = describe_idle_tensors(run.state, run.state["total_steps"] + 1, learned)
+    return StepReport(metrics, timing, throughput, outcomes, remarks)
 
 
 def _count_passes(config: Config, learned: TrainResult | None) -> float:

@@ -290,7 +290,8 @@ class RefitConfig(Section):
 
     canary_limit: PositiveFloat | None = None
     """Largest difference of log-probabilities that the canary accepts, in nats: the median over the tokens of the worst
-    sequence. null: from the noise of the first refits, at most 0.001 to 1.5 by precision (docs/refit.md)."""
+    sequence. In float32 single tokens may differ by ten times as much. null: from the noise of the first refits, at
+    most 0.001 to 1.5 by precision (docs/refit.md)."""
 
     prob_error_limit: Annotated[float, Field(gt=1)] | None = 2.0
     """token_mult_prob_error of a step, without its worst token, above which the run saves and ends before learning from

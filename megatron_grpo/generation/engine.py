@@ -26,7 +26,7 @@ from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.generation import vllm_requests
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments, needs_machines
-from megatron_grpo.generation.engine_canary import SAMPLING_ARGUMENTS, CanaryPrompt
+from megatron_grpo.generation.engine_canary import SAMPLING_ARGUMENTS, CanaryPrompt, CanaryResult
 from megatron_grpo.generation.engine_interface import Engine, EngineStart, EngineWorker, LoaderTrace, TensorShapes
 from megatron_grpo.generation.engine_processes import (
     await_alive,
@@ -227,9 +227,9 @@ class VllmEngine(Engine):
             await self._gate.open("weights")
 
     @phase("canary")
-    async def check_canary(self, prompt: CanaryPrompt) -> float:
+    async def check_canary(self, prompt: CanaryPrompt) -> CanaryResult:
         llm = await self._gate.wait_paused()
-        error = math.nan
+        result = CanaryResult(math.nan)
         with death_as_engine_loss():
             try:
                 logprobs = await self._compute_canary(llm, prompt)
@@ -239,9 +239,9 @@ class VllmEngine(Engine):
                 names = [f"canary.{number}" for number in range(len(prompt.sequences))]
                 await await_alive(llm, llm.abort(names))
             else:
-                error = prompt.require_agreement(logprobs)
+                result = prompt.require_agreement(logprobs)
         await self._gate.open("weights")
-        return error
+        return result
 
     async def _compute_canary(self, llm: AsyncLLM, prompt: CanaryPrompt) -> list[list[float]]:
         from vllm import SamplingParams

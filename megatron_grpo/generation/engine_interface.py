@@ -10,7 +10,7 @@ from megatron_grpo.batch.generation_requests import EngineCounts, GenerationRequ
 from megatron_grpo.config.generation_schema import RefitMode
 
 if TYPE_CHECKING:
-    from megatron_grpo.generation.engine_canary import CanaryPrompt
+    from megatron_grpo.generation.engine_canary import CanaryPrompt, CanaryResult
     from megatron_grpo.generation.engine_processes import EngineProcesses
 
 TensorShapes = Mapping[str, Sequence[int]]
@@ -76,7 +76,7 @@ class Engine(Protocol):
     async def commit_weights(self, version: int, awaits_canary: bool = False) -> None:
         """Commit weights that every worker confirms; served now, or after `check_canary`."""
 
-    async def check_canary(self, prompt: CanaryPrompt) -> float:
+    async def check_canary(self, prompt: CanaryPrompt) -> CanaryResult:
         """Compare the canary; if it agrees, serve the committed weights.
 
         Returns and raises as `CanaryPrompt.require_agreement`; NaN: vLLM could not compute the canary, so nothing was

@@ -29,7 +29,7 @@ from megatron_grpo.config.errors import CanaryError
 from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.data.tokenizer import encode_text, load_tokenizer, make_sample_texts, quote_difference
 from megatron_grpo.generation.engine_arguments import VllmSettings
-from megatron_grpo.generation.engine_canary import SAMPLING_ARGUMENTS, CanaryPrompt
+from megatron_grpo.generation.engine_canary import SAMPLING_ARGUMENTS, CanaryPrompt, CanaryResult
 from megatron_grpo.generation.engine_interface import Engine, EngineStart, EngineWorker, LoaderTrace, TensorShapes
 from megatron_grpo.generation.engine_processes import list_own_processes
 from megatron_grpo.generation.engine_statistics import EngineStatistics
@@ -159,17 +159,17 @@ class ServerEngine(Engine):
             self._serving.set()
 
     @phase("canary")
-    async def check_canary(self, prompt: CanaryPrompt) -> float:
+    async def check_canary(self, prompt: CanaryPrompt) -> CanaryResult:
         # The server computes the canary only while it runs; requests of this run wait for `_serving` meanwhile.
         await self._post("/resume")
         computations = (self._compute_canary(number, tokens) for number, tokens in enumerate(prompt.sequences))
         try:
-            error = prompt.require_agreement(await asyncio.gather(*computations))
+            result = prompt.require_agreement(await asyncio.gather(*computations))
         except CanaryError as failure:
             await self._post("/pause", mode="keep", clear_cache="true")
             raise CanaryError(f"{self._url}: {failure}") from None
         self._serving.set()
-        return error
+        return result
 
     async def _compute_canary(self, number: int, tokens: tuple[int, ...]) -> list[float]:
         body = {"request_id": f"canary.{number}", "token_ids": list(tokens), "sampling_params": SAMPLING_ARGUMENTS}

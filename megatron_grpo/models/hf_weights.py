@@ -69,6 +69,24 @@ def split_parameter(
     return parts
 
 
+def view_slices(
+    entry: WeightEntry, local: Tensor, slices: Sequence[WeightSlice], model: ModelShape
+) -> list[list[Tensor]]:
+    """View the slices' elements in a rank's parameter, without copies: views by slice."""
+    sections = cut_sections(entry)
+    if len(sections) == 1 and sections[0].axes == entry.axes:
+        return [[local]]
+    sizes = _find_local_sizes(entry, [part.local_shape for part in slices], model)
+    if sizes is None:
+        return [[part] for part in local.split([part.local_shape[0] for part in slices])]
+    sources, views = _view_sections(local, entry.axes, sizes), []
+    for section in sections:
+        shape = [measure_axis(axis, sizes) for axis in section.axes]
+        names = _view_sections(torch.empty(shape, device="meta"), section.axes, sizes)
+        views.append([sources[part] for part in names])
+    return views
+
+
 def _find_local_sizes(entry: WeightEntry, shapes: Sequence[Sequence[int]], model: ModelShape) -> dict[str, int] | None:
     """Find sizes of a rank's part; None: it cuts a group."""
     # Megatron-Core interleaves by group: the queries of a key/value head, its key, its value, and so on, so that a cut

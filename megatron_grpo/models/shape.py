@@ -124,6 +124,12 @@ class DeltaShape:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
+LEAST_TIME_STEP = 1e-30
+"""`time_step_min` with which transformers computes as vLLM and training do, without a lower bound of time steps.
+
+It raises the steps below it. Not 0, of which it takes the logarithm when it initialises weights."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MambaShape:
     """Mamba-2 (Dao and Gu 2024), whose heads keep a state.

@@ -27,6 +27,7 @@ from megatron_grpo.rollouts.endpoint import Endpoint
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
 from megatron_grpo.rollouts.failures import RolloutFailure
+from megatron_grpo.rollouts.repeated_samples import record_repeated_samples
 
 ATTEMPTS = 2  # at a rollout, and at scoring it
 _SHORT_SHARE = 0.25  # a rewarded response below this share of its group's median length is unusually short
@@ -106,7 +107,9 @@ class GroupRollout:
                         trajectory.reward = math.fsum(trajectory.turn_rewards)
                     trajectory.reward_parts, trajectory.reward_errors = scored.parts, scored.errors
                     trajectory.reward_metrics, trajectory.notes = scored.metrics, scored.notes
-            flag_suspicious([trajectory for trajectory, _ in sampled], self.environment.leave_out_suspects)
+            trajectories = [trajectory for trajectory, _ in sampled]
+            flag_suspicious(trajectories, self.environment.leave_out_suspects)
+            record_repeated_samples(trajectories, self.settings.sampling.temperature)
         return [trajectory for trajectory, _ in self._sampled]
 
     async def _request_scores(self, sampled: list[tuple[Trajectory, Any]]) -> list[ScoreOrError]:

@@ -12,6 +12,7 @@ import torch
 from megatron_grpo.batch.environment_metrics import MAX_METRICS, is_environment_metric, make_step_metric_name
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.metric_names import TASK_METRICS
+from megatron_grpo.rollouts.repeated_samples import REPEATED, find_copies
 
 
 def compute_rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
@@ -78,8 +79,9 @@ def compute_reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, fl
     """Compute each reward function's mean and deviation, and reported figures.
 
     The deviation has the divisor n - 1. With reward functions also unscored_rate, the share of responses that no
-    function scored; with failures that env.NAME.on_reward_error=none ignores also reward_errors, their number. Figures
-    that environments report are means over the responses that have them; of very many, only the first MAX_METRICS.
+    function scored; with failures that env.NAME.on_reward_error=none ignores also reward_errors, their number; with
+    copies among the samples also repeated_samples, their share. Figures that environments report are means over the
+    responses that have them; of very many, only the first MAX_METRICS.
     """
     values: defaultdict[str, list[float]] = defaultdict(list)
     reported: defaultdict[str, list[float]] = defaultdict(list)
@@ -87,7 +89,8 @@ def compute_reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, fl
         for name, reward in outcome.reward_parts.items():
             values[name].append(reward)
         for name, figure in outcome.reward_metrics.items():
-            reported[make_step_metric_name(name)].append(figure)
+            if name != REPEATED:
+                reported[make_step_metric_name(name)].append(figure)
     unscored = fmean(outcome.is_unscored for outcome in outcomes)
     means = {f"reward/{name}": fmean(scored) for name, scored in values.items()}
     deviations = {f"reward_std/{name}": stdev(scored) if len(scored) > 1 else 0.0 for name, scored in values.items()}
@@ -95,6 +98,8 @@ def compute_reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, fl
     figures = {name: fmean(values) for name, values in reported.items() if name not in omitted}
     errors = sum(outcome.reward_errors for outcome in outcomes)
     counted = {"reward_errors": float(errors)} if errors else {}
+    if copies := find_copies(outcomes):
+        counted["repeated_samples"] = len(copies) / len(outcomes)
     return figures | means | deviations | counted | ({"unscored_rate": unscored} if values or unscored else {})
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import importlib
+import math
 import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_grpo.batch.token_batch import TokenBatch
     from megatron_grpo.losses.loss import GlobalCounts, LossFunction
     from megatron_grpo.trainer.rank import ModelRank
+    from megatron_grpo.trainer.zero_gradients import ZeroGradients
 
 
 def choose_fp8_scales() -> None:
@@ -54,6 +57,7 @@ class RankActor:
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "1")  # as in engines (`generation.engine`)
         self.name, self.rank, self.threads = name, rank, threads
         self._imports_s = 0.0
+        self._zero_gradients: ZeroGradients | None = None  # from the first optimizer step on
 
     def open_store(self, timeout_s: float) -> tuple[str, int]:
         """Open the ranks' rendezvous store; returns its address."""
@@ -139,8 +143,18 @@ class RankActor:
         self, work: ReplicaWork, loss_fn: LossFunction, counts: GlobalCounts, limit: float | None = None
     ) -> RankTrainResult:
         """Make one optimizer step on the replica's work (`ModelRank.train`)."""
+        from megatron_grpo.trainer.zero_gradients import ZeroGradients
+
         batch, microbatches = work
-        return self.model.train(self._fetch(batch, loss_fn), microbatches, loss_fn, counts, limit)
+        result = self.model.train(self._fetch(batch, loss_fn), microbatches, loss_fn, counts, limit)
+        if result.is_refused or not 0 < result.grad_norm < math.inf:
+            return result
+        self._zero_gradients = self._zero_gradients or ZeroGradients(self.model)
+        return replace(result, zero_gradients=self._zero_gradients.find())
+
+    def list_trained_tensors(self) -> list[str]:
+        """List the trained tensors of which this rank has a part."""
+        return self._zero_gradients.list_names() if self._zero_gradients is not None else []
 
     @phase("watch states")
     def watch_states(self, in_replica: NDArray[np.int64], in_step: NDArray[np.int64]) -> None:

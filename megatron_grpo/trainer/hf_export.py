@@ -30,7 +30,7 @@ from megatron_grpo.models.families import (
 )
 from megatron_grpo.models.hf_folder import HFFolderReader, new_folder, save_tensors, write_hf_folder
 from megatron_grpo.models.hf_weights import iter_adapter_tensors, iter_hf_tensors, load_hf_weights
-from megatron_grpo.models.shape import ModelShape, read_config_json
+from megatron_grpo.models.shape import LEAST_TIME_STEP, ModelShape, read_config_json
 from megatron_grpo.models.stored_tensors import FLOATS, list_stored_tensors
 
 if TYPE_CHECKING:
@@ -133,6 +133,10 @@ def find_changed_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
         settings |= {
             key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules") if raw.get(key)
         }
+    # Training has no lower bound of Mamba's time steps (docs/layouts.md); `mamba_dt_min` replaces `time_step_min`.
+    if shape.mamba is not None:
+        names = ("time_step_min", *(["mamba_dt_min"] if "mamba_dt_min" in raw else []))
+        settings |= dict.fromkeys(names, LEAST_TIME_STEP)
     # Code of the model is not exported, so transformers has to know the model by itself.
     if raw.get("auto_map"):
         settings["auto_map"] = {}

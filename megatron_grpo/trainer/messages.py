@@ -106,3 +106,5 @@ class RankTrainResult:
     """Peak memory of the rank's tensors on its GPU since the previous optimizer step, GiB; 0 on a CPU."""
     is_refused: bool = False
     """Whether the probability error was beyond its limit, so that the optimizer step was not made."""
+    zero_gradients: tuple[str, ...] = ()
+    """Tensors whose gradient is exactly zero on this rank."""

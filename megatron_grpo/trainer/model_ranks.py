@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
@@ -65,6 +66,8 @@ class TrainResult:
     optimizer_steps: int = 1
     gpu_memory_gib: float = 0.0
     """Peak GPU memory of a rank's tensors, the largest of all ranks, GiB; 0 on a CPU."""
+    zero_gradients: frozenset[str] = frozenset()
+    """Tensors, by their names in the model's folder, whose gradient is exactly zero."""
 
 
 class NonFiniteGradientError(RunError):
@@ -106,6 +109,7 @@ class ModelRanks:
             for rank in range(world)
         ]
         self._reports: list[RankReport] = []
+        self._ranks_by_tensor: Counter[str] = Counter()  # ranks with a part of each trained tensor, once needed
         self._starting: list[ray.ObjectRef] = []
 
     def start(self) -> None:
@@ -158,7 +162,18 @@ class ModelRanks:
             learning_rate=first.learning_rate,
             metrics=metrics,
             gpu_memory_gib=max(result.gpu_memory_gib for result in results),
+            zero_gradients=self._join_zero_gradients(results),
         )
+
+    def _join_zero_gradients(self, results: Sequence[RankTrainResult]) -> frozenset[str]:
+        """Find tensors whose gradient is zero on all their ranks."""
+        ranks_with_zeros = Counter(name for result in results for name in result.zero_gradients)
+        if not ranks_with_zeros:
+            return frozenset()
+        if not self._ranks_by_tensor:
+            by_rank = self._gather(self._call(RankActor.list_trained_tensors), "listing tensors")
+            self._ranks_by_tensor.update(name for names in by_rank for name in names)
+        return frozenset(name for name, count in ranks_with_zeros.items() if count == self._ranks_by_tensor[name])
 
     @property
     def cost(self) -> Cost:

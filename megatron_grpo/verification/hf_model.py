@@ -13,7 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from megatron_grpo.models.families import find_model_type, is_carried, read_model_shape, remove_text_prefix
 from megatron_grpo.models.hf_folder import HFFolderReader
 from megatron_grpo.models.quantized_weights import is_quantized
-from megatron_grpo.models.shape import read_config_json
+from megatron_grpo.models.shape import LEAST_TIME_STEP, read_config_json
 
 
 def load_eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, Any] | None = None) -> Any:
@@ -32,6 +32,10 @@ def load_eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, An
         for name, value in settings.items():
             setattr(config.get_text_config(), name, value)
         options["config"] = config
+    if "nemotron_h" in (raw.get("model_type"), find_model_type(raw)):
+        # Neither vLLM nor training has a lower bound of time steps (docs/layouts.md).
+        config = options.setdefault("config", AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        config.time_step_min = LEAST_TIME_STEP
     if is_quantized(folder) or "text_config" in raw:
         # What transformers makes of quantized weights depends on the machine's GPU, and it refuses matrices whose last
         # block is not full. Of a model that also sees images only the text part is wanted, under its own names.

@@ -24,8 +24,10 @@ from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.models.families import add_text_prefix, find_model_type, read_model_shape
 from megatron_grpo.models.shape import ExpertShape, ModelShape
 from megatron_grpo.models.source import download_config, fetch_model_folder, find_local_folder, is_hub_name
+from megatron_grpo.verification.double_precision import DoublePrecision
 from megatron_grpo.verification.hf_model import find_router, list_stored_tensors, load_eager_model, read_routing
 from megatron_grpo.verification.nearest_family import describe_nearest_family
+from megatron_grpo.verification.tolerances import Distance, Tolerances, measure_distance
 
 SMALL, EXPERTS, LATENT, SPARSE, DELTA, MAMBA, WINDOW, RARE, TINY = yaml.safe_load(
     Path(__file__).with_name("tiny_models.yaml").read_text()
@@ -127,7 +129,9 @@ def make_model(config: dict[str, Any], folder: Path, seed: int) -> Path:
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("scale"):
+            if name.endswith("dt_bias"):  # time steps of 1e-4 to 1, some of them below transformers' bound
+                parameter.uniform_(-9.0, 1.0)
+            elif "norm" in name or name.endswith("scale"):
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
             else:
                 parameter.normal_(0.0, 0.1)
@@ -143,13 +147,21 @@ MOE = MoeConfig(aux_loss_coeff=0.05, z_loss_coeff=0.01)
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """The results of transformers, which every layout has to reproduce; float32."""
+    """The results of transformers in float64, which every layout has to reproduce."""
 
     logprobs: Tensor
-    """[tokens], float32: log-probability of every token; 0 at the first token of a sequence."""
+    """[tokens], float64: log-probability of every token; 0 at the first token of a sequence."""
     gradients: dict[str, Tensor]
+    """Float64, by the names and with the shapes of the model's files; in memory transformers stacks experts."""
     weights: dict[str, Tensor]
-    """Gradients and weights have the names and shapes of the model's files; in memory transformers stacks experts."""
+    """Float32, by the same names."""
+    reference: Distance
+    """Distance of transformers' own float32 results."""
+
+    @property
+    def tolerances(self) -> Tolerances:
+        """Largest distances of a layout that rounding explains."""
+        return Tolerances.from_reference(self.reference, float(self.logprobs.abs().max()))
 
 
 def make_batch(vocab: int, sequences: int, longest: int, seed: int) -> TokenBatch:
@@ -191,19 +203,28 @@ def count_tokens(batch: TokenBatch) -> GlobalCounts:
 
 
 def compute_truth(folder: Path, batch: TokenBatch) -> Truth:
-    """Compute a batch in transformers, one sequence at a time, without padding.
+    """Compute a batch in transformers, in float32 and in float64.
+
+    One sequence at a time, without padding.
 
     Raises:
         RunError: transformers cannot load or compute the model.
     """
     try:
-        return _run_transformers(folder, batch)
+        logprobs, gradients, weights = _run_transformers(folder, batch, torch.float32)
+        with DoublePrecision():
+            exact_logprobs, exact_gradients, _ = _run_transformers(folder, batch, torch.float64)
     except Exception as error:  # a model's own code may raise anything
         raise RunError(f"transformers cannot compute {folder}: {type(error).__name__}: {error}") from error
+    reference = measure_distance(logprobs, gradients, exact_logprobs, exact_gradients)
+    return Truth(exact_logprobs, exact_gradients, weights, reference)
 
 
-def _run_transformers(folder: Path, batch: TokenBatch) -> Truth:
-    model = load_eager_model(folder, torch.float32)
+def _run_transformers(
+    folder: Path, batch: TokenBatch, dtype: torch.dtype
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Compute log-probabilities, gradients and weights, as `Truth` has them."""
+    model = load_eager_model(folder, dtype).to(dtype)  # some families keep parameters in float32
     # torch leaves the gradient of this token's row out. Training has no such token: padding is never computed.
     model.get_input_embeddings().padding_idx = None
     shape = read_model_shape(folder)
@@ -212,7 +233,7 @@ def _run_transformers(folder: Path, batch: TokenBatch) -> Truth:
     in_memory = {name: value.detach().clone() for name, value in list_stored_tensors(model).items()}
     weights = _name_as_stored(model, in_memory, shape)
     fields, logprobs = batch.fields, []
-    total = torch.zeros(())
+    total = torch.zeros((), dtype=dtype)
     columns = (
         require_field(fields.token_ids).long(),
         require_field(fields.loss_mask),
@@ -229,7 +250,7 @@ def _run_transformers(folder: Path, batch: TokenBatch) -> Truth:
         logprobs.append(torch.nn.functional.pad(sampled_logprobs.detach(), (1, 0)))
     total.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Truth(torch.cat(logprobs), _name_as_stored(model, gradients, shape), weights)
+    return torch.cat(logprobs), _name_as_stored(model, gradients, shape), weights
 
 
 def _name_as_stored(model: Any, tensors: dict[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import resource
 import statistics
 import time
@@ -24,6 +23,7 @@ from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.verification.problem import MOE, Truth, count_tokens, make_loss
 from megatron_grpo.verification.processes import run_on_ranks
+from megatron_grpo.verification.tolerances import measure_distance
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,24 +147,20 @@ def run_layout(task: Task) -> list[RankResults]:
     return [RankResults(**result) for result in results]
 
 
-TOLERANCES = {"logprob": 2e-5, "gradient": 1e-4, "loss": 1e-5}
-"""Largest allowed difference of log-probabilities (absolute), of gradients (relative norm of each tensor) and of the
-loss after the optimizer steps (absolute, against one rank)."""
-
-
-LEAST_SHARE = 1e-4  # of the whole gradient's norm; relative errors of smaller gradients are relative to that
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The results of one layout."""
+    """The results of one layout: distances from transformers in float64."""
 
     layout: str
     packed: bool
     logprob: float
     """Largest difference of a log-probability."""
+    logprob_rms: float
+    """Root mean square of these differences."""
+    logprob_median: float
+    """Median of their absolute values."""
     gradient: float
-    """Largest relative error of a tensor's gradient."""
+    """Relative error of the gradient that is furthest from its tolerance, or nearest to it."""
     worst_tensor: str
     """Name in transformers of the tensor whose gradient has this error."""
     loss: float
@@ -176,12 +172,22 @@ class Row:
     step_s: float
     """Median seconds of an optimizer step on the slowest rank."""
     final_loss: float
+    tolerances: dict[str, float]
+    """Largest values of the distances that rounding explains, by the names of the fields above."""
+
+    @property
+    def faults(self) -> list[str]:
+        """The distances past their tolerances, and differing weights."""
+        distances = {name: (getattr(self, name), limit) for name, limit in self.tolerances.items()}
+        texts = [
+            f"{name} {value:.1e} > {limit:.1e}" for name, (value, limit) in distances.items() if not value <= limit
+        ]
+        return [*texts, *([] if self.exact else ["exported weights differ"])]
 
     @property
     def passed(self) -> bool:
         """Whether everything is within tolerance."""
-        within = (getattr(self, name) <= limit for name, limit in TOLERANCES.items())
-        return self.exact and all(within)
+        return not self.faults
 
 
 def compare_layout(
@@ -192,36 +198,28 @@ def compare_layout(
     `one_rank`: the row of the layout of one rank; None: this is that layout.
     """
     logprobs = {number: values for rank in results for number, values in rank.logprobs.items()}
-    expected = truth.logprobs.split(batch.lengths)
-    assert sorted(logprobs) == list(range(len(expected))), "every sequence is reported once"
+    assert sorted(logprobs) == list(range(len(batch))), "every sequence is reported once"
     final = sum(rank.losses[-1] for rank in results)
-    gradient, worst_tensor = _compute_relative_error(results, truth.gradients)
+    gradients = {name: tensor for rank in results for name, tensor in rank.gradients.items()}
+    in_order = torch.cat([logprobs[number] for number in range(len(batch))])
+    distance, tolerances = measure_distance(in_order, gradients, truth.logprobs, truth.gradients), truth.tolerances
+    worst = max(distance.gradients, key=lambda tensor: distance.gradients[tensor] / tolerances.gradients[tensor])
+    limits = {"gradient": tolerances.gradients[worst], "loss": tolerances.loss}
     return Row(
         layout=name,
         packed=packed,
-        # The maximum of a tensor is NaN if any number is; Python's max would ignore NaN.
-        logprob=float(torch.cat([logprobs[n] - expected[n] for n in logprobs]).abs().max()),
-        gradient=gradient,
-        worst_tensor=worst_tensor,
+        logprob=distance.logprob,
+        logprob_rms=distance.logprob_rms,
+        logprob_median=distance.logprob_median,
+        gradient=distance.gradients[worst],
+        worst_tensor=worst,
         loss=0.0 if one_rank is None else abs(final - one_rank.final_loss),
         exact=_has_same_weights(results, truth.weights),
         peak_gib=max(rank.peak_bytes for rank in results) / 2**30,
         step_s=max(rank.step_s for rank in results),
         final_loss=final,
+        tolerances={**tolerances.logprobs, **limits},
     )
-
-
-def _compute_relative_error(results: Sequence[RankResults], truth: dict[str, Tensor]) -> tuple[float, str]:
-    """Find the largest relative error and its tensor; infinite if missing."""
-    # A gradient that is 0 but for rounding has no relative error: the factor of a single expert before a norm.
-    least = LEAST_SHARE * torch.stack([tensor.norm() for tensor in truth.values()]).norm()
-    gradients = {name: tensor for rank in results for name, tensor in rank.gradients.items()}
-    errors = dict.fromkeys(truth, math.inf)
-    for name in truth.keys() & gradients.keys():
-        error = float((gradients[name] - truth[name]).norm() / truth[name].norm().clamp(min=least))
-        errors[name] = error if math.isfinite(error) else math.inf
-    worst = max(errors, key=errors.__getitem__)
-    return errors[worst], worst
 
 
 def _has_same_weights(results: Sequence[RankResults], truth: dict[str, Tensor]) -> bool:

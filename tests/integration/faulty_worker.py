@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from megatron_grpo.weight_sync.boxes import Range, to_slices
@@ -22,6 +23,12 @@ def take_neighbours_positions(_: Any, args: tuple[Any, ...], named: dict[str, An
     return args, named
 
 
+def scale_row(_: Any, args: tuple[Any, ...], output: Any, *, token: int) -> Any:
+    """Scale the embedding of a token."""
+    output[args[0] == token] *= 1.3
+    return output
+
+
 class FaultyWorker(RefitWorker):
     """The worker extension of the engines of test_canary.py."""
 
@@ -32,12 +39,17 @@ class FaultyWorker(RefitWorker):
         """Let the following refits go wrong: "flipped", "swapped", "stale", or "none".
 
         "positions": refits are right, and tokens of a batch of several sequences take their neighbours' positions.
+        "row" and a token's id: refits are right, and the token has another embedding.
         """
         if self.shift is not None:
             self.shift.remove()
             self.shift = None
         if fault == "positions":
             self.shift = self.model_runner.model.register_forward_pre_hook(take_neighbours_positions, with_kwargs=True)
+
+        if fault.startswith("row "):
+            scale = partial(scale_row, token=int(fault.removeprefix("row ")))
+            self.shift = self.model_runner.model.model.embed_tokens.register_forward_hook(scale)
 
         def write(self: Any, message: int, position: int, values: Any, scales: Any = None) -> None:
             regions = self._messages[message]

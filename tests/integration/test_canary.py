@@ -26,7 +26,7 @@ from megatron_grpo.trainer.model.lora import AdaptedLinear
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync import shard_sender
 from megatron_grpo.weight_sync.refit_calls import RefitError
-from megatron_grpo.weight_sync.refit_checks import Canary, draw_canary
+from megatron_grpo.weight_sync.refit_checks import BOUNDS, Canary, draw_canary
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 from tests.integration.test_refit import ray_cluster
 from tests.integration.vllm_helpers import START_S, VOCAB, engines, generate, gpus, make_model, request
@@ -147,6 +147,28 @@ def test_an_engine_that_mixes_up_the_sequences_of_a_batch_never_serves(
         publish(transport, Placement(), 25, StepTimer())
     assert "generation engine 0 must not serve: with version 25 of the weights" in str(error.value)
     assert "sequence by sequence, in the order in which they are packed" in str(error.value)
+    assert "all weights are the policy's as the kernels hold them, so the computation differs" in str(error.value)
+
+
+@pytest.mark.parametrize(("token", "versions", "tokens"), [(18, [51], "20 tokens, from token 16"), (6, [51, 52], "31")])
+def test_a_row_of_the_embedding_that_few_tokens_use_is_noticed(
+    token: int, versions: list[int], tokens: str, pair: tuple[MegatronPolicy, VllmGeneration]
+) -> None:
+    """In two sequences at once; in one, which a near tie of experts may explain, by the second canary."""
+    transport = _transport(pair, weight_check_period=None)
+    config, sequences = replace(REFIT, weight_check_period=None), draw_canary(7, VOCAB, 32)
+    canary = Canary(config, sequences, BOUNDS["float32"], limits_tokens=True, has_ties=True)
+    canary.record_noise(3e-6)
+    transport._checks.canary = canary
+    publish(transport, Placement(), 50, StepTimer())
+    _plant(pair[1], f"row {token}")
+    for version in versions[:-1]:
+        publish(transport, Placement(), version, StepTimer())
+    with pytest.raises(RefitError) as error:
+        publish(transport, Placement(), versions[-1], StepTimer())
+    assert "the medians agree, but log-probabilities of single tokens of the canary differ" in str(error.value)
+    assert f"of {tokens}" in str(error.value)
+    assert f"behind id {token})" in str(error.value)
     assert "all weights are the policy's as the kernels hold them, so the computation differs" in str(error.value)
 
 

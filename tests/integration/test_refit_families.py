@@ -86,8 +86,12 @@ def gemma4_moe(**sizes: Any) -> PretrainedConfig:
 
 
 def nemotron_h(**sizes: Any) -> PretrainedConfig:
-    """A Nemotron-H with a layer of each kind but experts, for which vLLM has no kernel on a CPU."""
+    """A Nemotron-H with a layer of each kind but experts, for which vLLM has no kernel on a CPU.
+
+    Many of its time steps are below the bound that transformers would take from config.json.
+    """
     mamba = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2}
+    mamba |= {"time_step_min": 0.3, "time_step_max": 1.0}
     layers = ["linear_attention", "mlp", "full_attention"]
     return NemotronHConfig(**{**sizes, "tie_word_embeddings": False}, **mamba, layers_block_type=layers)
 

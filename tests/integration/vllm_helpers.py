@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma3TextConfig,
     PretrainedConfig,
@@ -85,8 +86,11 @@ class Oracle:
     """What transformers says of the model in a folder."""
 
     def __init__(self, path: Path) -> None:
+        config = AutoConfig.from_pretrained(path)
+        if hasattr(config, "time_step_min"):  # vLLM has no lower bound of Mamba's time steps
+            config.time_step_min = 0.0
         # Tensors that were stored in 4 bits come in bfloat16.
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).float().eval()
+        self._model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32).float().eval()
 
     @torch.no_grad()
     def distributions(self, prompt: list[int], response: Sequence[int]) -> Tensor:

@@ -17,7 +17,7 @@ from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.trainer.messages import PolicyDistillation, RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.verification.ranks import LEAST_SHARE
+from megatron_grpo.verification.tolerances import LEAST_SHARE
 from tests.parity.ranks import Layout
 from tests.parity.training import (
     LENGTHS,

@@ -116,12 +116,12 @@ def test_a_pack_shows_what_a_sequence_alone_does_not(layout: Layout, tmp_path: P
         (ours,) = [one for one in run_on_ranks(layout, packed_wrongly, tiny, sequences, fault) if one is not None]
         prompt = CanaryPrompt(1, sequences, ours, limit=1e-4)
         if fault == "none":
-            assert prompt.require_agreement(theirs) < 1e-5
+            assert prompt.require_agreement(theirs).error < 1e-5
             continue
         with pytest.raises(CanaryError, match=r"sequence by sequence"):
             prompt.require_agreement(theirs)
     (alone,) = [one for one in run_on_ranks(layout, packed_wrongly, tiny, sequences[:1], "leak") if one is not None]
-    assert CanaryPrompt(1, sequences[:1], alone, limit=1e-4).require_agreement(theirs[:1]) < 1e-5
+    assert CanaryPrompt(1, sequences[:1], alone, limit=1e-4).require_agreement(theirs[:1]).error < 1e-5
 
 
 def _of_folder(tiny: TinyModel, boxes: list[Box]) -> dict[str, Fingerprint]:

@@ -89,7 +89,7 @@ def test_text_parts_of_vision_models_compute_what_transformers_computes(layout: 
 
 
 def expect_equal(family: str, row: Row) -> None:
-    assert row.logprob <= 1e-5, f"{family}: log-probabilities differ by {row.logprob:.1e}"
+    assert row.logprob <= 2e-5, f"{family}: log-probabilities differ by {row.logprob:.1e}"
     limit = GRADIENTS.get(family, 1e-5)
     assert row.gradient <= limit, f"{family}: {row.worst_tensor} has a gradient that is off by {row.gradient:.1e}"
     assert row.exact, f"{family}: exported weights are not those of the folder"

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -65,7 +66,10 @@ class TinyModel:
 
     def load(self) -> PreTrainedModel:
         """The transformers model, in evaluation mode."""
-        return AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32).eval()
+        config = AutoConfig.from_pretrained(self.path)
+        if hasattr(config, "time_step_min"):  # the engine has no lower bound of Mamba's time steps, which is 0
+            config.time_step_min = 0.0
+        return AutoModelForCausalLM.from_pretrained(self.path, config=config, dtype=torch.float32).eval()
 
     def tensors(self) -> dict[str, Tensor]:
         """Its weights as they are on disk."""

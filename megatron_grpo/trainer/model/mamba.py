@@ -33,8 +33,9 @@ class MambaMixer(MegatronModule):
 
     A tensor-parallel rank has whole groups and their heads. Context-parallel ranks exchange tokens for heads: each
     computes whole sequences of its share of the rank's heads, with copies of their groups where several share one. The
-    decay is kept in float32, as vLLM has it, because it is an exponential of an exponential of the parameter. Steps
-    have no lower bound, as in vLLM and in Megatron-Core; transformers raises those below `time_step_min`.
+    decay is kept in float32, as vLLM has it, because it is an exponential of an exponential of the parameter. Time
+    steps have no lower bound, as in vLLM and in Megatron-Core; transformers raises those below `time_step_min`
+    (docs/layouts.md).
     """
 
     def __init__(

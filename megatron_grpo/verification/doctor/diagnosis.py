@@ -37,8 +37,8 @@ class Distance:
 
 
 FLOAT32 = Distance(3e-5, 1e-3)
-"""Rounding of a forward pass in float32. Layouts differ by at most 2e-5 at a token (`verification.ranks.TOLERANCES`);
-engines have other kernels, so they are allowed more at single tokens."""
+"""Rounding of a forward pass in float32. Layouts of small models differ by at most 2e-5 at a token
+(`verification.tolerances`); engines have other kernels, so they are allowed more at single tokens."""
 MARGIN = 3.0
 """A side in bfloat16 may be this many times as far from float32 as transformers in bfloat16 is."""
 

@@ -1,4 +1,4 @@
-"""Steps whose probability error leaves the noise: planted series, one message an episode, a limit, and a resume."""
+"""Steps whose probability error leaves the noise: planted series, messages about episodes, a limit, and a resume."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 
 from megatron_grpo.algorithms import ppo
 from megatron_grpo.algorithms.context import PPORun, ProbErrorState
+from megatron_grpo.algorithms.error_episodes import follow_episode
 from megatron_grpo.algorithms.prob_error import NoiseBounds, compare_with_noise
 from megatron_grpo.config.errors import DisagreementError
 from megatron_grpo.preflight.load import compose_config
@@ -26,7 +27,7 @@ LIMIT = 2.0
 
 
 def empty_state() -> ProbErrorState:
-    return ProbErrorState(precision="float32", fresh=[], stale=[], calm_steps=None)
+    return ProbErrorState(precision="float32", fresh=[], stale=[], episode=None, episodes=0)
 
 
 @pytest.fixture(autouse=True)
@@ -177,13 +178,17 @@ TWO_PASSES = "grpo.num_iterations=2"  # so that log-probabilities are computed b
 
 
 def told(reports: list[Any]) -> list[int]:
-    return [step for step, one in enumerate(reports, 1) if any("disagree" in text for text in one.remarks)]
+    return [step for step, one in enumerate(reports, 1) if any("disagree more than" in text for text in one.remarks)]
 
 
-def test_there_is_one_message_an_episode_and_the_checks_follow_the_next_refit(tmp_path: Path) -> None:
+def remarks_by_step(reports: list[Any]) -> dict[int, str]:
+    return {step: " ".join(report.remarks) for step, report in enumerate(reports, 1) if report.remarks}
+
+
+def test_a_message_tells_that_an_episode_begins_and_the_checks_follow_the_next_refit(tmp_path: Path) -> None:
     run = Judged(tmp_path, TWO_PASSES)
-    reports = run.steps(0, 0, 0.1, 0.1, 0, 0.1, *[0] * 10, 0.1)
-    assert told(reports) == [3, 17], "five steps of calm are no end, ten are"
+    reports = run.steps(0, 0, 0.1, 0.1, 0, 0.1, *[0] * 4, 0.1)
+    assert told(reports) == [3, 11], "a step of calm is no end, three are"
     assert [one.metrics["token_mult_prob_error_off"] for one in reports[:6]] == [0, 0, 1, 1, 0, 1]
     third = run.log.index("checks are due")
     assert run.log[third + 1] == "version 3", "in the very step"
@@ -195,6 +200,66 @@ def test_there_is_one_message_an_episode_and_the_checks_follow_the_next_refit(tm
     assert "This step's refit compares the canary and all weights." in text
     assert f"a checkpoint is saved after this step, so that python -m megatron_grpo.doctor {tmp_path} step=4" in text
     assert [one.needs_checkpoint for one in reports[:4]] == [False, False, True, False]
+
+
+def test_an_episode_is_told_when_it_gets_far_worse_and_when_it_is_over(tmp_path: Path) -> None:
+    run = Judged(tmp_path, TWO_PASSES, "refit.prob_error_limit=null")
+    nats = [0, 0, 0.005, 0.008, 0.04, 0.1, 0.3, 0, 2.0, *[0] * 5, 0.1]
+    reports = run.steps(*nats)
+    texts = remarks_by_step(reports)
+    assert sorted(texts) == [3, 6, 9, 12, 15]
+    assert "more than noise explains: token" in texts[3]
+    times = (math.exp(0.1) - 1) / (math.exp(0.005) - 1)
+    assert f"far more than before: token_mult_prob_error is {math.exp(0.1):.6g}" in texts[6]
+    assert (
+        f"That is {times:.3g} times as far beyond the bound as reported of the episode that began with step 3."
+        in (texts[6])
+    )
+    assert "This step's refit compares the canary and all weights." in texts[6]
+    assert f"doctor {tmp_path} step=6 names the reason" in texts[6]
+    assert "far more than before" in texts[9]
+    assert texts[12] == (
+        "training and generation agree again: 6 of the steps 3 to 9 were beyond the bound (token_mult_prob_error was "
+        f"at most {reports[8].metrics['token_mult_prob_error']:.6g}), and the last 3 steps are within it"
+    )
+    assert "more than noise explains (episode 2 of this run): token" in texts[15]
+    assert run.log.count("checks are due") == 4
+
+
+def test_a_fault_that_comes_and_goes_is_told_each_time_but_saves_few_checkpoints(tmp_path: Path) -> None:
+    reports = Judged(tmp_path, TWO_PASSES).steps(*[0, 0.1, 0, 0, 0] * 6)
+    assert told(reports) == [2, 7, 12, 17, 22, 27]
+    ends = [step for step, text in remarks_by_step(reports).items() if "agree again: step" in text]
+    assert ends == [5, 10, 15, 20, 25, 30]
+    assert [step for step, one in enumerate(reports, 1) if one.needs_checkpoint] == [2, 7, 12]
+
+
+def test_a_checkpoint_without_episodes_goes_on_with_its_noise(tmp_path: Path) -> None:
+    run = Judged(tmp_path, TWO_PASSES)
+    run.steps(0)
+    state: Any = run.run.state["prob_error"]
+    del state["episode"], state["episodes"]
+    assert told(run.steps(0, 0.1)) == [2]
+
+
+def test_a_figure_that_is_not_a_number_is_far_worse_once() -> None:
+    state = empty_state()
+    ratios = [compare_with_noise(state, FLOAT32, row(excess), 0, LIMIT).ratio for excess in (0.002, math.nan, math.nan)]
+    changes = [follow_episode(state, step, 1.0, ratio) for step, ratio in enumerate(ratios, 1)]
+    assert [change and change.kind for change in changes] == ["begin", "worse", None]
+
+
+def test_a_step_off_by_its_worst_token_alone_does_not_hide_what_follows() -> None:
+    state = empty_state()
+    alone = compare_with_noise(state, FLOAT32, row(math.exp(40) / TOKENS, worst=math.exp(40)), 0, LIMIT)
+    assert alone.is_off
+    assert follow_episode(state, 1, 1.0, alone.ratio) is not None
+    slight = compare_with_noise(state, FLOAT32, row(0.002), 0, LIMIT)
+    assert follow_episode(state, 2, 1.0, slight.ratio) is None
+    large = compare_with_noise(state, FLOAT32, row(0.02), 0, LIMIT)
+    change = follow_episode(state, 3, 1.0, large.ratio)
+    assert change is not None
+    assert change.kind == "worse"
 
 
 def test_the_first_step_can_be_examined_at_once(tmp_path: Path) -> None:

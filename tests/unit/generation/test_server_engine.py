@@ -192,7 +192,7 @@ def test_a_server_serves_a_guarded_version_only_if_the_canary_is_right(use: Any)
                 await sampled(engine)
             prompt = CanaryPrompt(version, ((3, 4, 5), (4, 3)), ((expected, expected), (expected,)), limit=0.1)
             if version == 4:
-                assert await engine.check_canary(prompt) == 0
+                assert (await engine.check_canary(prompt)).error == 0
                 assert len(await sampled(engine)) == 3
         with pytest.raises(CanaryError, match=r"http://.*: with version 5 of the weights .* by 0.2 "):
             await engine.check_canary(prompt)

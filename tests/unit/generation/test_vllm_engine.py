@@ -113,7 +113,7 @@ def test_a_canary_that_vllm_refuses_is_skipped(engine: VllmEngine, caplog: pytes
         llm.refused = "canary.1"
         await engine._gate.close("weights", "version 3 has not passed the canary")
         prompt = CanaryPrompt(3, ((5, 6), (7, 8, 9)), expected=((-1.0,), (-1.0, -2.0)), limit=0.1)
-        assert math.isnan(await engine.check_canary(prompt))
+        assert math.isnan((await engine.check_canary(prompt)).error)
         assert not llm.requests
         assert not engine._gate.is_closed("weights")
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, NemotronHConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.models.families import count_forward_flops, measure_tensors, parse_model_shape
+from megatron_grpo.models.families import count_forward_flops, measure_tensors, parse_model_shape, read_model_shape
+from megatron_grpo.models.hf_folder import write_hf_folder
 from megatron_grpo.models.shape import MambaShape, ModelShape
 from megatron_grpo.planning.estimates import count_layer_parameters
 from megatron_grpo.planning.generation_cost import count_kv_bytes_per_token, count_state_bytes
 from megatron_grpo.preflight.layout_checks import check_split
+from megatron_grpo.trainer.hf_export import find_changed_settings
+from megatron_grpo.verification.hf_model import load_eager_model
+from megatron_grpo.verification.problem import prepare_model
 from tests.support.nemotron_config import NANO, NANO_9B, SUPER
 
 PATTERN = NANO["hybrid_override_pattern"]
@@ -43,6 +51,48 @@ def test_tensors_are_those_of_transformers(raw: dict[str, Any]) -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
     stored = revert_weight_conversion(model, dict(model.state_dict()))
     assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == measure_tensors(parse_model_shape(raw))
+
+
+def compute_token_by_token(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of transformers' decoding, which bounds no step but the first token's: [tokens, vocabulary]."""
+    cache, logits = None, []
+    for token in ids:
+        output = model(token[None, None], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        logits.append(output.logits[0, 0])
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("entries", [{}, {"mamba_dt_min": 0.001}, {"time_step_limit": [0.001, 1.0]}])
+@torch.no_grad()
+def test_transformers_computes_an_export_without_a_lower_bound_of_time_steps(
+    entries: dict[str, Any], tmp_path: Path
+) -> None:
+    """As it decodes and as vLLM computes; of the folder itself it raises the steps of a prompt."""
+    folder = prepare_model("tiny:nemotron_h", False, tmp_path / "model", 0)
+    file = folder / "config.json"
+    raw = json.loads(file.read_text()) | entries
+    file.write_text(json.dumps(raw))
+    ids = torch.arange(1, 40)
+    unbounded = AutoModelForCausalLM.from_pretrained(folder).eval()
+    bounded = unbounded(ids[None]).logits[0]
+    for module in unbounded.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, math.inf)
+    expected = unbounded(ids[None]).logits[0]
+    assert (bounded - expected).abs().max() > 1e-3
+    torch.testing.assert_close(compute_token_by_token(unbounded, ids), expected, atol=2e-5, rtol=0)
+    write_hf_folder(
+        ((name, tensor) for name, tensor in load_file(folder / "model.safetensors").items()),
+        folder,
+        tmp_path / "export",
+        settings=find_changed_settings(folder, read_model_shape(folder)),
+    )
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    torch.testing.assert_close(exported(ids[None]).logits[0], expected, atol=2e-5, rtol=0)
+    oracle = load_eager_model(folder, torch.float32)
+    torch.testing.assert_close(oracle(ids[None]).logits[0], expected, atol=2e-5, rtol=0)
+    AutoModelForCausalLM.from_config(exported.config)  # initialises weights of its own
 
 
 @pytest.mark.parametrize(("key", "names"), [("layers_block_type", NAMES), ("layer_types", OLD_NAMES)])

@@ -14,7 +14,7 @@ import pytest
 from megatron_grpo.config.errors import CanaryError
 from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.config.schema import Config, GenerationConfig, LoraConfig, PolicyConfig
-from megatron_grpo.generation.engine_canary import CanaryPrompt
+from megatron_grpo.generation.engine_canary import CanaryPrompt, CanaryResult
 from megatron_grpo.models.adapter_check import AdapterCheck
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.weight_sync.refit_calls import CanaryFailedError, RefitCalls, RefitError
@@ -26,7 +26,7 @@ from megatron_grpo.weight_sync.transport import WeightTransport
 def test_the_median_of_the_worst_sequence_decides() -> None:
     prompt = CanaryPrompt(3, ((5, 6, 7, 8), (9, 8, 7)), expected=((-1.0, -2.0, -3.0), (-4.0, -5.0)), limit=0.1)
     same = (-4.0, -5.0)
-    assert prompt.require_agreement([(-1.0, -2.05, -9.0), same]) == pytest.approx(0.05), (
+    assert prompt.require_agreement([(-1.0, -2.05, -9.0), same]).error == pytest.approx(0.05), (
         "one token may go to another expert"
     )
     with pytest.raises(CanaryError, match=r"with version 3 of the weights .* differ from the policy's by 0.2 \(median"):
@@ -42,13 +42,17 @@ def test_an_engine_without_the_adapters_is_told_from_one_with_them() -> None:
     prompt = CanaryPrompt(
         3, ((5, 6, 7, 8),), expected=((-1.0, -2.0, -3.0),), limit=0.5, rounding=0.005, base=((-1.04, -2.04, -2.96),)
     )
-    assert prompt.require_agreement([(-1.01, -2.0, -2.99)]) == pytest.approx(0.01)
-    assert prompt.require_agreement([(-1.02, -2.02, -2.98)]) == pytest.approx(0.02), "rounding of half the distance"
-    assert prompt.require_agreement([(-0.96, -1.96, -3.04)]) == pytest.approx(0.04), "on the other side"
+    assert prompt.require_agreement([(-1.01, -2.0, -2.99)]).error == pytest.approx(0.01)
+    assert prompt.require_agreement([(-1.02, -2.02, -2.98)]).error == pytest.approx(0.02), (
+        "rounding of half the distance"
+    )
+    assert prompt.require_agreement([(-0.96, -1.96, -3.04)]).error == pytest.approx(0.04), "on the other side"
     with pytest.raises(CanaryError, match=r"by 0.01 and from the policy's by 0.03 \(medians\), so it has no adapters"):
         prompt.require_agreement([(-1.03, -2.03, -2.97)])
     still = replace(prompt, base=((-1.001, -2.001, -3.001),))
-    assert still.require_agreement([(-1.001, -2.001, -3.001)]) == pytest.approx(0.001), "adapters that move nothing yet"
+    assert still.require_agreement([(-1.001, -2.001, -3.001)]).error == pytest.approx(0.001), (
+        "adapters that move nothing yet"
+    )
 
 
 class OneEngine:
@@ -63,6 +67,7 @@ class OneEngine:
         self.calls: list[str] = []
         self.error = 0.001
         """Difference that the canary finds."""
+        self.is_suspect = False
 
     def share(self, value: Any) -> Any:
         return value
@@ -79,7 +84,7 @@ class OneEngine:
             "check_rank_adapters": [AdapterCheck([], has_moved=False), self.adapters],
             "fingerprint_policy": [[{}]],
             "fingerprint_weights": [[]],
-            "check_canary": [self.error],
+            "check_canary": [CanaryResult(self.error, 2 * self.error, self.is_suspect)],
         }
         if name == "check_canary":
             self.prompt = args[0]
@@ -124,6 +129,7 @@ def test_engines_are_admitted_after_the_commit_and_a_failed_canary_is_not_tried_
     report = transport.refit(1)
     assert one.calls == ["score_canary", "commit_weights", "check_canary"]
     assert report.checks["canary_logprob_error"] == 0.001
+    assert report.checks["canary_token_error"] == 0.002
     one.calls.clear()
     transport.answered.refused = True
     with pytest.raises(CanaryFailedError, match="must not serve"):
@@ -140,6 +146,23 @@ def test_a_canary_that_no_engine_computed_is_no_difference(caplog: pytest.LogCap
     assert "canary_logprob_error" not in report.checks
     assert canary.limit == BOUNDS["tf32"].first, "nothing was measured"
     assert "generation engine 0: vLLM did not compute the canary" in caplog.text
+
+
+def test_a_suspect_sequence_is_spared_once_and_both_checks_follow(caplog: pytest.LogCaptureFixture) -> None:
+    """A near tie of experts is gone with the next weights, and a fault is not."""
+    one: Any = OneEngine()
+    config = RefitConfig(canary_share=1e-6, weight_check_period=1000)
+    transport = Scripted(one, config, Canary(config, ((1, 2, 3),), limits_tokens=True, has_ties=True))
+    spared, compared = [], []
+    for version in range(9):
+        one.is_suspect, one.prompt = version in (2, 3), None
+        transport.refit(version)
+        spared.append(one.prompt and one.prompt.spares_sequence)
+        compared.append("fingerprint_weights" in one.calls)
+        one.calls.clear()
+    assert spared == [True, True, True, False, False, None, None, None, None]
+    assert compared == [True, True, False, True, True, False, False, False, False]
+    assert "generation engine 0: tokens of one sequence of the canary differ" in caplog.text
 
 
 @pytest.mark.slow
