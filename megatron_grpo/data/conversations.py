@@ -61,11 +61,13 @@ def encode_scored(
     prompt: str | Sequence[ChatMessage],
     response: str | Sequence[ChatMessage],
     tools: Sequence[ChatMessage] | None = None,
+    *,
+    needs_thoughts: bool = True,
 ) -> list[Message]:
     """Encode a whole conversation for a reward model, which scores its last token.
 
     Blanks that the template writes behind the last turn belong to it. ValueError: the template refuses it, or leaves
-    out a part.
+    out a part; thoughts may be missing unless `needs_thoughts`.
     """
     if not renderer.format.apply_chat_template:
         return _encode_plain(renderer, prompt, response)
@@ -74,11 +76,11 @@ def encode_scored(
     if not turns:
         raise ValueError("the conversation has no message of the assistant to score")
     try:
-        require_shown(renderer, messages, tools, turns)
+        require_shown(renderer, messages, tools, turns if needs_thoughts else [])
         text = renderer.render(messages, tools=tools, add_generation_prompt=False)
     except _REFUSALS as error:
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
-    for number in turns:
+    for number in turns if needs_thoughts else []:
         _require_content(messages[number], text, number)
     return [Message(role=ASSISTANT, content=text, token_ids=renderer.encode_rendered(text))]
 

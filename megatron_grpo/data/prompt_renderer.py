@@ -30,6 +30,10 @@ RESERVED = frozenset(
 """Arguments of `apply_chat_template` that are not variables of a template."""
 
 
+# Key in the config.json of an exported reward model, with the settings of PromptFormat that its scores depend on.
+FORMAT_KEY = "conversation_format"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PromptFormat:
     """How the turns of a task's conversations become text."""

@@ -212,6 +212,17 @@ def find_task_templates(config: Config, tokenizer: Any = None) -> dict[str, str 
     return templates
 
 
+def find_conversation_format(config: Config) -> dict[str, Any] | None:
+    """Find the settings on which a reward model's scores depend; None: the tasks differ, or there are none."""
+    formats = []
+    for task in config.env:
+        spec = make_task_spec(config.data, task)
+        if spec.apply_chat_template:
+            names = ("system_prompt", "chat_template_kwargs", "tools")
+            formats.append({name: getattr(spec, name) for name in names if getattr(spec, name)})
+    return (formats[0] or None) if formats and all(settings == formats[0] for settings in formats) else None
+
+
 def find_processor_name(data: DataConfig, task: str) -> str | None:
     """Find the name of the processor of a task's rows."""
     return data.tasks.get(task, TaskConfig()).processor or data.processor

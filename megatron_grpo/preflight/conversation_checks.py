@@ -16,8 +16,10 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data import specs
 from megatron_grpo.data.load_prompts import PromptData, load_prompt_data
 from megatron_grpo.data.loader import PromptLoader
+from megatron_grpo.data.messages import ChatMessage, read_row_tools
+from megatron_grpo.data.omissions import find_omissions
 from megatron_grpo.data.processors import TaskDataSpec
-from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer, join_content
+from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.tokenizer import quote_difference
 from megatron_grpo.environments.registry import import_environment_class
 
@@ -58,7 +60,7 @@ def _find_changed_prompts(config: Config, data: PromptData) -> Iterator[Problem]
     """Remark on rows whose prompt lacks a message, or has other tokens."""
     if not isinstance(data.loader, PromptLoader):
         return
-    kinds = set[str]()
+    kinds = set[Any]()
     for row in range(_ROWS_DECODED):
         try:
             (prompt,) = data.loader.load_prompts([row])
@@ -70,35 +72,19 @@ def _find_changed_prompts(config: Config, data: PromptData) -> Iterator[Problem]
         text = "".join(message["content"] for message in prompt["message_log"])
         ids = [token for message in prompt["message_log"] for token in message["token_ids"]]
         decoded, expected = ("".join(version.split()) for version in (data.tokenizer.decode(ids), text))  # no blanks
-        remarks: dict[str, str | None] = {}
-        if config.data.long_prompts != "cut_left":
-            remarks["lacks"] = _describe_missing_part(prompt["prompt"], text)
+        remarks: dict[Any, str] = {}
+        renderer = PromptRenderer(data.tokenizer, specs.make_task_spec(config.data, prompt["task_name"]))
+        if not isinstance(prompt["prompt"], str) and renderer.format.apply_chat_template:
+            omissions = find_omissions(renderer, prompt["prompt"], tools=read_row_tools(prompt["extra_env_info"]))
+            text = f"lacks {', '.join(map(str, omissions))}: the chat template leaves it out; give a template that shows it"
+            if omissions:
+                remarks[frozenset(omission.role for omission in omissions)] = f"{text} in data.chat_template"
         if decoded != expected:
             difference = quote_difference(decoded, expected)
             remarks["changed"] = f"reaches the model as another text, because its tokenizer changes it: {difference}"
-        for kind, remark in remarks.items():
-            if remark is not None and kind not in kinds:
-                kinds.add(kind)
-                yield Problem(f"data: row {row}", remark)
-
-
-def _describe_missing_part(prompt: str | Sequence[ChatMessage], text: str) -> str | None:
-    """Describe the first message or tool call that a prompt lacks."""
-    # The last word of a message has to be in the prompt: templates leave out the thoughts that a message begins with,
-    # and write line ends and quotes in ways of their own.
-    advice = "give a template that shows it in data.chat_template"
-    for number, message in enumerate([] if isinstance(prompt, str) else prompt, start=1):
-        words = re.findall(r"\w+", join_content(message.get("content")))
-        if words and words[-1] not in text:
-            role = message.get("role")
-            return f"lacks its message {number}, of the role {role}: the chat template leaves it out; {advice}"
-        for call in message.get("tool_calls") or []:
-            function = call.get("function", call) if isinstance(call, Mapping) else {}
-            name = function.get("name") if isinstance(function, Mapping) else None
-            if isinstance(name, str) and name not in text:
-                shown_call = f"the call of {name} in its message {number}"
-                return f"lacks {shown_call}: the chat template leaves it out; {advice}, or null as its content"
-    return None
+        for kind in remarks.keys() - kinds:
+            kinds.add(kind)
+            yield Problem(f"data: row {row}", remarks[kind])
 
 
 def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem], list[Problem]]:

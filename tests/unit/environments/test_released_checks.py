@@ -242,10 +242,10 @@ RESULT = {"role": "tool", "name": "multiply", "tool_call_id": "call00001", "cont
 @pytest.mark.parametrize(
     ("name", "content", "lacking"),
     [
-        ("phi_4", None, "lacks the call of multiply in its message 2"),
-        ("phi_4", "Multiplying.", "lacks the call of multiply in its message 2"),
-        ("r1_distill_qwen", "Multiplying.", "lacks the call of multiply in its message 2"),
-        ("r1_distill_qwen", "", "lacks the call of multiply in its message 2"),
+        ("phi_4", None, "lacks the call of multiply in message 2"),
+        ("phi_4", "Multiplying.", "lacks the call of multiply in message 2"),
+        ("r1_distill_qwen", "Multiplying.", "lacks the call of multiply in message 2"),
+        ("r1_distill_qwen", "", "lacks the call of multiply in message 2"),
         ("r1_distill_qwen", None, None),
         ("qwen3", "<think>\nLet me see\n</think>\n\nMultiplying.", None),
         ("llama_3_1", None, None),
@@ -271,7 +271,7 @@ def test_results_that_the_template_leaves_out_are_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'prompt': history, 'answer': '1'})}\n" * 40)
     config = configuration("math", train_path=str(tmp_path / "rows.jsonl"))
     notes = load_examined_prompts(config, BY_NAME["phi_4"].write(tmp_path / "model")).notes
-    assert any("lacks its message 3, of the role tool: the chat template leaves it out" in note for note in notes)
+    assert any("lacks message 3, of the role tool: the chat template leaves it out" in note for note in notes)
 
 
 def test_the_command_says_it_before_a_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
