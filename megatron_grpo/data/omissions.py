@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from megatron_grpo.data.messages import REASONING, ChatMessage, is_open
+from megatron_grpo.data.chat_messages import REASONING, ChatMessage, is_open
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 
 _THOUGHTS = "the thoughts of "
@@ -59,8 +59,8 @@ def find_omissions(
         has_tools = not tools or text != render(tools=[])
     except Exception:  # noqa: BLE001 - a template may raise anything; the rendering of the real text reports it
         return []
-    omissions = [omission for mark, omission in marks.items() if mark not in text]
-    return omissions if has_tools else [*omissions, Omission(0, "")]
+    omissions = dict.fromkeys(omission for mark, omission in marks.items() if mark not in text)
+    return [*omissions] if has_tools else [*omissions, Omission(0, "")]
 
 
 def _mark_message(message: dict[str, Any], mark: Callable[..., str]) -> dict[str, Any]:
@@ -77,9 +77,10 @@ def _mark_message(message: dict[str, Any], mark: Callable[..., str]) -> dict[str
 
 
 def _mark_call(call: Any, mark: Callable[[str], str]) -> Any:
-    """Put a mark in place of the name of a call's function."""
+    """Put a mark in place of a call's arguments."""
+    # Not of its name: Kimi's template writes the id instead.
     function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    if not isinstance(function, Mapping):
         return call
-    marked = {**function, "name": mark(f"the call of {function['name']} in ")}
+    marked = {**function, "arguments": {"value": mark(f"the call of {function.get('name')} in ")}}
     return {**call, "function": marked} if "function" in call else marked

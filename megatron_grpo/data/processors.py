@@ -8,7 +8,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from jinja2 import TemplateError
 
-from megatron_grpo.data.messages import join_content, read_row_tools
+from megatron_grpo.data.chat_messages import join_content, read_row_tools
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 
 REFERENCE = "<reference>"  # key of the reference answer, as text, in extra_env_info; no column has this name

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from megatron_grpo.data.chat_template import render_calls, render_chat
-from megatron_grpo.data.messages import (
+from megatron_grpo.data.chat_messages import (
     ASSISTANT,
     OTHER_NAMES,
     ChatMessage,
@@ -18,6 +17,7 @@ from megatron_grpo.data.messages import (
     normalize_message,
     require_continuable,
 )
+from megatron_grpo.data.chat_template import render_calls, render_chat
 
 # Beginning of a marker that stands for the model's turn: the template's text after it is the text to encode.
 MODEL_TURN = "\u2402\u2403here\u2403\u2402"

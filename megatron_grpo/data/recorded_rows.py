@@ -20,7 +20,7 @@ RECORDED = "<recorded>"  # key, in a row, of a recorded sequence; no column has 
 
 @dataclass(frozen=True, slots=True)
 class RecordedSequence:
-    """A rollout's tokens, or those of one of its segments, as the engines sampled them.
+    """Tokens of a rollout's segment, as the engines sampled them.
 
     Example: RecordedSequence("runs/a/rollouts/step_3.parquet, prompt 17, sample 2", token_ids, [(3, 5)], "42")
     """
@@ -82,7 +82,7 @@ def _choose_rollouts(file: Path, rows: Iterator[dict[str, Any]], data: DataConfi
 
 
 def _read_segments(origin: str, row: Mapping[str, Any]) -> Iterator[RecordedSequence]:
-    """Read the sequences of a rollout, each of which is learnt behind its own context."""
+    """Read a rollout's segments, each with its own context."""
     segments = Trajectory.from_row({name: row[name] for name in ROW_FIELDS if name in row}).split_segments()
     for number, segment in enumerate(segments, start=1):
         if segment.spans:

@@ -19,9 +19,9 @@ from xxhash import xxh3_64_intdigest, xxh3_128
 
 from megatron_grpo.config.data_schema import PREFERENCE, SCORED, SUPERVISED, DataConfig, DatasetConfig
 from megatron_grpo.config.errors import Problem, to_text
+from megatron_grpo.data.chat_messages import are_turns, has_text, is_conversation, read_row_tools
 from megatron_grpo.data.code_tests import parse_code_tests, prepare_tests
 from megatron_grpo.data.math_text import is_unreadable, rewrite_numbers
-from megatron_grpo.data.messages import are_turns, has_text, is_conversation, read_row_tools
 from megatron_grpo.data.processors import TaskDataSpec, find_task
 from megatron_grpo.data.recorded_rows import RECORDED, RecordedRows, RecordedSequence
 from megatron_grpo.data.sources import Row, Source, open_source

@@ -12,7 +12,7 @@ from megatron_grpo.config.data_schema import PREFERENCE, SCORED, SUPERVISED, Dat
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.paths import import_object
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.messages import parse_tools
+from megatron_grpo.data.chat_messages import parse_tools
 from megatron_grpo.data.processors import DataProcessor, TaskDataSpec, math_data_processor, render_prompt
 from megatron_grpo.data.supervised_rows import (
     preference_data_processor,
@@ -213,7 +213,10 @@ def find_task_templates(config: Config, tokenizer: Any = None) -> dict[str, str 
 
 
 def find_conversation_format(config: Config) -> dict[str, Any] | None:
-    """Find the settings on which a reward model's scores depend; None: the tasks differ, or there are none."""
+    """Find the settings that a reward model's scores depend on.
+
+    None: the tasks' settings differ, or there are none.
+    """
     formats = []
     for task in config.env:
         spec = make_task_spec(config.data, task)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_grpo.data.conversations import encode_conversation, encode_scored
-from megatron_grpo.data.messages import ASSISTANT, is_conversation, is_learnt, read_row_tools, separate_prompt
+from megatron_grpo.data.chat_messages import ASSISTANT, is_conversation, is_learnt, read_row_tools, separate_prompt
+from megatron_grpo.data.conversation_tokens import encode_conversation, encode_scored
 from megatron_grpo.data.processors import DatumSpec, Message, TaskDataSpec, apply_prompt_file, find_task
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.recorded_rows import RECORDED, RecordedSequence, split_sequence
@@ -189,7 +189,7 @@ def find_pair_problem(row: Mapping[str, Any], spec: TaskDataSpec) -> str | None:
 
 
 def _find_turn_problem(row: Mapping[str, Any], spec: TaskDataSpec, responses: list[Any]) -> str | None:
-    """Find responses that do not belong to their prompt, and marks that cannot be read."""
+    """Find responses of another prompt, and marks that cannot be read."""
     try:
         prompt = row.get(spec.prompt_key)
         if responses:

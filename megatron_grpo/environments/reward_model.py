@@ -16,8 +16,8 @@ from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import RewardModelConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import is_hub_name
-from megatron_grpo.data.conversations import encode_scored
-from megatron_grpo.data.messages import parse_tools
+from megatron_grpo.data.chat_messages import parse_tools
+from megatron_grpo.data.conversation_tokens import encode_scored
 from megatron_grpo.data.prompt_renderer import FORMAT_KEY, PromptFormat, PromptRenderer
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.models.checkpoint_model import find_checkpoint_model

@@ -14,9 +14,9 @@ from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, Environ
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, to_text
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data import specs
+from megatron_grpo.data.chat_messages import ChatMessage, read_row_tools
 from megatron_grpo.data.load_prompts import PromptData, load_prompt_data
 from megatron_grpo.data.loader import PromptLoader
-from megatron_grpo.data.messages import ChatMessage, read_row_tools
 from megatron_grpo.data.omissions import find_omissions
 from megatron_grpo.data.processors import TaskDataSpec
 from megatron_grpo.data.prompt_renderer import PromptRenderer
@@ -76,7 +76,7 @@ def _find_changed_prompts(config: Config, data: PromptData) -> Iterator[Problem]
         renderer = PromptRenderer(data.tokenizer, specs.make_task_spec(config.data, prompt["task_name"]))
         if not isinstance(prompt["prompt"], str) and renderer.format.apply_chat_template:
             omissions = find_omissions(renderer, prompt["prompt"], tools=read_row_tools(prompt["extra_env_info"]))
-            text = f"lacks {', '.join(map(str, omissions))}: the chat template leaves it out; give a template that shows it"
+            text = f"lacks {', '.join(map(str, omissions))}: the chat template leaves it out; give one that shows it"
             if omissions:
                 remarks[frozenset(omission.role for omission in omissions)] = f"{text} in data.chat_template"
         if decoded != expected:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_grpo.data.messages import REASONING, ChatMessage, join_content, normalize_message
+from megatron_grpo.data.chat_messages import REASONING, ChatMessage, join_content, normalize_message
 from megatron_grpo.data.prompt_renderer import MODEL_TURN
 
 _THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))

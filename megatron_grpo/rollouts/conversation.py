@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.data.messages import ChatMessage
+from megatron_grpo.data.chat_messages import ChatMessage
 from megatron_grpo.data.omissions import find_omissions
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.rollouts.agent_messages import is_continuation, mark_turn
@@ -217,14 +217,14 @@ class Conversation:
         variables: Mapping[str, Any] | None,
         after: int = 0,
     ) -> None:
-        """Require that the template shows the messages after the first `after`, and tools.
+        """Require that the template shows messages and tools.
 
-        Thoughts may be left out, as templates do with those of earlier turns.
+        Not checked are the first `after` messages. Thoughts may be left out, as templates do with those of earlier turns.
         """
         omissions = find_omissions(self.renderer, messages, tools=tools, variables=variables)
-        lost = [part for part in omissions if not part.are_thoughts and not 0 < part.number <= after]
-        if lost:
-            text = f"the chat template leaves out {', '.join(map(str, lost))}, so the model would not see it"
+        omissions = [part for part in omissions if not part.are_thoughts and not 0 < part.number <= after]
+        if omissions:
+            text = f"the chat template leaves out {', '.join(map(str, omissions))}, so the model would not see it"
             raise BadCallError(f"{text}; give a template that shows it in data.chat_template")
 
     def _find_continued(self, messages: Sequence[ChatMessage]) -> Iterator[tuple[Response, list[ChatMessage]]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_grpo.batch.generation_requests import GenerationOutput
 from megatron_grpo.config.errors import SamplingError
-from megatron_grpo.data.messages import ChatMessage
+from megatron_grpo.data.chat_messages import ChatMessage
 from megatron_grpo.rollouts.conversation import BadCallError, ReadMessage, read_plain_message
 
 _HARMONY = {"openai", "openai_gptoss"}  # parsers of gpt-oss, which vLLM replaces by one that reads its channels

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.data.messages import ChatMessage, join_content
+from megatron_grpo.data.chat_messages import ChatMessage, join_content
 from megatron_grpo.rollouts.chat_protocol import MODEL, count_usage
 from megatron_grpo.rollouts.conversation import BadCallError, Response
 

@@ -54,7 +54,7 @@ def export_checkpoint(
     """Load the model in this process and write it; a failure leaves no output.
 
     Args:
-        checkpoint: folder of Megatron's distributed checkpoint, `megatron` in checkpoints/step_N.
+        checkpoint: Megatron's distributed checkpoint, `megatron` in checkpoints/step_N.
         source: folder of the model that the run started from.
         adapters_of: write the adapters alone, for the base model of this name; None: merge them into a whole model.
         quantization: 8-bit format of the layers' matrices; None: they stay in `precision`.
@@ -78,8 +78,7 @@ def export_checkpoint(
                 return
             settings = find_changed_settings(source, shape)
             if shape.is_reward_model:
-                settings |= build_classifier_settings(source, shape)
-                settings[FORMAT_KEY] = dict(conversation_format or {})
+                settings |= build_classifier_settings(source, shape) | {FORMAT_KEY: dict(conversation_format or {})}
             tensors = ((name, value) for name, value in iter_hf_tensors(chunks, shape) if value is not None)
             if quantization is not None:
                 settings["quantization_config"] = build_quantization_config(quantization, shape)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from megatron_grpo.data.messages import ASSISTANT, ChatMessage, is_learnt, join_content, join_turns
+from megatron_grpo.data.chat_messages import ASSISTANT, ChatMessage, is_learnt, join_content, join_turns
 from megatron_grpo.data.omissions import find_omissions
 from megatron_grpo.data.processors import Message
 from megatron_grpo.data.prompt_renderer import PromptRenderer
@@ -64,9 +64,9 @@ def encode_scored(
     *,
     needs_thoughts: bool = True,
 ) -> list[Message]:
-    """Encode a whole conversation for a reward model, which scores its last token.
+    """Encode a whole conversation for a reward model.
 
-    Blanks that the template writes behind the last turn belong to it. ValueError: the template refuses it, or leaves
+    The model scores the last token. Blanks that the template writes behind the last turn belong to it. ValueError: the template refuses it, or leaves
     out a part; thoughts may be missing unless `needs_thoughts`.
     """
     if not renderer.format.apply_chat_template:
@@ -88,7 +88,7 @@ def encode_scored(
 def _join(
     prompt: str | Sequence[ChatMessage], response: str | Sequence[ChatMessage] | None
 ) -> tuple[list[ChatMessage], int]:
-    """Join a conversation; returns also the index of its first message that may be learnt."""
+    """Join a conversation; returns also the index where the response begins."""
     earlier: Sequence[ChatMessage] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if response is None:
         return list(earlier), 0
@@ -186,25 +186,25 @@ def _find_turn_end(
 ) -> int:
     """Find the end of an assistant's turn in the whole text."""
     message, name = messages[number], f"message {number + 1}, the assistant's"
-    shown, whole, is_unchanged = messages[: number + 1], render(messages[: number + 1]), True
-    if not text.startswith(whole):
-        shown, whole, is_unchanged = messages, text, False
+    context, rendering, is_unchanged = messages[: number + 1], render(messages[: number + 1]), True
+    if not text.startswith(rendering):
+        context, rendering, is_unchanged = messages, text, False
     if join_content(message.get("content")).strip() and not message.get("tool_calls"):
         # A mark in place of the content shows where it ends; the text itself may also occur within the end token.
         mark = renderer.make_mark()
-        marked = [*shown[:number], {**message, "content": mark}, *shown[number + 1 :]]
+        marked = [*context[:number], {**message, "content": mark}, *context[number + 1 :]]
         _, mark_in_text, after = render(marked).rpartition(mark)
-        is_found = bool(mark_in_text) and whole.endswith(after)
+        is_found = bool(mark_in_text) and rendering.endswith(after)
         token = renderer.find_first_special(after) if is_found else None
         if token is not None:
-            return len(whole) - len(after) + after.index(token) + len(token)
+            return len(rendering) - len(after) + after.index(token) + len(token)
         if not is_unchanged:
             fault = f"ends {name}, with no special token" if is_found else f"leaves out {name}"
             raise ValueError(f"the chat template {fault}{_ADVICE}")
     elif not is_unchanged:
         raise ValueError(f"the chat template changes {name}, once others follow{_ADVICE}")
     # Blanks behind the token that ends the turn are the template's; without such a token they are part of the turn.
-    return len(whole.rstrip()) if renderer.has_special_end(whole.rstrip()) else len(whole)
+    return len(rendering.rstrip()) if renderer.has_special_end(rendering.rstrip()) else len(rendering)
 
 
 def _require_content(message: ChatMessage, turn: str, number: int) -> None:
@@ -216,7 +216,7 @@ def _require_content(message: ChatMessage, turn: str, number: int) -> None:
 
 
 def _encode_parts(renderer: PromptRenderer, parts: Sequence[Part]) -> Iterator[Message]:
-    # The text is encoded as a whole. Its tokens are cut where a part ends; a token across the cut would belong to both.
+    # The text is encoded as a rendering. Its tokens are cut where a part ends; a token across the cut would belong to both.
     ids = renderer.encode_rendered("".join(part.text for part in parts))
     text, begin = "", 0
     for number, part in enumerate(parts):

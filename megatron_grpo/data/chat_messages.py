@@ -140,7 +140,10 @@ def parse_tools(value: Any) -> list[dict[str, Any]]:
 
 
 def read_row_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Read a row's own tools; None: it has those of the task. ValueError: no tools."""
+    """Read a row's own tools; None: it has none.
+
+    ValueError: the column is no list of tools.
+    """
     value = row.get(TOOLS)
     try:
         return None if value is None or value == "" else parse_tools(value)
@@ -156,7 +159,7 @@ def _parse_json(value: Any) -> Any:
 
 
 def is_learnt(message: ChatMessage, number: int) -> bool:
-    """True for a turn of the assistant unless it is marked as not to be learnt.
+    """True for a turn of the assistant that no mark leaves out.
 
     ValueError: a mark is neither 0 nor 1, two contradict each other, or another role's message is to be learnt.
     """
@@ -176,7 +179,7 @@ def is_learnt(message: ChatMessage, number: int) -> bool:
 
 
 def is_open(messages: Sequence[ChatMessage]) -> bool:
-    """True if a conversation ends in the assistant's turn, which then goes on."""
+    """True if a conversation ends in the assistant's turn."""
     return bool(messages) and messages[-1].get("role") == ASSISTANT
 
 
@@ -205,7 +208,7 @@ def require_continuable(messages: Sequence[ChatMessage]) -> None:
 def separate_prompt(
     prompt: str | Sequence[ChatMessage] | None, responses: Sequence[str | Sequence[ChatMessage]]
 ) -> tuple[str | Sequence[ChatMessage], list[str | Sequence[ChatMessage]]]:
-    """Separate the prompt of a row from its responses, which may be whole conversations.
+    """Separate a row's prompt from responses that may be whole conversations.
 
     As in TRL, the prompt of whole conversations is their common beginning, whatever column of text is beside them. Of a
     single conversation it is what precedes the first turn of the assistant.
@@ -213,14 +216,15 @@ def separate_prompt(
     ValueError: the conversations do not belong to the prompt.
     """
     conversations = [response for response in responses if not isinstance(response, str)]
-    is_whole = len(conversations) == len(responses) and not all(_is_reply(prompt, each) for each in conversations)
+    are_replies = all(_is_reply(prompt, conversation) for conversation in conversations)
+    is_whole = len(conversations) == len(responses) and not are_replies
     if not is_whole:
         assert prompt is not None, "responses without a prompt are conversations"
         return prompt, list(responses)
-    first, *others = conversations
+    first, *rest = conversations
     count = next((n for n, message in enumerate(first) if message.get("role") == ASSISTANT), len(first))
-    if others:
-        count = next((n for n, pair in enumerate(zip(first, *others, strict=False)) if pair[0] != pair[1]), None)
+    if rest:
+        count = next((n for n, pair in enumerate(zip(first, *rest, strict=False)) if pair[0] != pair[1]), None)
         count = min(map(len, conversations)) if count is None else count
     beginning = first[:count]
     if not isinstance(prompt, str) and prompt is not None:
