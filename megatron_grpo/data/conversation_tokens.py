@@ -66,8 +66,10 @@ def encode_scored(
 ) -> list[Message]:
     """Encode a whole conversation for a reward model.
 
-    The model scores the last token. Blanks that the template writes behind the last turn belong to it. ValueError: the template refuses it, or leaves
-    out a part; thoughts may be missing unless `needs_thoughts`.
+    The model scores the last token. Blanks that the template writes behind the last turn belong to it.
+
+    ValueError: the template refuses the conversation, or leaves out a part; thoughts may be missing unless
+    `needs_thoughts`.
     """
     if not renderer.format.apply_chat_template:
         return _encode_plain(renderer, prompt, response)
@@ -216,7 +218,7 @@ def _require_content(message: ChatMessage, turn: str, number: int) -> None:
 
 
 def _encode_parts(renderer: PromptRenderer, parts: Sequence[Part]) -> Iterator[Message]:
-    # The text is encoded as a rendering. Its tokens are cut where a part ends; a token across the cut would belong to both.
+    # The text is encoded as a whole. Its tokens are cut where a part ends; a token across the cut would belong to both.
     ids = renderer.encode_rendered("".join(part.text for part in parts))
     text, begin = "", 0
     for number, part in enumerate(parts):

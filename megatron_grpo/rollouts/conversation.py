@@ -219,7 +219,7 @@ class Conversation:
     ) -> None:
         """Require that the template shows messages and tools.
 
-        Not checked are the first `after` messages. Thoughts may be left out, as templates do with those of earlier turns.
+        The first `after` messages are not checked. Thoughts may be left out, as templates do in earlier turns.
         """
         omissions = find_omissions(self.renderer, messages, tools=tools, variables=variables)
         omissions = [part for part in omissions if not part.are_thoughts and not 0 < part.number <= after]
