@@ -212,18 +212,16 @@ def find_task_templates(config: Config, tokenizer: Any = None) -> dict[str, str 
     return templates
 
 
-def find_conversation_format(config: Config) -> dict[str, Any] | None:
-    """Find the settings that a reward model's scores depend on.
-
-    None: the tasks' settings differ, or there are none.
-    """
-    formats = []
+def list_conversation_formats(config: Config) -> list[dict[str, Any]]:
+    """List the settings, each once, that scores of a reward model depend on."""
+    formats: list[dict[str, Any]] = []
     for task in config.env:
         spec = make_task_spec(config.data, task)
-        if spec.apply_chat_template:
-            names = ("system_prompt", "chat_template_kwargs", "tools")
-            formats.append({name: getattr(spec, name) for name in names if getattr(spec, name)})
-    return (formats[0] or None) if formats and all(settings == formats[0] for settings in formats) else None
+        names = ("system_prompt", "chat_template_kwargs", "tools") if spec.apply_chat_template else ()
+        settings = {name: getattr(spec, name) for name in names if getattr(spec, name)}
+        if settings not in formats:
+            formats.append(settings)
+    return formats
 
 
 def find_processor_name(data: DataConfig, task: str) -> str | None:

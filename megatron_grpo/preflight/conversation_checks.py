@@ -48,7 +48,7 @@ def load_examined_prompts(config: Config, model: Path, tokenizer: Any = None, ro
     Raises ConfigError if a file, a row, or the chat template cannot be used.
     """
     data = load_prompt_data(config, model, tokenizer, rows)
-    problems, remarks = examine_conversations(config, data.tokenizer) if config.needs_generation else ([], [])
+    problems, remarks = examine_conversations(config, data.tokenizer) if config.reads_prompts else ([], [])
     if problems:
         raise ConfigError(problems)
     if not config.training_loop.is_supervised:  # rows to learn from are checked one by one as they are read
@@ -105,6 +105,8 @@ def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem]
         except Exception:  # noqa: BLE001 - a template may require other messages than the sample; rows show errors
             continue
         remarks += _find_unread_settings(partial(_name_key, config, task), renderer, spec, prompt)
+        if not config.needs_generation:
+            continue
         remarks += _find_opened_tags(task, environment, prompt)
         answers = _make_later_messages(environment)
         text = _explain_refusal(renderer, answers)
@@ -117,6 +119,9 @@ def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem]
     if len({*specs.find_task_templates(config, tokenizer).values()}) > 1:
         text = "differ between tasks, so exported models keep the template of the folder that the run began with"
         remarks.append(Problem("data.tasks: chat templates", text))
+    if config.trains_reward_model and len(specs.list_conversation_formats(config)) > 1:
+        text = "have settings of their own, so the reward model scores conversations without system prompt and tools"
+        remarks.append(Problem("data.tasks", text))
     return problems, list(dict.fromkeys(remarks))
 
 
