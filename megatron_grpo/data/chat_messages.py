@@ -221,12 +221,8 @@ def separate_prompt(
     if not is_whole:
         assert prompt is not None, "responses without a prompt are conversations"
         return prompt, list(responses)
-    first, *rest = conversations
-    count = next((n for n, message in enumerate(first) if message.get("role") == ASSISTANT), len(first))
-    if rest:
-        count = next((n for n, pair in enumerate(zip(first, *rest, strict=False)) if pair[0] != pair[1]), None)
-        count = min(map(len, conversations)) if count is None else count
-    beginning = first[:count]
+    count = _count_common(conversations)
+    beginning = conversations[0][:count]
     if not isinstance(prompt, str) and prompt is not None:
         if any(list(conversation[: len(prompt)]) != list(prompt) for conversation in conversations):
             raise ValueError("the responses are whole conversations, and do not begin with the messages of the prompt")
@@ -235,6 +231,15 @@ def separate_prompt(
     if text not in "".join("".join(join_content(message.get("content")).split()) for message in beginning):
         raise ValueError("the responses are whole conversations, whose common beginning lacks the text of the prompt")
     return beginning, [conversation[count:] for conversation in conversations]
+
+
+def _count_common(conversations: Sequence[Sequence[ChatMessage]]) -> int:
+    """Count the first messages that conversations share; of one, those before its first answer."""
+    if len(conversations) == 1:
+        is_same = [message.get("role") != ASSISTANT for message in conversations[0]]
+    else:
+        is_same = [messages[0] == messages[1] for messages in zip(*conversations, strict=False)]
+    return [*is_same, False].index(False)
 
 
 def _is_reply(prompt: str | Sequence[ChatMessage] | None, messages: Sequence[ChatMessage]) -> bool:

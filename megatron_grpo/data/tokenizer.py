@@ -152,7 +152,10 @@ def _find_difference_from_file(tokenizer: Any, file: Path) -> str | None:
 
 
 def _load_reference(tokenizer: Any, file: Path) -> Tokenizer:
-    """Load tokenizer.json; a token that it lists both special and plain is as transformers and vLLM have it."""
+    """Load tokenizer.json as it is, but for tokens that it lists twice.
+
+    A token that is both special and plain in it is as transformers and vLLM have it.
+    """
     content = read_settings(file)
     listed = [entry for entry in content.get("added_tokens") or [] if isinstance(entry, dict)]
     kinds: dict[Any, set[Any]] = {}
