@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,13 +16,15 @@ from megatron_grpo.config.errors import ConfigError, Problem, RunError, to_text
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data import specs
 from megatron_grpo.data.chat_messages import ChatMessage, read_row_tools
+from megatron_grpo.data.conversation_tokens import encode_scored
 from megatron_grpo.data.load_prompts import PromptData, load_prompt_data
 from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.data.omissions import find_omissions
-from megatron_grpo.data.processors import TaskDataSpec
-from megatron_grpo.data.prompt_renderer import PromptRenderer
-from megatron_grpo.data.tokenizer import quote_difference
+from megatron_grpo.data.processors import DatumSpec, TaskDataSpec
+from megatron_grpo.data.prompt_renderer import FORMAT_KEY, PromptFormat, PromptRenderer
+from megatron_grpo.data.tokenizer import load_tokenizer, quote_difference
 from megatron_grpo.environments.registry import import_environment_class
+from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_settings
 
 _QUESTION = {"role": "user", "content": "sample question"}
 _ANSWER = {"role": "assistant", "content": "sample answer"}
@@ -52,20 +55,40 @@ def load_examined_prompts(config: Config, model: Path, tokenizer: Any = None, ro
     if problems:
         raise ConfigError(problems)
     if not config.training_loop.is_supervised:  # rows to learn from are checked one by one as they are read
-        remarks += _find_changed_prompts(config, data)
+        remarks += [*_find_changed_prompts(config, data), *_find_unscored_prompts(config, data)]
     return replace(data, notes=[*data.notes, *(f"{remark.subject} {remark.text}" for remark in remarks)])
+
+
+def _load_first_prompts(data: PromptData) -> Iterator[tuple[int, DatumSpec]]:
+    """Load the prompts of the first rows, with the numbers of the rows."""
+    for row in range(_ROWS_DECODED if isinstance(data.loader, PromptLoader) else 0):
+        with suppress(ValueError, IndexError):  # the row is to be left out, or there are no more
+            yield row, *data.loader.load_prompts([row])
+
+
+def _find_unscored_prompts(config: Config, data: PromptData) -> Iterator[Problem]:
+    """Remark on conversations that a reward model's chat template cannot show."""
+    folders = [(task, path) for task, environment in config.env.items() for path in environment.reward_model_folders]
+    for task, path in folders:
+        if not (Path(path) / TOKENIZER_FILE).is_file():  # of the hub, or a checkpoint that is not exported yet
+            continue
+        settings = read_settings(Path(path) / "config.json").get(FORMAT_KEY) or {}
+        renderer = PromptRenderer(load_tokenizer(path), PromptFormat(**settings))
+        for row, prompt in _load_first_prompts(data):
+            if prompt["task_name"] != task or isinstance(prompt["prompt"], str):
+                continue
+            try:
+                tools = read_row_tools(prompt["extra_env_info"])
+                encode_scored(renderer, prompt["prompt"], [_ANSWER], tools, needs_thoughts=False)
+            except ValueError as error:
+                yield Problem(f"env.{task}.reward_funcs={path}", f"cannot score the prompt of row {row}: {error}")
+                break
 
 
 def _find_changed_prompts(config: Config, data: PromptData) -> Iterator[Problem]:
     """Remark on rows whose prompt lacks a message, or has other tokens."""
-    if not isinstance(data.loader, PromptLoader):
-        return
     kinds = set[Any]()
-    for row in range(_ROWS_DECODED):
-        try:
-            (prompt,) = data.loader.load_prompts([row])
-        except (ValueError, IndexError):  # the row is to be left out, or there are no more
-            continue
+    for row, prompt in _load_first_prompts(data):
         processor = specs.find_processor(specs.find_processor_name(config.data, prompt["task_name"]))
         if specs.find_rendering(processor) is None:
             continue

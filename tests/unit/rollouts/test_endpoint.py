@@ -38,7 +38,8 @@ def model(tmp_path: Path) -> str:
     tokenizer.decoder = decoders.Fuse()
     template = (
         "{% if tools %}g{% endif %}{% for message in messages %}{{ message['content'] }}"
-        "{% for call in message.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments }}{% endfor %}i{% endfor %}"
+        "{% for call in message.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments }}{% endfor %}i"
+        "{% endfor %}"
     )
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template).save_pretrained(tmp_path)
     return str(tmp_path)
