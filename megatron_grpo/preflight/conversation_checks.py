@@ -61,7 +61,9 @@ def load_examined_prompts(config: Config, model: Path, tokenizer: Any = None, ro
 
 def _load_first_prompts(data: PromptData) -> Iterator[tuple[int, DatumSpec]]:
     """Load the prompts of the first rows, with the numbers of the rows."""
-    for row in range(_ROWS_DECODED if isinstance(data.loader, PromptLoader) else 0):
+    if not isinstance(data.loader, PromptLoader):
+        return
+    for row in range(_ROWS_DECODED):
         with suppress(ValueError, IndexError):  # the row is to be left out, or there are no more
             yield row, *data.loader.load_prompts([row])
 
