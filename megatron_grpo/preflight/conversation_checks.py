@@ -65,7 +65,8 @@ def _load_first_prompts(data: PromptData) -> Iterator[tuple[int, DatumSpec]]:
         return
     for row in range(_ROWS_DECODED):
         with suppress(ValueError, IndexError):  # the row is to be left out, or there are no more
-            yield row, *data.loader.load_prompts([row])
+            (prompt,) = data.loader.load_prompts([row])
+            yield row, prompt
 
 
 def _find_unscored_prompts(config: Config, data: PromptData) -> Iterator[Problem]:
