@@ -12,6 +12,7 @@ from typing import Any
 from megatron_grpo.data.chat_messages import (
     ASSISTANT,
     OTHER_NAMES,
+    REASONING,
     ChatMessage,
     is_open,
     normalize_message,
@@ -200,6 +201,11 @@ class PromptRenderer:
         """Read a message in the form, and by the role, that the template knows."""
         keeps_parts = isinstance(message.get("content"), list) and self._can_read_parts
         plain = normalize_message(message, number, keeps_parts=keeps_parts)
+        # Thoughts keep their names, and get those that the template reads.
+        source = str(self.format.chat_template or getattr(self.tokenizer, "chat_template", ""))
+        for name in REASONING:
+            if name in plain and name not in message and name not in source:
+                del plain[name]
         role = plain.get("role")
         return {**plain, "role": OTHER_NAMES[role]} if role in OTHER_NAMES and role in self._unread_roles else plain
 
