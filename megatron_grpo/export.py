@@ -18,9 +18,10 @@ from megatron_grpo.config.section import PathText
 from megatron_grpo.models.families import as_reward_model, read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import fetch_model_folder
+from megatron_grpo.models.tokenizer_files import read_settings
 from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, verify_checkpoint
 from megatron_grpo.run.checkpoints import resolve_checkpoint
-from megatron_grpo.run.directory import CONFIG_FILE, POLICY_FOLDER, TEMPLATE_FILE, read_config_file
+from megatron_grpo.run.directory import CONFIG_FILE, FORMAT_FILE, POLICY_FOLDER, TEMPLATE_FILE, read_config_file
 from megatron_grpo.run.model_card import push_to_hub
 
 USAGE = """\
@@ -109,6 +110,7 @@ def _write_model(
             adapters_of=policy.model.path if form == "peft" else None,
             quantization=policy.quantization if form == "quantized" else None,
             chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
+            conversation_format=read_settings(template.with_name(FORMAT_FILE)),
         )
 
 

@@ -151,18 +151,6 @@ def _fill_null(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{**message, "content": message["content"] or ""} for message in messages]
 
 
-def parse_arguments(call: Any) -> Any:
-    """Parse a tool call's arguments, which agents send as JSON text."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
-
-
 def _write_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = []
     for call in message.get("tool_calls") or ():

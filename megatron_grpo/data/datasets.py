@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils.data import Dataset, Subset
 
+from megatron_grpo.data.chat_messages import is_conversation
 from megatron_grpo.data.processors import REFERENCE, DataProcessor, DatumSpec, Message, TaskDataSpec, find_task
-from megatron_grpo.data.rows import is_conversation
 from megatron_grpo.data.specs import is_built_in
 
 

@@ -8,7 +8,8 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from jinja2 import TemplateError
 
-from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer, join_content
+from megatron_grpo.data.chat_messages import join_content, read_row_tools
+from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 
 REFERENCE = "<reference>"  # key of the reference answer, as text, in extra_env_info; no column has this name
 
@@ -131,7 +132,7 @@ def render_prompt(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, idx: 
     if spec.apply_chat_template and not renderer.has_template:
         raise ValueError("the tokenizer has no chat template; set data.apply_chat_template=false for plain prompts")
     try:
-        return renderer.render_first_turn(prompt)
+        return renderer.render_first_turn(prompt, read_row_tools(row) if spec.apply_chat_template else None)
     except (TemplateError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"row {idx}: the tokenizer's chat template refuses the prompt: {error}") from error
 

@@ -9,10 +9,16 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from megatron_grpo.data.chat_template import parse_arguments, render_calls, render_chat
-
-ChatMessage = Mapping[str, Any]
-"""A message for a chat template: role, content, and whatever else the template reads."""
+from megatron_grpo.data.chat_messages import (
+    ASSISTANT,
+    OTHER_NAMES,
+    REASONING,
+    ChatMessage,
+    is_open,
+    normalize_message,
+    require_continuable,
+)
+from megatron_grpo.data.chat_template import render_calls, render_chat
 
 # Beginning of a marker that stands for the model's turn: the template's text after it is the text to encode.
 MODEL_TURN = "\u2402\u2403here\u2403\u2402"
@@ -23,6 +29,10 @@ RESERVED = frozenset(
     | {"return_assistant_tokens_mask", "truncation", "max_length"}
 )
 """Arguments of `apply_chat_template` that are not variables of a template."""
+
+
+# Key in the config.json of an exported reward model, with the settings of PromptFormat that its scores depend on.
+FORMAT_KEY = "conversation_format"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +63,30 @@ class PromptRenderer:
         """True with the tokenizer's or a configured chat template."""
         return bool(self.format.chat_template or getattr(self.tokenizer, "chat_template", None))
 
-    def render_first_turn(self, prompt: str | Sequence[ChatMessage]) -> str:
+    def render_first_turn(self, prompt: str | Sequence[ChatMessage], tools: Sequence[ChatMessage] | None = None) -> str:
         """Render the first prompt; an assistant's last message stays open."""
         if not self.format.apply_chat_template:
             assert isinstance(prompt, str), "messages need a chat template"
             return prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        is_open = messages[-1].get("role") == "assistant"
-        return self.render(messages, add_generation_prompt=not is_open, continue_final_message=is_open)
+        return self.render_open(messages, tools=tools)
+
+    def render_open(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[ChatMessage] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render a prompt (`render`); an assistant's last message stays open."""
+        goes_on = is_open(messages)
+        return self.render(
+            messages,
+            tools=tools,
+            variables=variables,
+            add_generation_prompt=not goes_on,
+            continue_final_message=goes_on,
+        )
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a first prompt whose text is rendered."""
@@ -152,7 +178,9 @@ class PromptRenderer:
         """
         if not self.has_template:
             raise ValueError("the tokenizer has no chat template; set data.apply_chat_template=false for plain prompts")
-        conversation = [self._normalize(message, number) for number, message in enumerate(messages, start=1)]
+        conversation = [self.read(message, number) for number, message in enumerate(messages, start=1)]
+        if continue_final_message:
+            require_continuable(conversation)
         system = self.format.system_prompt
         if system is not None and conversation[0].get("role") not in ("system", "developer"):
             conversation.insert(0, {"role": "system", "content": system})
@@ -168,6 +196,18 @@ class PromptRenderer:
         if any("tool_calls" in message for message in conversation):
             return render_calls(self.tokenizer, conversation, **options)
         return render_chat(self.tokenizer, conversation, **options)
+
+    def read(self, message: ChatMessage, number: int = 1) -> dict[str, Any]:
+        """Read a message in the form, and by the role, that the template knows."""
+        keeps_parts = isinstance(message.get("content"), list) and self._can_read_parts
+        plain = normalize_message(message, number, keeps_parts=keeps_parts)
+        # Thoughts keep their names, and get those that the template reads.
+        source = str(self.format.chat_template or getattr(self.tokenizer, "chat_template", ""))
+        for name in REASONING:
+            if name in plain and name not in message and name not in source:
+                del plain[name]
+        role = plain.get("role")
+        return {**plain, "role": OTHER_NAMES[role]} if role in OTHER_NAMES and role in self._unread_roles else plain
 
     @staticmethod
     def make_mark() -> str:
@@ -246,25 +286,25 @@ class PromptRenderer:
         settings |= {name: _remove_blank(settings[name]) for name in ("normalizer", "pre_tokenizer")}
         return type(core).from_str(json.dumps(settings))
 
-    def _normalize(self, message: ChatMessage, number: int) -> dict[str, Any]:
-        # Clients of APIs send null for a key that a message lacks, and a template may write it as "None".
-        plain = {name: value for name, value in message.items() if value is not None}
-        calls = plain.get("tool_calls")
-        if isinstance(calls, list) and calls:
-            plain["tool_calls"] = [parse_arguments(call) for call in calls]
-        elif "tool_calls" in plain:
-            del plain["tool_calls"]
-        content = plain.get("content")
-        if content is None and plain.get("tool_calls"):
-            plain["content"] = None
-        elif "content" not in message:
-            plain["content"] = ""
-        elif isinstance(content, list) and not (self._can_read_parts and are_text_parts(content)):
-            plain["content"] = join_content(content, number)
-        elif not isinstance(content, str | list):
-            kind = "null" if content is None else type(content).__name__
-            raise ValueError(f"message {number} has {kind} as its content; give text")
-        return plain
+    @cached_property
+    def _unread_roles(self) -> set[str]:
+        begin, answer = {"role": "user", "content": "."}, {"role": ASSISTANT, "content": "."}
+        unread = set()
+        for role in OTHER_NAMES:
+            mark = secrets.token_hex(8)
+            message = {"role": role, "name": "f", "content": mark}
+            conversation = [begin, answer, message] if role == "function" else [message, begin]
+            if mark not in self._render_sample(conversation):
+                unread.add(role)
+        return unread
+
+    def _render_sample(self, conversation: Sequence[ChatMessage]) -> str:
+        """Render messages as they are; a refusal gives no text."""
+        options = {"chat_template": self.format.chat_template, **self.format.chat_template_kwargs}
+        try:
+            return render_chat(self.tokenizer, conversation, **options)
+        except Exception:  # noqa: BLE001 - a template may raise anything about messages that it does not expect
+            return ""
 
     @cached_property
     def _shows_results_after_calls_alone(self) -> bool:
@@ -282,11 +322,7 @@ class PromptRenderer:
     def _can_read_parts(self) -> bool:
         # A template that cannot read parts writes the list as Python would, or leaves it out.
         content = [{"type": "text", "text": "first part"}, {"type": "text", "text": "second part"}]
-        options = {"chat_template": self.format.chat_template, **self.format.chat_template_kwargs}
-        try:
-            text = render_chat(self.tokenizer, [{"role": "user", "content": content}], **options)
-        except Exception:  # noqa: BLE001 - a template may raise anything about content that it does not expect
-            return False
+        text = self._render_sample([{"role": "user", "content": content}])
         return "first part" in text and "second part" in text and "'type'" not in text and '"type"' not in text
 
 
@@ -301,32 +337,6 @@ def _render_results(render: Callable[..., str], earlier: Sequence[ChatMessage], 
     if not text.startswith(before):
         raise ValueError("the chat template changes a turn of tool calls once their results follow")
     return text[len(before) :]
-
-
-def join_content(content: Any, number: int = 1) -> str:
-    """Join a message's content, which may be text parts or null.
-
-    Parts are joined with line breaks, as vLLM's server does. `number` is that of the message, for the error.
-
-    ValueError: a part is not text.
-    """
-    if not isinstance(content, list):
-        return "" if content is None else str(content)
-    texts = []
-    for part in content:
-        text = part.get("text") if isinstance(part, Mapping) else part
-        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-        if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
-            raise ValueError(f"message {number} has a content part of type {kind!r}; only text parts can be read")
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def are_text_parts(content: Any) -> bool:
-    """True for a non-empty list of {"type": "text", "text": ...}."""
-    parts = content if isinstance(content, list) else []
-    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
-    return bool(parts) and len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
 
 
 def _remove_blank(part: Any) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.batch import rollout_files as files
+from megatron_grpo.batch.trajectory import ROW_FIELDS, Trajectory
 from megatron_grpo.config.data_schema import DataConfig
 
 RECORDED = "<recorded>"  # key, in a row, of a recorded sequence; no column has this name
@@ -19,12 +20,12 @@ RECORDED = "<recorded>"  # key, in a row, of a recorded sequence; no column has 
 
 @dataclass(frozen=True, slots=True)
 class RecordedSequence:
-    """A rollout's tokens, as the engines sampled them.
+    """Tokens of a rollout's segment, as the engines sampled them.
 
     Example: RecordedSequence("runs/a/rollouts/step_3.parquet, prompt 17, sample 2", token_ids, [(3, 5)], "42")
     """
 
-    origin: str  # file, prompt and sample, for messages
+    origin: str  # file, prompt, sample and segment, for messages
     token_ids: NDArray[np.int32]  # prompt and responses: [tokens], int32
     spans: list[tuple[int, int]]  # beginning and end of the tokens that were sampled
     response: str
@@ -34,7 +35,7 @@ class RecordedSequence:
 
 
 class RecordedRows:
-    """A run's recorded rollouts as rows (`sources.Source`).
+    """A run's recorded rollouts as rows (`sources.Source`), one for each segment.
 
     Rollouts without a reward, or without a sampled token, are left out.
     """
@@ -77,12 +78,20 @@ def _choose_rollouts(file: Path, rows: Iterator[dict[str, Any]], data: DataConfi
             usable = sorted(usable, key=lambda row: -row["reward"])[:1]
         for row in usable:
             if data.min_reward is None or row["reward"] >= data.min_reward:
-                yield RecordedSequence(
-                    origin=f"{file}, prompt {row['prompt_idx']}, sample {row['sample']}",
-                    token_ids=np.array(row["token_ids"], dtype=np.int32),
-                    spans=[(span[0], span[1]) for span in row["spans"]],
-                    response=row["response"],
-                )
+                yield from _read_segments(f"{file}, prompt {row['prompt_idx']}, sample {row['sample']}", row)
+
+
+def _read_segments(origin: str, row: Mapping[str, Any]) -> Iterator[RecordedSequence]:
+    """Read a rollout's segments, each with its own context."""
+    segments = Trajectory.from_row({name: row[name] for name in ROW_FIELDS if name in row}).split_segments()
+    for number, segment in enumerate(segments, start=1):
+        if segment.spans:
+            yield RecordedSequence(
+                origin=origin if len(segments) == 1 else f"{origin}, segment {number}",
+                token_ids=segment.token_ids,
+                spans=[(span.start, span.end) for span in segment.spans],
+                response=segment.response,
+            )
 
 
 def split_sequence(sequence: RecordedSequence) -> Iterator[tuple[list[int], bool]]:

@@ -19,10 +19,10 @@ from xxhash import xxh3_64_intdigest, xxh3_128
 
 from megatron_grpo.config.data_schema import PREFERENCE, SCORED, SUPERVISED, DataConfig, DatasetConfig
 from megatron_grpo.config.errors import Problem, to_text
+from megatron_grpo.data.chat_messages import are_turns, has_text, is_conversation, read_row_tools
 from megatron_grpo.data.code_tests import parse_code_tests, prepare_tests
 from megatron_grpo.data.math_text import is_unreadable, rewrite_numbers
 from megatron_grpo.data.processors import TaskDataSpec, find_task
-from megatron_grpo.data.prompt_renderer import are_text_parts
 from megatron_grpo.data.recorded_rows import RECORDED, RecordedRows, RecordedSequence
 from megatron_grpo.data.sources import Row, Source, open_source
 from megatron_grpo.data.specs import ROW_FORMS, find_processor_name, make_task_spec, parse_countdown_game
@@ -218,7 +218,13 @@ class RowCheck:
                 row = self._forms[task](row)
             except ValueError as error:
                 return f"is not of the form of data.processor: {error}"
-        return _find_row_problem(row, self._load_spec(task), self._environments[task]) or row
+        spec = self._load_spec(task)
+        try:
+            if spec.apply_chat_template:
+                read_row_tools(row)
+        except ValueError as error:
+            return str(error)
+        return _find_row_problem(row, spec, self._environments[task]) or row
 
     def read_prompt(self, task: str, row: Row) -> Any:
         """Read a converted row's prompt; the row itself if only a user's processor knows."""
@@ -248,7 +254,7 @@ class RowCheck:
 def _find_row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
     if kind in _LEARNT:
         check = find_row_problem if kind == SUPERVISED else find_pair_problem
-        return check(row, spec, is_conversation)
+        return check(row, spec)
     missing = _find_missing_column(row, spec)
     if missing is not None:
         return missing
@@ -256,8 +262,8 @@ def _find_row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
     if isinstance(prompt, list) and not spec.apply_chat_template:
         return f"column {spec.prompt_key!r} is a list of messages, which needs data.apply_chat_template=true"
     if not ((isinstance(prompt, str) and prompt) or is_conversation(prompt)):
-        for number, turn in enumerate(prompt if _are_turns(prompt) else [], start=1):
-            if not _has_text(turn):
+        for number, turn in enumerate(prompt if are_turns(prompt) else [], start=1):
+            if not has_text(turn):
                 content = turn["content"]
                 form = "a list of parts" if isinstance(content, list) else type(content).__name__
                 text = f"whose content is {'null' if content is None else form}; it must be text"
@@ -286,24 +292,6 @@ def _find_missing_column(row: Row, spec: TaskDataSpec) -> str | None:
     if spec.answer_key is not None and row[spec.answer_key] is None:
         return f"column {spec.answer_key!r} (data.answer_key) is null; every prompt needs a reference answer"
     return None
-
-
-def is_conversation(value: Any) -> bool:
-    """True for {role, content} messages; tool calls may replace a content."""
-    return _are_turns(value) and all(isinstance(turn["role"], str) and _has_text(turn) for turn in value)
-
-
-def _are_turns(value: Any) -> bool:
-    turns = value if isinstance(value, list) else []
-    return bool(turns) and all(
-        isinstance(turn, dict) and "role" in turn and ("content" in turn or bool(turn.get("tool_calls")))
-        for turn in turns
-    )
-
-
-def _has_text(turn: Mapping[str, Any]) -> bool:
-    content = turn.get("content")
-    return isinstance(content, str) or are_text_parts(content) or (content is None and bool(turn.get("tool_calls")))
 
 
 def find_answer_problem(kind: str, answer: Any) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from megatron_grpo.config.data_schema import PREFERENCE, SCORED, SUPERVISED, Dat
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.paths import import_object
 from megatron_grpo.config.schema import Config
+from megatron_grpo.data.chat_messages import parse_tools
 from megatron_grpo.data.processors import DataProcessor, TaskDataSpec, math_data_processor, render_prompt
 from megatron_grpo.data.supervised_rows import (
     preference_data_processor,
@@ -192,7 +192,7 @@ def make_task_spec(data: DataConfig, task: str) -> TaskDataSpec:
         prompt=_read(config.prompt_file or data.prompt_file, str),
         chat_template=_read(config.chat_template or data.chat_template, str),
         chat_template_kwargs={**data.chat_template_kwargs, **config.chat_template_kwargs},
-        tools=_read(config.tools or data.tools, _parse_tools),
+        tools=_read(config.tools or data.tools, parse_tools),
         long_prompts=data.long_prompts,
     )
 
@@ -212,6 +212,18 @@ def find_task_templates(config: Config, tokenizer: Any = None) -> dict[str, str 
     return templates
 
 
+def list_conversation_formats(config: Config) -> list[dict[str, Any]]:
+    """List the settings, each once, that scores of a reward model depend on."""
+    formats: list[dict[str, Any]] = []
+    for task in config.env:
+        spec = make_task_spec(config.data, task)
+        names = ("system_prompt", "chat_template_kwargs", "tools") if spec.apply_chat_template else ()
+        settings = {name: getattr(spec, name) for name in names if getattr(spec, name)}
+        if settings not in formats:
+            formats.append(settings)
+    return formats
+
+
 def find_processor_name(data: DataConfig, task: str) -> str | None:
     """Find the name of the processor of a task's rows."""
     return data.tasks.get(task, TaskConfig()).processor or data.processor
@@ -226,7 +238,7 @@ def find_spec_problems(data: DataConfig) -> Iterator[Problem]:
             "prompt_file": str if is_opaque else _check_prompt_text,
             "system_prompt_file": str,
             "chat_template": str,
-            "tools": _parse_tools,
+            "tools": parse_tools,
         }
         for name, parse in parsers.items():
             file = getattr(config, name)
@@ -293,13 +305,3 @@ def _check_prompt_text(text: str) -> str:
     if not fields:
         raise ValueError("has neither {} nor a {column}, so all prompts would be the same; write {} for the prompt")
     return text
-
-
-def _parse_tools(text: str) -> list[dict[str, object]]:
-    try:
-        tools = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not valid JSON: {error}") from None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError("is not a list of tool definitions: [{...}, ...]")
-    return tools

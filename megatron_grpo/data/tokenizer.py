@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from megatron_grpo.config.errors import RunError, select_first_line, to_text
-from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, list_declared_tokens
+from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, list_declared_tokens, read_settings
 
 SAMPLE_TEXTS = (
     "How many of the 2023 cats\n  are in the hat?",
@@ -125,7 +126,7 @@ def _load(kind: Any, model: Path | str) -> Any:
 def _find_difference_from_file(tokenizer: Any, file: Path) -> str | None:
     if not hasattr(tokenizer, "backend_tokenizer"):
         return f"{type(tokenizer).__name__} does not read it"
-    reference = Tokenizer.from_file(str(file))
+    reference = _load_reference(tokenizer, file)
     reference.no_truncation()
     reference.no_padding()
     reference.encode_special_tokens = tokenizer.split_special_tokens
@@ -148,6 +149,28 @@ def _find_difference_from_file(tokenizer: Any, file: Path) -> str | None:
             return f"{name} {token} is token {number} instead of {expected}"
     added = (token.content for token in reference.get_added_tokens_decoder().values())
     return find_difference(tokenizer, reference, make_sample_texts(added))
+
+
+def _load_reference(tokenizer: Any, file: Path) -> Tokenizer:
+    """Load tokenizer.json as it is, but for tokens that it lists twice.
+
+    A token that is both special and plain in it is as transformers and vLLM have it.
+    """
+    content = read_settings(file)
+    listed = [entry for entry in content.get("added_tokens") or [] if isinstance(entry, dict)]
+    kinds: dict[Any, set[Any]] = {}
+    for entry in listed:
+        kinds.setdefault(entry.get("content"), set()).add(entry.get("special"))
+    repeated = {text for text, special in kinds.items() if len(special) > 1}
+    if not repeated:
+        return Tokenizer.from_file(str(file))
+    is_special = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
+    content["added_tokens"] = [
+        entry
+        for entry in listed
+        if entry["content"] not in repeated or entry["special"] == is_special.get(entry["content"])
+    ]
+    return Tokenizer.from_str(json.dumps(content))
 
 
 def _require_round_trip(tokenizer: Any, model: Path | str) -> None:

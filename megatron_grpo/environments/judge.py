@@ -15,8 +15,8 @@ import aiohttp
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.section import Positive, Seconds
+from megatron_grpo.data.chat_messages import join_content
 from megatron_grpo.data.processors import REFERENCE
-from megatron_grpo.data.prompt_renderer import join_content
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
 from megatron_grpo.environments.interface import Environment
 

@@ -16,9 +16,9 @@ from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import RewardModelConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import is_hub_name
-from megatron_grpo.data.chat_template import render_chat
-from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
-from megatron_grpo.data.supervised_rows import encode_conversation
+from megatron_grpo.data.chat_messages import parse_tools
+from megatron_grpo.data.conversation_tokens import encode_scored
+from megatron_grpo.data.prompt_renderer import FORMAT_KEY, PromptFormat, PromptRenderer
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.models.checkpoint_model import find_checkpoint_model
 from megatron_grpo.models.source import download_config, fetch_model_folder, find_local_folder
@@ -76,29 +76,25 @@ class RewardModel:
         # Some configurations say -1, an id that no text has; it means that there is none.
         self._pad_id = pad_id if pad_id is not None and 0 <= pad_id < self._vocabulary else None
         self._model.to(self._device).eval()
+        # Conversations as in training: its system prompt, tools and variables of the template.
+        settings = getattr(self._model.config, FORMAT_KEY, None)
+        self._conversations = PromptRenderer(self._tokenizer, PromptFormat(**(settings or {})))
+        self._texts = PromptRenderer(self._tokenizer, PromptFormat(apply_chat_template=False))
 
     @phase("reward model")
-    def compute_rewards(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
+    def compute_rewards(
+        self, prompts: Sequence[Any], completions: Sequence[Any], tools: Sequence[Any] | None = None
+    ) -> list[float | None]:
         """Score each conversation, or the joined texts of prompt and completion.
 
-        A conversation is rendered with the model's own chat template; RunError if it has none. A score does not depend
-        on the other texts of the call: it is what transformers computes for the text alone. A text without tokens has
-        no score (None).
+        A conversation, with the row's own tools if it has some, is read as rows are in training, with the model's own
+        chat template. A score does not depend on the other texts of the call: it is what transformers computes for the
+        text alone. A text without tokens has no score (None).
+
+        RunError: there is no chat template, or it refuses a conversation or leaves out a part of it.
         """
-        token_ids: list[list[int]] = []
-        for prompt, completion in zip(prompts, completions, strict=True):
-            if isinstance(prompt, str) and self._config.add_special_tokens:
-                renderer = PromptRenderer(self._tokenizer, PromptFormat(apply_chat_template=False))
-                messages = encode_conversation(renderer, prompt, completion)
-                token_ids.append([token_id for message in messages for token_id in message["token_ids"]])
-                continue
-            if isinstance(prompt, str):
-                text = f"{prompt}{completion}"
-            elif self._tokenizer.chat_template is None:
-                raise RunError("the reward model's tokenizer has no chat template, and the prompts are conversations")
-            else:
-                text = render_chat(self._tokenizer, [*prompt, *completion])
-            token_ids.append(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        rows = zip(prompts, completions, tools or [None] * len(prompts), strict=True)
+        token_ids = [self._encode(*row) for row in rows]
         if self._config.max_tokens is not None:
             token_ids = [ids[-self._config.max_tokens :] for ids in token_ids]
         scores: list[float | None] = [None] * len(token_ids)
@@ -106,6 +102,19 @@ class RewardModel:
             for index, score in zip(batch, self._score_batch([token_ids[index] for index in batch]), strict=True):
                 scores[index] = score
         return scores
+
+    def _encode(self, prompt: Any, completion: Any, tools: Any) -> list[int]:
+        if isinstance(prompt, str) and not self._config.add_special_tokens:
+            return self._texts.encode_rendered(f"{prompt}{completion}")
+        renderer = self._texts if isinstance(prompt, str) else self._conversations
+        if renderer is self._conversations and not renderer.has_template:
+            raise RunError("the reward model's tokenizer has no chat template, and the prompts are conversations")
+        try:
+            own_tools = parse_tools(tools) if tools else None
+            messages = encode_scored(renderer, prompt, completion, own_tools, needs_thoughts=False)
+        except ValueError as error:
+            raise RunError(f"the reward model cannot read a conversation: {error}") from error
+        return [token_id for message in messages for token_id in message["token_ids"]]
 
     def _score_batch(self, token_ids: Sequence[list[int]]) -> list[float]:
         """Score texts in one forward pass if padding allows it."""
@@ -155,10 +164,12 @@ class RewardModelClient:
     def __init__(self, path: str, workers: Sequence[Any]) -> None:
         self.path, self._workers = path, list(workers)
 
-    async def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
-        share = -(-len(prompts) // len(self._workers))
+    async def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], tools: Sequence[Any] | None = None
+    ) -> list[float | None]:
+        share, columns = -(-len(prompts) // len(self._workers)), (prompts, completions, tools or [None] * len(prompts))
         calls = [
-            worker.compute_rewards.remote(prompts[begin : begin + share], completions[begin : begin + share])
+            worker.compute_rewards.remote(*(column[begin : begin + share] for column in columns))
             for worker, begin in zip(self._workers, range(0, len(prompts), share), strict=False)
         ]
         return [reward for rewards in await asyncio.gather(*calls) for reward in rewards]

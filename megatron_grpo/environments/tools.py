@@ -19,6 +19,7 @@ from megatron_grpo.config.section import Positive
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
+from megatron_grpo.environments.harmony_calls import HARMONY_PARSER, HarmonyCalls
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings, score_zero_or_one
 from megatron_grpo.environments.math_answers import Verifier
 from megatron_grpo.environments.mcp_tools import McpServer, McpTools
@@ -134,6 +135,7 @@ class ToolEnvironment(Environment):
         if shared := self._tools.keys() & set(self._server_tools.names):
             raise RunError(f"options.servers have a tool {min(shared)}, as options.tools has; use allow")
         tokenizer = self.settings.load_tokenizer()
+        self._harmony = HarmonyCalls() if self.parser == HARMONY_PARSER else None
         try:
             self._parser = ToolParserManager.get_tool_parser(self.parser)(tokenizer)
         except Exception as error:  # parsers raise anything about the vocabulary of another model
@@ -175,7 +177,7 @@ class ToolEnvironment(Environment):
         text, names, reason = write_call(renderer, tool), [tool], ""
         if text is not None:
             try:
-                names = [call.function.name for call in self._parse_calls(text)]
+                names = [call.function.name for call in self._read_turn(text)[1]]
             except Exception as error:  # noqa: BLE001 - parsers raise anything about calls of other models
                 names, reason = [], f": {type(error).__name__}: {error}"
         if tool not in names:
@@ -189,8 +191,8 @@ class ToolEnvironment(Environment):
 
     def step(self, state: ToolState, response: str) -> Turn:
         """Execute a turn's tool calls; without any, end the rollout."""
-        calls = self._parse_calls(response)
-        first, state = state.calls, replace(state, last=response, calls=state.calls + len(calls))
+        last, calls = self._read_turn(response)
+        first, state = state.calls, replace(state, last=last, calls=state.calls + len(calls))
         if not calls or state.calls > self.max_calls:
             return Turn(state=state)
         results: list[dict[str, Any]] = []
@@ -210,8 +212,11 @@ class ToolEnvironment(Environment):
             return score_zero_or_one(last.strip() == answer.strip() for last, answer in pairs)
         return score_zero_or_one(self._verifier.verify(pairs))
 
-    def _parse_calls(self, response: str) -> list[Any]:
-        return list(self._parser.extract_tool_calls(response, self._request).tool_calls)
+    def _read_turn(self, response: str) -> tuple[str, list[Any]]:
+        """Read the text that may be the answer, and the tool calls."""
+        if self._harmony is not None:
+            return self._harmony.read(response)
+        return response, list(self._parser.extract_tool_calls(response, self._request).tool_calls)
 
     def _make_tool(self, name: str) -> Tool:
         if name == "calculator":

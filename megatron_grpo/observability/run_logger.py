@@ -23,8 +23,8 @@ from megatron_grpo.batch.rollout_files import drop_rollouts_after
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.schema import Config
+from megatron_grpo.data.chat_messages import join_content
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
-from megatron_grpo.data.prompt_renderer import join_content
 from megatron_grpo.observability import run_files
 from megatron_grpo.observability.page.trajectories import TokenBytes, compute_mean_advantage, load_token_bytes
 from megatron_grpo.observability.plots import plot_run

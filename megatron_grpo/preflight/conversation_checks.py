@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,16 @@ from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, Environ
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, to_text
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data import specs
+from megatron_grpo.data.chat_messages import ChatMessage, read_row_tools
+from megatron_grpo.data.conversation_tokens import encode_scored
 from megatron_grpo.data.load_prompts import PromptData, load_prompt_data
 from megatron_grpo.data.loader import PromptLoader
-from megatron_grpo.data.processors import TaskDataSpec
-from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer, join_content
-from megatron_grpo.data.tokenizer import quote_difference
+from megatron_grpo.data.omissions import find_omissions
+from megatron_grpo.data.processors import DatumSpec, TaskDataSpec
+from megatron_grpo.data.prompt_renderer import FORMAT_KEY, PromptFormat, PromptRenderer
+from megatron_grpo.data.tokenizer import load_tokenizer, quote_difference
 from megatron_grpo.environments.registry import import_environment_class
+from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_settings
 
 _QUESTION = {"role": "user", "content": "sample question"}
 _ANSWER = {"role": "assistant", "content": "sample answer"}
@@ -46,59 +51,66 @@ def load_examined_prompts(config: Config, model: Path, tokenizer: Any = None, ro
     Raises ConfigError if a file, a row, or the chat template cannot be used.
     """
     data = load_prompt_data(config, model, tokenizer, rows)
-    problems, remarks = examine_conversations(config, data.tokenizer) if config.needs_generation else ([], [])
+    problems, remarks = examine_conversations(config, data.tokenizer) if config.reads_prompts else ([], [])
     if problems:
         raise ConfigError(problems)
     if not config.training_loop.is_supervised:  # rows to learn from are checked one by one as they are read
-        remarks += _find_changed_prompts(config, data)
+        remarks += [*_find_changed_prompts(config, data), *_find_unscored_prompts(config, data)]
     return replace(data, notes=[*data.notes, *(f"{remark.subject} {remark.text}" for remark in remarks)])
+
+
+def _load_first_prompts(data: PromptData) -> Iterator[tuple[int, DatumSpec]]:
+    """Load the prompts of the first rows, with the numbers of the rows."""
+    if not isinstance(data.loader, PromptLoader):
+        return
+    for row in range(_ROWS_DECODED):
+        with suppress(ValueError, IndexError):  # the row is to be left out, or there are no more
+            (prompt,) = data.loader.load_prompts([row])
+            yield row, prompt
+
+
+def _find_unscored_prompts(config: Config, data: PromptData) -> Iterator[Problem]:
+    """Remark on conversations that a reward model's chat template cannot show."""
+    folders = [(task, path) for task, environment in config.env.items() for path in environment.reward_model_folders]
+    for task, path in folders:
+        if not (Path(path) / TOKENIZER_FILE).is_file():  # of the hub, or a checkpoint that is not exported yet
+            continue
+        settings = read_settings(Path(path) / "config.json").get(FORMAT_KEY) or {}
+        renderer = PromptRenderer(load_tokenizer(path), PromptFormat(**settings))
+        for row, prompt in _load_first_prompts(data):
+            if prompt["task_name"] != task or isinstance(prompt["prompt"], str):
+                continue
+            try:
+                tools = read_row_tools(prompt["extra_env_info"])
+                encode_scored(renderer, prompt["prompt"], [_ANSWER], tools, needs_thoughts=False)
+            except ValueError as error:
+                yield Problem(f"env.{task}.reward_funcs={path}", f"cannot score the prompt of row {row}: {error}")
+                break
 
 
 def _find_changed_prompts(config: Config, data: PromptData) -> Iterator[Problem]:
     """Remark on rows whose prompt lacks a message, or has other tokens."""
-    if not isinstance(data.loader, PromptLoader):
-        return
-    kinds = set[str]()
-    for row in range(_ROWS_DECODED):
-        try:
-            (prompt,) = data.loader.load_prompts([row])
-        except (ValueError, IndexError):  # the row is to be left out, or there are no more
-            continue
+    kinds = set[Any]()
+    for row, prompt in _load_first_prompts(data):
         processor = specs.find_processor(specs.find_processor_name(config.data, prompt["task_name"]))
         if specs.find_rendering(processor) is None:
             continue
         text = "".join(message["content"] for message in prompt["message_log"])
         ids = [token for message in prompt["message_log"] for token in message["token_ids"]]
         decoded, expected = ("".join(version.split()) for version in (data.tokenizer.decode(ids), text))  # no blanks
-        remarks: dict[str, str | None] = {}
-        if config.data.long_prompts != "cut_left":
-            remarks["lacks"] = _describe_missing_part(prompt["prompt"], text)
+        remarks: dict[Any, str] = {}
+        renderer = PromptRenderer(data.tokenizer, specs.make_task_spec(config.data, prompt["task_name"]))
+        if not isinstance(prompt["prompt"], str) and renderer.format.apply_chat_template:
+            omissions = find_omissions(renderer, prompt["prompt"], tools=read_row_tools(prompt["extra_env_info"]))
+            text = f"lacks {', '.join(map(str, omissions))}: the chat template leaves it out; give one that shows it"
+            if omissions:
+                remarks[frozenset(omission.role for omission in omissions)] = f"{text} in data.chat_template"
         if decoded != expected:
             difference = quote_difference(decoded, expected)
             remarks["changed"] = f"reaches the model as another text, because its tokenizer changes it: {difference}"
-        for kind, remark in remarks.items():
-            if remark is not None and kind not in kinds:
-                kinds.add(kind)
-                yield Problem(f"data: row {row}", remark)
-
-
-def _describe_missing_part(prompt: str | Sequence[ChatMessage], text: str) -> str | None:
-    """Describe the first message or tool call that a prompt lacks."""
-    # The last word of a message has to be in the prompt: templates leave out the thoughts that a message begins with,
-    # and write line ends and quotes in ways of their own.
-    advice = "give a template that shows it in data.chat_template"
-    for number, message in enumerate([] if isinstance(prompt, str) else prompt, start=1):
-        words = re.findall(r"\w+", join_content(message.get("content")))
-        if words and words[-1] not in text:
-            role = message.get("role")
-            return f"lacks its message {number}, of the role {role}: the chat template leaves it out; {advice}"
-        for call in message.get("tool_calls") or []:
-            function = call.get("function", call) if isinstance(call, Mapping) else {}
-            name = function.get("name") if isinstance(function, Mapping) else None
-            if isinstance(name, str) and name not in text:
-                shown_call = f"the call of {name} in its message {number}"
-                return f"lacks {shown_call}: the chat template leaves it out; {advice}, or null as its content"
-    return None
+        for kind in remarks.keys() - kinds:
+            kinds.add(kind)
+            yield Problem(f"data: row {row}", remarks[kind])
 
 
 def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem], list[Problem]]:
@@ -119,6 +131,8 @@ def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem]
         except Exception:  # noqa: BLE001 - a template may require other messages than the sample; rows show errors
             continue
         remarks += _find_unread_settings(partial(_name_key, config, task), renderer, spec, prompt)
+        if not config.needs_generation:
+            continue
         remarks += _find_opened_tags(task, environment, prompt)
         answers = _make_later_messages(environment)
         text = _explain_refusal(renderer, answers)
@@ -131,6 +145,9 @@ def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem]
     if len({*specs.find_task_templates(config, tokenizer).values()}) > 1:
         text = "differ between tasks, so exported models keep the template of the folder that the run began with"
         remarks.append(Problem("data.tasks: chat templates", text))
+    if config.trains_reward_model and len(specs.list_conversation_formats(config)) > 1:
+        text = "have settings of their own, so the reward model scores conversations without system prompt and tools"
+        remarks.append(Problem("data.tasks", text))
     return problems, list(dict.fromkeys(remarks))
 
 

@@ -58,16 +58,19 @@ def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[R
 @evaluate_rules
 def find_length_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check that lengths fit each other and the model (None: unknown)."""
-    yield from check_sequences(config, shape)
+    yield from check_sequences(config, shape, has_responses=config.needs_generation)
     yield from list_conflicts(config, "lengths")
 
 
-def check_sequences(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
-    """Check lengths of prompts and responses, and stop tokens; shape None: unknown."""
+def check_sequences(config: Config, shape: ModelShape | None, *, has_responses: bool = True) -> Iterator[Rule]:
+    """Check lengths of prompts and responses, and stop tokens; shape None: unknown.
+
+    Without responses (`has_responses`) nothing is sampled, and their lengths are not read.
+    """
     longest, subject = config.policy.max_total_sequence_length, "policy.max_total_sequence_length="
     prompt, response = config.data.max_input_seq_length, config.generation.max_new_tokens
     total = f"data.max_input_seq_length + generation.max_new_tokens = {prompt} + {response} = {prompt + response}"
-    yield prompt + response > longest, subject, f"{total} tokens do not fit"
+    yield has_responses and prompt + response > longest, subject, f"{total} tokens do not fit"
     if shape is None:
         return
     text = f"the model has {shape.max_positions} positions; use at most that"

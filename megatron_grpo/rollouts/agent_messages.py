@@ -6,40 +6,36 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_grpo.data.chat_template import parse_arguments
-from megatron_grpo.data.prompt_renderer import MODEL_TURN, ChatMessage, are_text_parts, join_content
+from megatron_grpo.data.chat_messages import REASONING, ChatMessage, join_content, normalize_message
+from megatron_grpo.data.prompt_renderer import MODEL_TURN
 
-# Names of a message's thinking: `reasoning_content` in clients and most templates, `thinking` in that of gpt-oss, and
-# `reasoning` in newer clients.
-REASONING = ("reasoning_content", "reasoning", "thinking")
 _THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 
 
 def is_continuation(messages: Sequence[ChatMessage], history: Sequence[ChatMessage]) -> bool:
     """True if messages repeat a history and add some."""
-    pairs = zip(messages, history, strict=False)
-    return len(messages) > len(history) and all(_is_repeated(message, earlier) for message, earlier in pairs)
+    pairs = enumerate(zip(messages, history, strict=False), start=1)
+    return len(messages) > len(history) and all(_is_repeated(*pair, number) for number, pair in pairs)
 
 
-def _is_repeated(message: ChatMessage, earlier: ChatMessage) -> bool:
+def _is_repeated(message: ChatMessage, earlier: ChatMessage, number: int) -> bool:
     # Clients do not send reasoning back, or by one of its names.
     reasoning = {message[name] for name in REASONING if isinstance(message.get(name), str)}
     is_unchanged = reasoning <= {earlier[name] for name in REASONING if isinstance(earlier.get(name), str)} | {""}
-    return is_unchanged and _normalize(message) == _normalize(earlier)
+    return is_unchanged and _simplify(message, number) == _simplify(earlier, number)
 
 
-def _normalize(message: ChatMessage) -> dict[str, Any]:
-    # Clients send back empty fields that they received, some make parts of a text, or write calls in another form.
-    fields = {name: value for name, value in message.items() if value not in (None, [], "") and name not in REASONING}
-    if are_text_parts(fields.get("content")):
-        fields["content"] = join_content(fields["content"])
-    if isinstance(fields.get("tool_calls"), list):
-        calls = [parse_arguments(call) for call in fields["tool_calls"]]
+def _simplify(message: ChatMessage, number: int) -> dict[str, Any]:
+    # Clients send back empty fields that they received, and write calls in another form.
+    fields = {name: value for name, value in normalize_message(message, number).items() if value not in (None, "")}
+    for name in REASONING:
+        fields.pop(name, None)
+    if "tool_calls" in fields:
         fields["tool_calls"] = [
             {name: value for name, value in call.items() if name not in ("index", "type")}
             if isinstance(call, dict)
             else call
-            for call in calls
+            for call in fields["tool_calls"]
         ]
     return fields
 

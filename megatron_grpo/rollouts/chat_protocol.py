@@ -140,7 +140,7 @@ def count_usage(responses: Sequence[Response]) -> dict[str, int]:
 
 def _make_chat_choice(response: Response, call: dict[str, Any], options: CallOptions, tokenizer: Any) -> dict[str, Any]:
     assert isinstance(response.history, list)
-    message = {name: value for name, value in response.history[-1].items() if name != "thinking"}
+    message = response.history[-1]
     choice: dict[str, Any] = {"message": message}
     if message.get("tool_calls") and response.output.stop_reason == "stop":
         choice["finish_reason"] = "tool_calls"

@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer
+from megatron_grpo.data.chat_messages import ChatMessage
+from megatron_grpo.data.omissions import find_omissions
+from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.rollouts.agent_messages import is_continuation, mark_turn
 from megatron_grpo.rollouts.engine_client import EngineClient
 
@@ -192,17 +194,38 @@ class Conversation:
                 if conversation == list(messages):
                     conversation = restored
                 if self._is_kept(response, restored, tools, variables):
+                    self._require_shown(restored, tools, variables, after=len(history))
                     earlier, later = history[:-1], restored[len(history) :]
                     last_token = int(response.output.token_ids[-1])
                     context = renderer.encode_continuation(earlier, later, last_token, tools=tools, variables=variables)
                     return _Prompt(response, context, restored)
-            text = renderer.render(conversation, tools=tools, variables=variables)
+            self._require_shown(conversation, tools, variables)
+            text = renderer.render_open(conversation, tools=tools, variables=variables)
             # Templates open the model's turn in a prompt otherwise than among earlier turns, as with empty thinking.
             closed = renderer.render(conversation, tools=tools, variables=variables, add_generation_prompt=False)
             pairs = takewhile(lambda pair: pair[0] == pair[1], zip(text, closed, strict=False))
             return _Prompt(None, renderer.encode_rendered(text), conversation, text[: len(list(pairs))])
+        except BadCallError:
+            raise
         except Exception as error:  # noqa: BLE001 - a template may raise anything about an agent's messages
             raise BadCallError(f"the chat template refuses these messages: {error}") from None
+
+    def _require_shown(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ChatMessage] | None,
+        variables: Mapping[str, Any] | None,
+        after: int = 0,
+    ) -> None:
+        """Require that the template shows messages and tools.
+
+        The first `after` messages are not checked. Thoughts may be left out, as templates do in earlier turns.
+        """
+        omissions = find_omissions(self.renderer, messages, tools=tools, variables=variables)
+        omissions = [part for part in omissions if not part.are_thoughts and not 0 < part.number <= after]
+        if omissions:
+            text = f"the chat template leaves out {', '.join(map(str, omissions))}, so the model would not see it"
+            raise BadCallError(f"{text}; give a template that shows it in data.chat_template")
 
     def _find_continued(self, messages: Sequence[ChatMessage]) -> Iterator[tuple[Response, list[ChatMessage]]]:
         """Find responses that messages continue, longest and newest first, with histories."""

@@ -18,7 +18,8 @@ from megatron_grpo.cluster.ray_cluster import find_node_address
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.generation_schema import EndpointConfig
 from megatron_grpo.config.paths import read_token
-from megatron_grpo.data.prompt_renderer import ChatMessage, PromptFormat, PromptRenderer
+from megatron_grpo.data.chat_messages import ChatMessage
+from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.scores import ModelAccess
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.generation.http_access import BODY_BYTES, REQUEST_S, find_refusal

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_grpo.batch.generation_requests import GenerationOutput
 from megatron_grpo.config.errors import SamplingError
-from megatron_grpo.data.prompt_renderer import ChatMessage
+from megatron_grpo.data.chat_messages import ChatMessage
 from megatron_grpo.rollouts.conversation import BadCallError, ReadMessage, read_plain_message
 
 _HARMONY = {"openai", "openai_gptoss"}  # parsers of gpt-oss, which vLLM replaces by one that reads its channels
@@ -74,8 +74,6 @@ def _make_message(
     message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
     if reasoning:
         message["reasoning_content"] = message["reasoning"] = reasoning
-        if not (content and calls):  # gpt-oss' template refuses thinking beside a text with calls
-            message["thinking"] = reasoning
     if calls:
         message["tool_calls"] = [
             {

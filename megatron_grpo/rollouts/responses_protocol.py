@@ -6,8 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.data.prompt_renderer import ChatMessage, join_content
-from megatron_grpo.rollouts.agent_messages import REASONING
+from megatron_grpo.data.chat_messages import ChatMessage, join_content
 from megatron_grpo.rollouts.chat_protocol import MODEL, count_usage
 from megatron_grpo.rollouts.conversation import BadCallError, Response
 
@@ -50,7 +49,7 @@ def _read_item(item: dict[str, Any], number: int, earlier: Sequence[ChatMessage]
         if kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
             text = "\n".join(part["text"] for part in parts)
-            return {"role": "assistant", "content": None, **dict.fromkeys(REASONING, text)}
+            return {"role": "assistant", "content": None, "reasoning_content": text, "reasoning": text}
         if kind == "function_call":
             function = {"name": item["name"], "arguments": item["arguments"]}
             calls = [{"id": item["call_id"], "type": "function", "function": function}]

@@ -23,7 +23,7 @@ from megatron_grpo.config.overrides import OPTION, SEARCH_KEY, list_config_group
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.config.suggestions import describe_unknown_key
 from megatron_grpo.data.identity import find_training_difference, find_validation_differences, identify, read_identity
-from megatron_grpo.data.specs import find_task_templates
+from megatron_grpo.data.specs import find_task_templates, list_conversation_formats
 from megatron_grpo.models.checkpoint_model import POLICY_FOLDER as POLICY_FOLDER
 from megatron_grpo.models.source import compute_model_digest, find_local_folder, is_made_before_run
 from megatron_grpo.observability.run_files import CONFIG_FILE, write_json, write_text
@@ -31,6 +31,7 @@ from megatron_grpo.observability.run_files import CONFIG_FILE, write_json, write
 DATA_FILE = "data.json"  # digests of the run's data (`DataIdentity`)
 # The chat template of the run's prompts, if it is not the model folder's; exports have it.
 TEMPLATE_FILE = "chat_template.jinja"
+FORMAT_FILE = "conversation_format.json"  # settings that the scores of a reward model depend on; exports have them
 ENGINES_FILE = "engines.json"  # settings that each engine reported when it started
 LOCK_FILE = ".lock"
 STOP_FILE = "stop"  # a file that the user puts into a run's folder to end and save training after the current step
@@ -118,6 +119,10 @@ def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
     templates = {*find_task_templates(config, tokenizer).values()}
     if len(templates) == 1 and (template := templates.pop()) is not None:
         write_text(folder / TEMPLATE_FILE, template)
+    (folder / FORMAT_FILE).unlink(missing_ok=True)
+    formats = list_conversation_formats(config) if config.trains_reward_model else []
+    if len(formats) == 1 and formats[0]:
+        write_json(folder / FORMAT_FILE, formats[0])
     write_text(folder / CONFIG_FILE, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
     link = folder.parent / "latest"
     if folder.name == link.name or (link.exists() and not link.is_symlink()):

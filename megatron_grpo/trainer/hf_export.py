@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -17,6 +17,7 @@ from torch.distributed import HashStore
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoraConfig, PolicyConfig, QuantizationFormat
+from megatron_grpo.data.prompt_renderer import FORMAT_KEY
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.models.adapter_check import check_adapters
 from megatron_grpo.models.families import (
@@ -48,15 +49,17 @@ def export_checkpoint(
     adapters_of: str | None,
     quantization: QuantizationFormat | None,
     chat_template: str | None = None,
+    conversation_format: Mapping[str, Any] | None = None,
 ) -> None:
     """Load the model in this process and write it; a failure leaves no output.
 
     Args:
-        checkpoint: folder of Megatron's distributed checkpoint, `megatron` in checkpoints/step_N.
+        checkpoint: Megatron's distributed checkpoint, `megatron` in checkpoints/step_N.
         source: folder of the model that the run started from.
         adapters_of: write the adapters alone, for the base model of this name; None: merge them into a whole model.
         quantization: 8-bit format of the layers' matrices; None: they stay in `precision`.
         chat_template: template of the run's prompts, for a whole model; None: that of `source`.
+        conversation_format: settings of conversations in training, for a reward model.
 
     Raises:
         RunError: the checkpoint cannot be loaded into the model, the output cannot be written, or a merged weight is
@@ -75,7 +78,7 @@ def export_checkpoint(
                 return
             settings = find_changed_settings(source, shape)
             if shape.is_reward_model:
-                settings |= build_classifier_settings(source, shape)
+                settings |= build_classifier_settings(source, shape) | {FORMAT_KEY: dict(conversation_format or {})}
             tensors = ((name, value) for name, value in iter_hf_tensors(chunks, shape) if value is not None)
             if quantization is not None:
                 settings["quantization_config"] = build_quantization_config(quantization, shape)

@@ -209,6 +209,7 @@ def test_a_checkpoint_becomes_a_sequence_classifier(tmp_path: Path) -> None:
     policy = {"model": {"path": str(folder)}, "precision": "float32"}
     write_driver_files(checkpoint.parent, 3, {"save_state": {"total_steps": 3}, "metrics": {}}, {})
     (run_dir / "config.yaml").write_text(yaml.safe_dump({"algorithm": "reward_model", "policy": policy}))
+    (run_dir / "conversation_format.json").write_text('{"system_prompt": "Judge."}')
     layout = Layout(tensor=2, pipeline=2)
     losses = run_on_ranks(layout, losses_of_scores, folder, make_pairs()[: 3 * ROWS], 0.0, checkpoint)[0]
     assert losses[0] == pytest.approx(0.6931, abs=1e-4), "log 2: all scores are 0"
@@ -218,6 +219,7 @@ def test_a_checkpoint_becomes_a_sequence_classifier(tmp_path: Path) -> None:
     model, loading = AutoModelForSequenceClassification.from_pretrained(output, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.config.num_labels == 1
+    assert model.config.conversation_format == {"system_prompt": "Judge."}
     assert model.config.pad_token_id == VOCABULARY["<pad>"]
     batch, _ = make_scored_batch(make_pairs()[:ROWS])
     padding = model.config.pad_token_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,35 @@ def test_the_tokens_are_those_that_were_sampled(run_dir: Path) -> None:
     assert sequence.token_ids.tolist() == recorded.token_ids.tolist()
     assert sequence.response_ids.tolist() == recorded.response_ids.tolist()
     assert recorded_data_processor(row, spec, None, 9, 3)["loss_multiplier"] == 0
+
+
+@pytest.mark.parametrize(
+    ("segment_tokens", "spans"),
+    [
+        ([5, 5], [Span(3, 5, 0), Span(8, 10, 0)]),  # two branches, or an edited history
+        ([4, 3, 3], [Span(2, 3, 0), Span(3, 4, 1), Span(6, 7, 1), Span(8, 10, 1)]),
+        ([5, 5], [Span(3, 5, 0)]),  # nothing was sampled in the second
+    ],
+)
+def test_each_segment_is_learnt_behind_its_own_context(
+    tmp_path: Path, segment_tokens: list[int], spans: list[Span]
+) -> None:
+    """As reinforcement learning does: the sequences are those that `split_segments` gives."""
+    sampled = sum(span.end - span.start for span in spans)
+    whole = replace(
+        rollout(1, 0, 0, 1.0), segment_tokens=segment_tokens, spans=spans, logprobs=np.zeros(sampled, dtype=np.float32)
+    )
+    write_rollouts(locate_rollouts_file(tmp_path, 1), [(0, [(whole, {}), (rollout(1, 0, 1, 0.5), {})])])
+    rows = RecordedRows(DataConfig(from_rollouts=str(tmp_path), best_of_group=True))
+    expected = [part for part in whole.split_segments() if part.spans]
+    assert len(rows) == len(expected)
+    for number, part in enumerate(expected):
+        data = recorded_data_processor(rows[number], TaskDataSpec(task_name="math"), None, 5, number)
+        sequence = make_trajectory(data["message_log"], data, group=0)
+        assert sequence.token_ids.tolist() == part.token_ids.tolist()
+        assert sequence.response_ids.tolist() == part.response_ids.tolist()
+        assert data["loss_multiplier"] == 1.0, "a segment has a length of its own"
+        assert rows.locate(number).endswith(f"sample 0, segment {number + 1}")
 
 
 def datum(row: dict[str, Any]) -> Any:

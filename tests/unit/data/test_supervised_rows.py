@@ -21,6 +21,7 @@ from megatron_grpo.data.supervised_rows import (
 )
 from megatron_grpo.models.source import VOCABULARY
 from megatron_grpo.prepare.models import make_tokenizer
+from tests.support.foreign_tokenizers import byte_level
 from tests.support.released.layout import Layout
 from tests.support.released.table import BY_NAME, LAYOUTS, SYSTEM, USER, calls, results
 from tests.support.released.templates import stored
@@ -104,6 +105,21 @@ def test_the_tokens_are_those_that_trl_marks(template: str, layout: str, name: s
     parts = encode_conversation(renderer, messages, None)
     learnt = tokenizer.decode([token for part in parts if part["role"] == "assistant" for token in part["token_ids"]])
     assert "".join(learnt.split()) == "".join(expected.split())
+
+
+@pytest.mark.parametrize("template", ["phi3", "phi3_5"])
+@pytest.mark.parametrize("answer", ["yes", "e", "end", "<", "|", "|>", "d|", "n", "<|end"])
+def test_a_turn_ends_with_its_own_end_whatever_its_text(template: str, answer: str) -> None:
+    """Phi's end of a turn is followed by the end of a text, and answers may be letters of either."""
+    core = byte_level(["<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|endoftext|>", chat_template=stored(template)
+    )
+    for later in ([], SECOND):
+        messages = [USER, {"role": "assistant", "content": answer}, *later]
+        parts = encode_conversation(PromptRenderer(tokenizer, PromptFormat()), messages, None)
+        learnt = [tokenizer.decode(part["token_ids"]) for part in parts if part["role"] == "assistant"]
+        assert learnt[0] == f"{answer}<|end|>"
 
 
 def test_dropped_thoughts_are_refused() -> None:

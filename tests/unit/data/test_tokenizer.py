@@ -76,6 +76,26 @@ def test_a_tokenizer_that_transformers_rebuilds_is_that_of_its_file(name: str, t
     assert find_difference(AutoTokenizer.from_pretrained(folder), core, TEXTS) or "instead of" in remark
 
 
+@pytest.mark.parametrize("specials", [(True, False), (False, True), (True, False, True)])
+@pytest.mark.parametrize("text", ["<think>", "<|im_end|>"])
+def test_a_token_that_is_listed_as_special_and_as_plain_is_as_transformers_has_it(
+    specials: tuple[bool, ...], text: str, tmp_path: Path
+) -> None:
+    folder = qwen(tmp_path / "model")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"] = [
+        entry | {"special": special}
+        for entry in content["added_tokens"]
+        for special in (specials if entry["content"] == text else [entry["special"]])
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    loaded, expected = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    ids = expected.encode(f"a{text}b", add_special_tokens=False)
+    assert loaded.encode(f"a{text}b", add_special_tokens=False) == ids
+    for skip in (False, True):
+        assert loaded.decode(ids, skip_special_tokens=skip) == expected.decode(ids, skip_special_tokens=skip)
+
+
 def qwen(folder: Path, model_type: str = "qwen3") -> Path:
     core = byte_level(
         ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], ["<tool_call>", "<think>"], split=QWEN2_SPLIT, nfc=True

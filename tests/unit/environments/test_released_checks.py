@@ -242,10 +242,10 @@ RESULT = {"role": "tool", "name": "multiply", "tool_call_id": "call00001", "cont
 @pytest.mark.parametrize(
     ("name", "content", "lacking"),
     [
-        ("phi_4", None, "lacks the call of multiply in its message 2"),
-        ("phi_4", "Multiplying.", "lacks the call of multiply in its message 2"),
-        ("r1_distill_qwen", "Multiplying.", "lacks the call of multiply in its message 2"),
-        ("r1_distill_qwen", "", "lacks the call of multiply in its message 2"),
+        ("phi_4", None, "lacks the call of multiply in message 2"),
+        ("phi_4", "Multiplying.", "lacks the call of multiply in message 2"),
+        ("r1_distill_qwen", "Multiplying.", "lacks the call of multiply in message 2"),
+        ("r1_distill_qwen", "", "lacks the call of multiply in message 2"),
         ("r1_distill_qwen", None, None),
         ("qwen3", "<think>\nLet me see\n</think>\n\nMultiplying.", None),
         ("llama_3_1", None, None),
@@ -271,7 +271,44 @@ def test_results_that_the_template_leaves_out_are_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'prompt': history, 'answer': '1'})}\n" * 40)
     config = configuration("math", train_path=str(tmp_path / "rows.jsonl"))
     notes = load_examined_prompts(config, BY_NAME["phi_4"].write(tmp_path / "model")).notes
-    assert any("lacks its message 3, of the role tool: the chat template leaves it out" in note for note in notes)
+    assert any("lacks message 3, of the role tool: the chat template leaves it out" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "history", "tools", "lacking"),
+    [
+        ("qwen3", [{"role": "context", "content": "It is 3."}], None, "lacks message 1, of the role context"),
+        ("qwen3", [{"role": "developer", "content": "Be brief."}], None, None),
+        ("gpt_oss", [{"role": "developer", "content": "Be brief."}], None, None),
+        ("gemma_3", [], [ADD], "lacks the tools"),
+        ("qwen3", [], [ADD], None),
+        (
+            "llama_3_1",
+            [QUESTION, {"role": "assistant", "content": "Three.", "reasoning": "Hm."}],
+            None,
+            "lacks the thoughts of message 2, of the role assistant",
+        ),
+    ],
+)
+def test_parts_of_prompts_that_the_template_leaves_out_are_named(
+    tmp_path: Path, name: str, history: list[Any], tools: Any, lacking: str | None
+) -> None:
+    """Also where a reward model has that template, whatever the policy's shows."""
+    row = {"prompt": [*history, QUESTION], "answer": "1", "tools": tools}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 40)
+    config = configuration("math", train_path=str(tmp_path / "rows.jsonl"))
+    folder = BY_NAME[name].write(tmp_path / "model")
+    lacks = [note for note in load_examined_prompts(config, folder).notes if " lacks " in note]
+    assert len(lacks) == (lacking is not None)
+    assert lacking is None or lacking in lacks[0]
+    if lacking is None or "thoughts" in lacking:  # without which a score is still one
+        lacking = None
+    environment = EnvironmentConfig(type="reward_functions", reward_funcs=[str(folder)])
+    policy = BY_NAME["olmo_3"].write(tmp_path / "policy")
+    notes = load_examined_prompts(replace(config, env={"math": environment}), policy).notes
+    scored = [note for note in notes if f"reward_funcs={folder} cannot score the prompt of row 0" in note]
+    assert len(scored) == (lacking is not None)
+    assert lacking is None or lacking.removeprefix("lacks ") in scored[0]
 
 
 def test_the_command_says_it_before_a_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,8 @@ from transformers import (
 
 from megatron_grpo.config.data_schema import RewardModelConfig
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.processors import TaskDataSpec
+from megatron_grpo.data.supervised_rows import score_data_processor
 from megatron_grpo.environments import reward_model
 from megatron_grpo.environments.reward_model import RewardModel, find_model_problem
 
@@ -81,6 +83,46 @@ def test_a_conversation_is_rendered_by_the_models_own_template(folder: Path) -> 
     model._tokenizer.chat_template = None
     with pytest.raises(RunError, match="has no chat template"):
         model.compute_rewards(prompts, completions)
+
+
+SHOWING = "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{% for m in messages %}{% if m.role != 'context' %}"
+SHOWING += "<{{ m.role }}{{ mood }}>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+SHOWING += "{{ c.function.arguments | tojson }}{% endfor %}{% endif %}{% endfor %}"
+
+
+def test_conversations_are_scored_as_they_were_in_training(folder: Path, tmp_path: Path) -> None:
+    """Tokens of the rows of algorithm=reward_model and of scoring are the same, with the settings of the export."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    settings = {"system_prompt": "Judge.", "chat_template_kwargs": {"mood": "!"}, "tools": [{"name": "f"}]}
+    config = json.loads((tmp_path / "config.json").read_text()) | {"conversation_format": settings}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = RewardModel(str(tmp_path), RewardModelConfig(), 0)
+    model._tokenizer.chat_template = SHOWING
+    call = {"type": "function", "function": {"name": "g", "arguments": '{"x": 1}'}}
+    prompt = [
+        {"role": "user", "content": [{"type": "text", "text": "hi"}], "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "7"},
+    ]
+    completion = [{"role": "assistant", "content": "ho"}]
+    spec = TaskDataSpec(task_name="math", answer_key=None, **settings)
+    row = {"prompt": prompt, "chosen": completion, "rejected": [{"role": "assistant", "content": "no"}]}
+    for tools in (None, [{"name": "own"}]):
+        parts = score_data_processor(row | {"tools": tools}, spec, model._tokenizer, 400, 0)["message_log"]
+        trained = "".join(part["content"] for part in parts)
+        name = "f" if tools is None else "own"
+        assert trained == f'[{name}]<system!>Judge.<user!>hi<assistant!>g{{"x": 1}}<tool!>7<assistant!>ho'
+        scores = model.compute_rewards([prompt], [completion], [tools])
+        assert scores == pytest.approx(expected(folder, [trained]), abs=1e-5)
+    with pytest.raises(RunError, match="leaves out message 1, of the role context"):
+        model.compute_rewards([[{"role": "context", "content": "a"}, *prompt]], [completion])
+
+
+def test_an_open_turn_is_scored_as_one(folder: Path) -> None:
+    opened = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "h"}]
+    model = RewardModel(str(folder), RewardModelConfig(), 0)
+    scores = model.compute_rewards([opened], [[{"role": "assistant", "content": "o"}]])
+    assert scores == pytest.approx(expected(folder, ["<user>hi<assistant>ho"]), abs=1e-5)
 
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}~{% endfor %}"

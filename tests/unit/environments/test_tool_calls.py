@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,13 +23,14 @@ PARSERS = {
     "llama_3_1": "llama3_json",
     "mistral_nemo": "mistral",
     "glm_4_5": "glm45",
+    "gpt_oss": "openai",
 }
 """vLLM's parser of each layout's calls."""
 
 
-def create(name: str, parser: str, folder: Path) -> None:
+def create(name: str, parser: str, folder: Path) -> Any:
     settings = EnvironmentSettings(tokenizer=str(BY_NAME[name].write(folder / name)), prompts=PromptFormat())
-    create_environment(EnvironmentConfig(type="tools", options={"parser": parser, "compare": "exact"}), settings)
+    return create_environment(EnvironmentConfig(type="tools", options={"parser": parser, "compare": "exact"}), settings)
 
 
 @pytest.mark.parametrize("name", PARSERS)
@@ -39,10 +41,30 @@ def test_the_parser_of_the_model_is_accepted(name: str, tmp_path: Path) -> None:
 WRONG = [("llama_3_1", "hermes"), ("qwen3_5", "hermes"), ("glm_4_5", "hermes"), ("mistral_nemo", "hermes")]
 
 
-@pytest.mark.parametrize(("name", "parser"), [*WRONG, ("gpt_oss", "openai")])
+@pytest.mark.parametrize(("name", "parser"), [*WRONG, ("gpt_oss", "hermes"), ("qwen3", "openai")])
 def test_another_parser_is_refused(name: str, parser: str, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=rf"options.parser={parser} finds no tool call in what .*calculator.*; give the"):
         create(name, parser, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>commentary to=functions.calculator "
+        '<|constrain|>json<|message|>{"expression": "3*4"}',
+        ' to=functions.calculator<|channel|>commentary json<|message|>{"expression": "3*4"}<|call|>',
+        '<|channel|>commentary to=functions.calculator<|message|>{"expression": "3*4"}',
+    ],
+)
+def test_calls_of_gpt_oss_are_executed_and_its_final_text_is_the_answer(call: str, tmp_path: Path) -> None:
+    environment = create("gpt_oss", "openai", tmp_path)
+    turn = environment.step(environment.reset("", {}), call)
+    assert [(message["name"], message["content"]) for message in turn.messages] == [("calculator", "12")]
+    thought = "<|channel|>analysis<|message|>So.<|end|><|start|>assistant"
+    final = environment.step(turn.state, f"{thought}<|channel|>final<|message|>12")
+    assert final.done
+    assert final.state.last == "12"
+    assert environment.step(turn.state, "<|channel|><|channel|>").done, "malformed text has no calls"
 
 
 def test_a_parser_that_needs_other_tokens_is_refused(tmp_path: Path) -> None:

@@ -296,6 +296,20 @@ def test_a_task_has_an_answer_and_a_chat_of_its_own() -> None:
     assert compose_config(["+exp=quickstart", "data.answer_key=null", "data.system_prompt=Add.", *own])
 
 
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "reward_model"])
+def test_lengths_of_responses_count_where_responses_are_sampled(algorithm: str) -> None:
+    """A sequence of rows may be shorter than a prompt and a response of another algorithm."""
+    lengths = ("policy.max_total_sequence_length=64", "data.max_input_seq_length=64", "generation.max_new_tokens=1024")
+    count = 1 if algorithm == "sft" else 2
+    options = (f"algorithm={algorithm}", f"grpo.num_generations_per_prompt={count}", "data.answer_key=null")
+    columns = ("data.response_key=answer",) if algorithm == "sft" else ()
+    assert compose_config(["+exp=quickstart", *options, *columns, *lengths])
+    assert any("do not fit" in problem.text for problem in problems_of(*lengths))
+    if algorithm == "sft":
+        sampled = (*options[:2], *columns, "sft.val_rewards=true", *lengths)
+        assert any("do not fit" in problem.text for problem in problems_of(*sampled))
+
+
 def test_reward_models_are_trained_whole_and_on_pairs() -> None:
     options = ("algorithm=reward_model", "grpo.num_generations_per_prompt=2", "data.answer_key=null")
     (problem,) = problems_of(*options, "policy.lora.rank=4")

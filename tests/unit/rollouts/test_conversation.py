@@ -266,3 +266,52 @@ def test_after_its_end_a_call_under_way_is_given_up(tokenizer: Any) -> None:
     asyncio.run(agent())
     assert engine.cancelled
     assert not conversation.responses
+
+
+GENERIC = (
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<start>{{ m.role }}:{{ m.content }}<end>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<start>assistant:{% endif %}"
+)
+"""A template that shows neither system messages nor results nor tools."""
+
+
+@pytest.mark.parametrize(
+    ("message", "tools", "lost"),
+    [
+        ({"role": "developer", "content": "be brief"}, None, "message 1, of the role developer"),
+        ({"role": "context", "content": "a b"}, None, "message 1, of the role context"),
+        ({"role": "tool", "content": "a b", "tool_call_id": "call00001"}, None, "message 1, of the role tool"),
+        (user("more"), [{"name": "f"}], "the tools"),
+    ],
+)
+def test_a_call_whose_message_the_template_leaves_out_is_refused(
+    tokenizer: Any, message: dict[str, Any], tools: Any, lost: str
+) -> None:
+    """The model would answer without it, and the agent would not know."""
+    engine = Script(tokenizer, [[7, END], [8, END]])
+    prompts = PromptFormat(chat_template=GENERIC, system_prompt=None)
+    talk = Conversation(engine, SETTINGS, PromptRenderer(tokenizer, prompts), lambda turn: turn, 200)
+    with pytest.raises(BadCallError, match=f"the chat template leaves out {lost}, so the model would not see it"):
+        asyncio.run(talk.chat([message, user("hi")], tools))
+    assert not engine.asked
+    asyncio.run(talk.chat([user("hi")]))
+    answered = {"role": "assistant", "content": talk.last.output.text}
+    later = lost.replace("message 1", "message 3")
+    with pytest.raises(BadCallError, match=f"leaves out {later}"):
+        asyncio.run(talk.chat([user("hi"), answered, message, user("more")], tools))
+
+
+def test_a_call_that_ends_in_the_assistants_turn_is_continued(talk: Any, tokenizer: Any) -> None:
+    """As a prompt of the data that ends so; the tokens of later calls go on from those that were sampled."""
+    conversation, engine = talk([7, END], [8, END])
+    opened = [user("hi"), {"role": "assistant", "content": "a"}]
+
+    async def agent() -> None:
+        first = await conversation.chat(opened)
+        await conversation.chat([*opened, {"role": "assistant", "content": first.output.text}, user("more")])
+
+    asyncio.run(agent())
+    begin = ids(tokenizer, "<start>user:hi<end><start>assistant:a")
+    assert engine.asked[0].prompt_ids.tolist() == begin
+    between = ids(tokenizer, "<start>user:more<end><start>assistant:")
+    assert engine.asked[1].prompt_ids.tolist() == [*begin, 7, END, *between]

@@ -36,7 +36,11 @@ def model(tmp_path: Path) -> str:
     tokenizer = Tokenizer(models.WordLevel({letter: n for n, letter in enumerate(LETTERS)}, unk_token="j"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    template = "{% for message in messages %}{{ message['content'] }}i{% endfor %}"
+    template = (
+        "{% if tools %}g{% endif %}{% for message in messages %}{{ message['content'] }}"
+        "{% for call in message.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments }}{% endfor %}i"
+        "{% endfor %}"
+    )
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template).save_pretrained(tmp_path)
     return str(tmp_path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,6 +111,25 @@ def test_the_folder_keeps_the_template_of_the_prompts_for_exports(tmp_path: Path
     two = [setting, "+env.game.type=countdown", f"+data.tasks.game.chat_template={other}"]
     assert template(*two) is None, "tasks have different ones"
     assert template(*two, "+data.tasks.game.apply_chat_template=false") is not None
+
+
+def test_the_folder_of_a_reward_model_keeps_the_form_of_its_conversations(tmp_path: Path) -> None:
+    """An export scores conversations with it, whatever happens to the files that the settings name."""
+    (tmp_path / "tools.json").write_text('[{"name": "f"}]')
+    (tmp_path / "run").mkdir()
+    kept = tmp_path / "run" / "conversation_format.json"
+    base = ["+exp=quickstart", "algorithm=reward_model", "grpo.num_generations_per_prompt=2", "data.answer_key=null"]
+    settings = ["data.apply_chat_template=true", "data.system_prompt=Judge.", f"data.tools={tmp_path / 'tools.json'}"]
+
+    def read(*overrides: str) -> Any:
+        record_start(tmp_path / "run", compose_config([*base, *overrides]))
+        return json.loads(kept.read_text()) if kept.exists() else None
+
+    assert read(*settings) == {"system_prompt": "Judge.", "tools": [{"name": "f"}]}
+    assert read() is None, "plain texts have no form"
+    assert read(*settings[:1], "+data.chat_template_kwargs.mood=x") == {"chat_template_kwargs": {"mood": "x"}}
+    two = ["+env.game.type=countdown", "+data.tasks.game.system_prompt=Play."]
+    assert read(*settings, *two) is None, "tasks have different ones"
 
 
 def test_a_folder_that_was_there_stays(tmp_path: Path) -> None:
