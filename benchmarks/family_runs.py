@@ -1,4 +1,4 @@
-"""Trains a tiny model of each family for three steps, beside vLLM on this machine's CPU; writes JSON for docs/models.md.
+"""Trains a tiny model of each family for three steps, with vLLM on this CPU; writes JSON for docs/models.md.
 
     python benchmarks/family_runs.py RESULT.json [FAMILY ...]
 
