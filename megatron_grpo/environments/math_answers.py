@@ -19,7 +19,15 @@ from typing import Any
 from math_verify import parse, verify
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.data.math_text import has_same_words, rewrite_answer, rewrite_tail
+from megatron_grpo.data.math_text import (
+    find_marked_answer,
+    find_stated_letter,
+    find_statement,
+    has_same_words,
+    is_letter,
+    rewrite_answer,
+    rewrite_tail,
+)
 from megatron_grpo.environments.sandbox.kernel import die_with_parent
 
 ANSWER_TIMEOUT_S = 5  # seconds for parsing one answer, and again for comparing it; an answer that takes longer is wrong
@@ -43,7 +51,9 @@ def is_correct(response: str, answer: str) -> bool:
     expression or LaTeX, without a box. Both are brought to one form first (`data.math_text`). An answer that
     math-verify cannot parse is compared as text.
     """
-    return _are_equal(find_final_answer(response), answer)
+    final = find_final_answer(response)
+    letter = find_stated_letter(response) if is_letter(answer) and not final.startswith(_BOX) else None
+    return _are_equal(final if letter is None else f"{_BOX}{letter}}}", answer)
 
 
 @lru_cache(maxsize=1024)  # samples of a group often agree
@@ -83,7 +93,8 @@ def _remove_blanks(text: str) -> str:
 def find_final_answer(response: str) -> str:
     """Find the last \\boxed{...} of a response, with nested braces.
 
-    Without a box, or if the last one is not closed: the last TAIL_CHARACTERS characters of the response.
+    Without a box, or if the last one is not closed: a number behind #### as a box; else TAIL_CHARACTERS characters, from the
+    last words that announce an answer or at the response's end.
     """
     starts = [match.end() for match in _BOX_START.finditer(response)]
     if starts:
@@ -92,7 +103,13 @@ def find_final_answer(response: str) -> str:
             depth += {"{": 1, "}": -1}.get(response[position], 0)
             if depth == 0:
                 return _BOX + response[starts[-1] : position + 1]
-    return response[-TAIL_CHARACTERS:]
+    marked = find_marked_answer(response)
+    if marked is not None:
+        return f"{_BOX}{marked}}}"
+    # A long text may follow the answer.
+    statement, end = find_statement(response), max(len(response) - TAIL_CHARACTERS, 0)
+    begin = end if statement is None else min(end, statement.start())
+    return response[begin : begin + TAIL_CHARACTERS]
 
 
 @lru_cache(maxsize=1024)  # samples of a group share their reference answer

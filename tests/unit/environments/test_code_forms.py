@@ -19,10 +19,8 @@ from megatron_grpo.environments.registry import create_environment
 
 SETTINGS = EnvironmentSettings(sandbox=SandboxConfig(required="limits", wall_time_s=5, memory_mb=256))
 ADD, METHOD = "def add(a, b):\n    return a + b", "class Solution:\n    def add(self, a, b):\n        return a + b"
-WRONG, LIVE = (
-    "def add(a, b):\n    return a - b",
-    "class E:\n    def __eq__(self, o): return True\ndef add(a, b): return E()",
-)
+WRONG = "def add(a, b):\n    return a - b"
+LIVE = "class E:\n    def __eq__(self, other): return True\ndef add(a, b): return E()"
 APPS = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]}
 TACO = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
 LIVE_CODE_BENCH = [

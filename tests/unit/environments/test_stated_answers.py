@@ -1,0 +1,60 @@
+"""Final answers without a box: GSM8K's ####, letters of choices, and answers before a long text."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_grpo.environments.math_answers import is_correct
+
+TAIL = " The reasoning above confirms that this result is consistent with the question." * 40
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "is_right"),
+    [
+        ("2+40=42\n#### 42\n", "42", True),
+        ("2+40=42\n#### 42\n" + TAIL, "42", True),
+        ("#### 42\n\nNote: 12 of them are red.", "42", True),
+        ("#### 42\n\nNote: 12 of them are red.", "12", False),
+        ("#### $1,072.00\n", "1072", True),
+        ("#### 1/2", "0.5", True),
+        ("#### 41\nNo.\n#### 42", "42", True),
+        ("#### 41\nNo.\n#### 42", "41", False),
+        # Markdown's headings are no answers.
+        ("#### 2. Compute\nso the answer is 5", "5", True),
+        ("#### Step 3\nThe answer is 5", "5", True),
+        # A box comes first.
+        ("#### 41\n\\boxed{42}", "42", True),
+    ],
+)
+def test_a_number_behind_the_mark_of_gsm8k_is_the_answer(response: str, answer: str, is_right: bool) -> None:
+    assert is_correct(response, answer) is is_right
+
+
+@pytest.mark.parametrize("statement", ["The answer is 42.", "Final answer: 42.", "**Answer:** 42."])
+def test_a_long_text_may_follow_the_answer(statement: str) -> None:
+    assert is_correct(f"We add 2 and 40. {statement}{TAIL}", "42")
+    assert not is_correct(f"We add 2 and 40. {statement}{TAIL}", "40")
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "is_right"),
+    [
+        ("The answer is B. Note that A is a common distractor.", "B", True),
+        ("The answer is B. Note that A is a common distractor.", "A", False),
+        ("The answer is C because I computed the integral.", "C", True),
+        ("The answer is C because I computed the integral.", "I", False),
+        ("**Answer: (B)**", "B", True),
+        ("The correct answer is option B.", "(B)", True),
+        ("Answer: A\nNo, it is worse.\nAnswer: D", "D", True),
+        ("Answer: A\nNo, it is worse.\nAnswer: D", "A", False),
+        ("The answer is a car.", "A", False),
+        ("Answer: I think so", "I", False),
+        ("The answer is N + 1", "N", False),
+        ("The answer is N/A", "N", False),
+        ("The answer is X, where X = 5", "5", True),
+        ("\\boxed{B}, so the answer is C", "B", True),
+    ],
+)
+def test_a_letter_behind_the_words_of_an_answer_is_the_choice(response: str, answer: str, is_right: bool) -> None:
+    assert is_correct(response, answer) is is_right
