@@ -110,6 +110,10 @@ def _make_pair(
         chosen, rejected = (encode_conversation(renderer, prompt, answer, is_whole=is_whole) for answer in pair)
     except ValueError as error:
         raise ValueError(f"row {idx}: {error}") from error
+    if _list_compared_tokens(chosen, is_whole=is_whole) == _list_compared_tokens(rejected, is_whole=is_whole):
+        columns = f"columns {spec.chosen_key!r} and {spec.rejected_key!r}"
+        text = "have the same tokens once they are rendered, so that nothing can be learnt"
+        raise ValueError(f"row {idx}: {columns} {text}; leave the row out (data.bad_rows=skip)")
     length = max(sum(len(message["token_ids"]) for message in messages) for messages in (chosen, rejected))
     _require_length(length, max_seq_length, spec, idx)
     return DatumSpec(
@@ -122,6 +126,16 @@ def _make_pair(
         task_name=find_task(datum_dict, spec.task_name),
         prompt=prompt,
     )
+
+
+def _list_compared_tokens(messages: Sequence[Message], *, is_whole: bool) -> list[int]:
+    """List the tokens that decide a pair's outcome.
+
+    A reward model scores a whole conversation; what follows the last learnt turn does not reach its log-probability.
+    """
+    last = max(number for number, message in enumerate(messages) if message["role"] == ASSISTANT)
+    compared = messages if is_whole else messages[: last + 1]
+    return [token for message in compared for token in message["token_ids"]]
 
 
 def _require_length(length: int, longest: int, spec: TaskDataSpec, idx: int) -> None:

@@ -93,8 +93,8 @@ def _remove_blanks(text: str) -> str:
 def find_final_answer(response: str) -> str:
     """Find the last \\boxed{...} of a response, with nested braces.
 
-    Without a box, or if the last one is not closed: a number behind #### as a box; else TAIL_CHARACTERS characters, from the
-    last words that announce an answer or at the response's end.
+    Without a box, or if the last one is not closed: a number behind #### as a box; else TAIL_CHARACTERS characters,
+    from the last words that announce an answer or at the response's end.
     """
     starts = [match.end() for match in _BOX_START.finditer(response)]
     if starts:
