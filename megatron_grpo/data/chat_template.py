@@ -121,14 +121,16 @@ def render_calls(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **option
     Raises as `render_chat`, about the messages with empty contents for null.
     """
     # Nearly all templates take the arguments of calls as an object. DeepSeek's take them as text, and show calls only
-    # where the content of the message is null, which other templates write as "None". So null stays where the template
-    # does not write it, and arguments become text where the template refuses objects.
+    # where the content of the message is null, which other templates write as "None" or "null". So null stays only
+    # where the template shows more calls for it, and arguments become text where the template refuses objects.
     forms = [messages, [_write_arguments(message) for message in messages]]
     for form in forms:
         with_null = _try_render(tokenizer, form, options)
         if with_null is not None:
             filled = _try_render(tokenizer, _fill_null(form), options)
-            return with_null if filled is None or with_null.count("None") == filled.count("None") else filled
+            if filled is None or _count_calls(with_null, messages) > _count_calls(filled, messages):
+                return with_null
+            return filled
     text = _try_render(tokenizer, _fill_null(forms[1]), options)
     try:
         return render_chat(tokenizer, _fill_null(messages), **options)
@@ -145,6 +147,14 @@ def _try_render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: 
         raise
     except Exception:  # noqa: BLE001 - a template may raise anything
         return None
+
+
+def _count_calls(text: str, messages: Sequence[Mapping[str, Any]]) -> int:
+    """Count the names of called functions in a rendered conversation."""
+    calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    functions = [call.get("function", call) for call in calls]
+    names = {str(function["name"]) for function in functions if isinstance(function, Mapping) and "name" in function}
+    return sum(text.count(name) for name in names)
 
 
 def _fill_null(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
