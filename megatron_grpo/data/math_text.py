@@ -64,6 +64,8 @@ _MARKED = re.compile(r"^#### *([-+$€£]{0,2}(?:\d[\d,./]*(?: \d[\d,./]*)*|\.\d
 _STATEMENT = re.compile(r"\banswer(?:\W{0,3}is\b)?(?:\s+(?:option|choice))?\W*", re.IGNORECASE)
 # A capital letter that is neither a word of a sentence ("I think", "A car") nor part of a formula ("N + 1").
 _LETTER = re.compile(r"([A-Z])(?=[)\]}*_\"']*(?:\s*$|[.,;:!\n]| (?:because|since|as)\b))")
+# Markdown's emphasis and code: **3/4**, not the power 2**3.
+_EMPHASIS = re.compile(r"(?<![\w*`])(\*\*|\*|__|`)(?=[^\s*`])([^\n*`]*)(?<=\S)\1(?![\w*`])")
 _CHOICE = re.compile(r"\(?[A-Z]\)?")
 
 # Spellings by quantity; the first of each unit is canonical.
@@ -125,7 +127,8 @@ def rewrite_answer(text: str) -> AnswerText:
 
 def rewrite_tail(text: str) -> AnswerText:
     """Rewrite a text's end, where math-verify searches the answer."""
-    plain = rewrite_numbers(_CURRENCY.sub("", rewrite_signs(text[-MAX_CHARACTERS:])))
+    plain = _EMPHASIS.sub(r"\2", rewrite_signs(text[-MAX_CHARACTERS:]))
+    plain = rewrite_numbers(_CURRENCY.sub("", plain))
     return AnswerText(_divide_percentages(plain, 1), _divide_percentages(plain, 100))
 
 

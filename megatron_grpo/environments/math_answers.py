@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from math_verify import parse, verify
+from sympy import Expr, N
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.math_text import (
@@ -36,6 +37,8 @@ VERIFY_TIMEOUT_S = 20.0  # then the process is killed; math-verify's own limits 
 STARTUP_TIMEOUT_S = 120.0  # for the process to import math-verify
 MEMORY_BYTES = 4 * 2**30  # most that the process may grow after its start; an answer that needs more is wrong
 TAIL_CHARACTERS = 2000  # length of a response's end in which the answer is searched without a box
+
+_TINY, _TINY_TOLERANCE = 1e-3, 1e-3  # least number that 6 decimals show well, and relative tolerance below it
 
 _BOX = "\\boxed{"
 _BOX_START = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -82,8 +85,17 @@ def _are_equal(final: str, answer: str) -> bool:
         expected_values = _parse(f"{_BOX}{expected_text}}}")
         values = _parse(f"{_BOX}{actual_text}}}" if is_boxed else actual_text)
         if verify(expected_values, values, timeout_seconds=ANSWER_TIMEOUT_S):
-            return True
+            return not _differ_in_size(expected_values, values)
     return False
+
+
+def _differ_in_size(expected_values: Sequence[Any], values: Sequence[Any]) -> bool:
+    """True for two tiny numbers that math-verify, which rounds to 6 decimals, takes for equal."""
+    expected, value = (next(iter(numbers), None) for numbers in (expected_values, values))
+    if not all(isinstance(number, Expr) and number.is_number and number.is_real for number in (expected, value)):
+        return False
+    size = abs(N(expected))
+    return bool(0 < size < _TINY and abs(N(value) - N(expected)) > _TINY_TOLERANCE * size)
 
 
 def _remove_blanks(text: str) -> str:

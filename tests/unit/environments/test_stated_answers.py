@@ -1,4 +1,4 @@
-"""Final answers without a box: GSM8K's ####, letters of choices, and answers before a long text."""
+"""Final answers: GSM8K's ####, letters of choices, answers before a long text, Markdown; and tiny numbers."""
 
 from __future__ import annotations
 
@@ -58,3 +58,35 @@ def test_a_long_text_may_follow_the_answer(statement: str) -> None:
 )
 def test_a_letter_behind_the_words_of_an_answer_is_the_choice(response: str, answer: str, is_right: bool) -> None:
     assert is_correct(response, answer) is is_right
+
+
+@pytest.mark.parametrize("answer", ["**3/4**", "*3/4*", "__3/4__", "`3/4`", "**x = 3/4**", "**3/4**."])
+def test_markdown_around_an_answer_is_no_part_of_it(answer: str) -> None:
+    assert is_correct(f"So **a** is smaller.\n\n✅ Final Answer: {answer}", "3/4")
+    assert not is_correct(f"So **a** is smaller.\n\n✅ Final Answer: {answer}", "4/3")
+
+
+def test_powers_and_products_are_no_markdown() -> None:
+    assert is_correct("The answer is 2**3", "8")
+    assert is_correct("The answer is 2 * 3 * 4", "24")
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "is_right"),
+    [
+        ("\\frac{1}{2004!}", "\\frac{1}{2006!}", False),
+        ("\\frac{1}{2^{99}}", "\\frac{1}{2^{98}}", False),
+        ("10^{-20}", "10^{-21}", False),
+        ("0.0000012", "0.0000013", False),
+        ("-10^{-9}", "10^{-9}", False),
+        ("\\frac{1}{2004!}", "\\frac{1}{2004!}", True),
+        ("\\frac{1}{2^{98}}", "2^{-98}", True),
+        ("1.2 \\times 10^{-6}", "0.0000012", True),
+        ("6.62607e-34", "6.626 \\times 10^{-34}", True),
+        ("0.000333", "\\frac{1}{3000}", True),
+        ("0", "0.0", True),
+    ],
+)
+def test_tiny_numbers_are_not_equal_because_both_are_nearly_zero(response: str, answer: str, is_right: bool) -> None:
+    """math-verify rounds to six decimals."""
+    assert is_correct(f"\\boxed{{{response}}}", answer) is is_right
