@@ -66,6 +66,7 @@ _STATEMENT = re.compile(r"\banswer(?:\W{0,3}is\b)?(?:\s+(?:option|choice))?\W*",
 _LETTER = re.compile(r"([A-Z])(?=[)\]}*_\"']*(?:\s*$|[.,;:!\n]| (?:because|since|as)\b))")
 # Markdown's emphasis and code: **3/4**, not the power 2**3.
 _EMPHASIS = re.compile(r"(?<![\w*`])(\*\*|\*|__|`)(?=[^\s*`])([^\n*`]*)(?<=\S)\1(?![\w*`])")
+_BOXED_LETTER = re.compile(r"[\s($]*([A-Z])(?:[.:)]|\s*$)")  # "B", "(B) 4", "B. 4"
 _CHOICE = re.compile(r"\(?[A-Z]\)?")
 
 # Spellings by quantity; the first of each unit is canonical.
@@ -143,8 +144,11 @@ def find_statement(response: str) -> re.Match[str] | None:
     return max(_STATEMENT.finditer(response), key=re.Match.start, default=None)
 
 
-def find_stated_letter(response: str) -> str | None:
-    """Find the capital letter behind the last "the answer is"."""
+def find_chosen_letter(response: str, box: str | None) -> str | None:
+    """Find the letter that begins a box, else the one behind "the answer is"."""
+    boxed = None if box is None else _BOXED_LETTER.match(_TEXT.sub(r"\1", box))
+    if boxed is not None:
+        return boxed[1]
     statement = find_statement(response)
     letter = None if statement is None else _LETTER.match(response, statement.end())
     return None if letter is None else letter[1]

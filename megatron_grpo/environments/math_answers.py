@@ -21,8 +21,8 @@ from sympy import Expr, N
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.math_text import (
+    find_chosen_letter,
     find_marked_answer,
-    find_stated_letter,
     find_statement,
     has_same_words,
     is_letter,
@@ -55,7 +55,8 @@ def is_correct(response: str, answer: str) -> bool:
     math-verify cannot parse is compared as text.
     """
     final = find_final_answer(response)
-    letter = find_stated_letter(response) if is_letter(answer) and not final.startswith(_BOX) else None
+    box = final.removeprefix(_BOX).removesuffix("}") if final.startswith(_BOX) else None
+    letter = find_chosen_letter(response, box) if is_letter(answer) else None
     return _are_equal(final if letter is None else f"{_BOX}{letter}}}", answer)
 
 

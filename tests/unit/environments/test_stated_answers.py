@@ -54,6 +54,15 @@ def test_a_long_text_may_follow_the_answer(statement: str) -> None:
         ("The answer is N/A", "N", False),
         ("The answer is X, where X = 5", "5", True),
         ("\\boxed{B}, so the answer is C", "B", True),
+        # Boxes around a choice and its text, and of the reasoning.
+        ("\\boxed{B. 4}", "B", True),
+        ("\\boxed{\\text{(B) } 4}", "B", True),
+        ("\\boxed{(B)}", "(B)", True),
+        ("\\boxed{\\langle H\\rangle \\ll \\Delta E}\n\n**Answer: D**", "D", True),
+        ("\\boxed{\\langle H\\rangle \\ll \\Delta E}\n\n**Answer: D**", "E", False),
+        ("\\boxed{A, B}", "A", False),
+        ("\\boxed{AB}", "A", False),
+        ("\\boxed{A and B}", "A", False),
     ],
 )
 def test_a_letter_behind_the_words_of_an_answer_is_the_choice(response: str, answer: str, is_right: bool) -> None:
