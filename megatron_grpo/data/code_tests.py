@@ -90,7 +90,10 @@ def _find_function(case: Mapping[str, Any]) -> str | None:
 
 
 def _write_call(name: str, case: Mapping[str, Any]) -> str:
-    """Write a case as a Python test; a text has one argument in JSON a line."""
+    """Write a case as a Python test.
+
+    An input that is text has one argument in JSON a line.
+    """
     arguments, expected = case["input"], case["output"]
     if isinstance(arguments, str):
         arguments = [json.loads(line) for line in arguments.splitlines()]

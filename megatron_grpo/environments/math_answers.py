@@ -91,7 +91,7 @@ def _are_equal(final: str, answer: str) -> bool:
 
 
 def _differ_in_size(expected_values: Sequence[Any], values: Sequence[Any]) -> bool:
-    """True for two tiny numbers that math-verify, which rounds to 6 decimals, takes for equal."""
+    """True for tiny numbers that rounding to 6 decimals makes equal."""
     expected, value = (next(iter(numbers), None) for numbers in (expected_values, values))
     if not all(isinstance(number, Expr) and number.is_number and number.is_real for number in (expected, value)):
         return False
