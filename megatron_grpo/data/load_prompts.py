@@ -161,9 +161,10 @@ class PromptReader:
     def _find_unfinished_schedules(self, steps_per_epoch: int) -> Iterator[str]:
         config, loop, name = self.config, self.config.training_loop, self.config.loop_name
         steps = steps_per_epoch * loop.max_num_epochs
-        models = {"policy": config.policy, **({"value": config.value} if loop.has_value_model else {})}
-        for section, model in models.items() if steps < loop.max_num_steps else ():
-            if model.optimizer.depends_on_steps:
+        optimizers = {"policy": config.policy.optimizer}
+        optimizers |= {"value": config.value.optimizer} if loop.has_value_model else {}
+        for section, optimizer in optimizers.items() if steps < loop.max_num_steps else ():
+            if optimizer.depends_on_steps:
                 yield (
                     f"{section}.optimizer: the schedule of the learning rate has {name}.max_num_steps="
                     f"{loop.max_num_steps} steps, and the rows are used up after {steps} ({name}.max_num_epochs="
