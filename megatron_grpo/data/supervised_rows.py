@@ -232,7 +232,13 @@ def split_rendering(
         name = f"message {number + 1}, the assistant's"
         if number == 0:
             raise ValueError("the conversation begins with a message of the assistant, which no prompt precedes")
-        before = renderer.render(messages[:number])
+        try:
+            before = renderer.render(messages[:number])
+        except TemplateError as error:
+            raise ValueError(
+                f"the chat template refuses what precedes {name}, as a prompt, so that the turn is never sampled: "
+                f"{error}{_ADVICE}"
+            ) from error
         if not text.startswith(before) or len(before) < position:
             raise ValueError(
                 f"the chat template renders what precedes {name}, otherwise in the whole conversation than as a "

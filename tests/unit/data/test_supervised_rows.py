@@ -116,6 +116,17 @@ def test_other_beginnings_are_refused() -> None:
         encode(BY_NAME["r1_distill_qwen"], [USER, ANSWER])
 
 
+@pytest.mark.parametrize("greetings", [1, 2])
+def test_turns_that_no_prompt_precedes_are_named(greetings: int) -> None:
+    """slime #1742 (2026-03): a greeting behind the system message, before the first question."""
+    hello = {"role": "assistant", "content": "Hello!"}
+    with pytest.raises(ValueError, match=r"refuses what precedes message 2, .* as a prompt, .*No user query found"):
+        encode(BY_NAME["qwen3_5"], [SYSTEM, *[hello] * greetings, USER, ANSWER])
+    # The whole conversation has no question either.
+    with pytest.raises(ValueError, match="refuses the conversation: No user query found"):
+        encode(BY_NAME["qwen3_5"], [SYSTEM, *[hello] * greetings])
+
+
 def test_a_response_alone_is_learnt_after_a_conversation() -> None:
     renderer = PromptRenderer(BY_NAME["qwen2_5"].oracle, PromptFormat())
     parts = encode_conversation(renderer, [USER, ANSWER, SECOND[0]], "So 13.")
