@@ -12,12 +12,13 @@ import subprocess
 import sys
 import unicodedata
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 from math_verify import parse, verify
-from sympy import Expr, N
+from sympy import Expr, FiniteSet, Interval, MatrixBase, N, Tuple
+from sympy.core.relational import Relational
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.math_text import (
@@ -92,11 +93,22 @@ def _are_equal(final: str, answer: str) -> bool:
 
 def _differ_in_size(expected_values: Sequence[Any], values: Sequence[Any]) -> bool:
     """True for tiny numbers that rounding to 6 decimals makes equal."""
-    expected, value = (next(iter(numbers), None) for numbers in (expected_values, values))
-    if not all(isinstance(number, Expr) and number.is_number and number.is_real for number in (expected, value)):
-        return False
-    size = abs(N(expected))
-    return bool(0 < size < _TINY and abs(N(value) - N(expected)) > _TINY_TOLERANCE * size)
+    expected, numbers = (sorted(_list_numbers(next(iter(parsed), None))) for parsed in (expected_values, values))
+    return len(expected) == len(numbers) and any(
+        0 < abs(first) < _TINY and abs(second - first) > _TINY_TOLERANCE * abs(first)
+        for first, second in zip(expected, numbers, strict=True)
+    )
+
+
+def _list_numbers(value: Any) -> Iterator[Any]:
+    """List a number, or those in a set, interval, tuple, matrix or equation."""
+    if isinstance(value, Expr):
+        yield from [N(value)] if value.is_number and value.is_real else []
+    elif isinstance(value, Relational):
+        yield from _list_numbers(value.rhs)
+    elif isinstance(value, MatrixBase | FiniteSet | Interval | Tuple):
+        for part in value if isinstance(value, MatrixBase) else value.args:
+            yield from _list_numbers(part)
 
 
 def _remove_blanks(text: str) -> str:

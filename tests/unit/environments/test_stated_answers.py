@@ -94,6 +94,15 @@ def test_powers_and_products_are_no_markdown() -> None:
         ("6.62607e-34", "6.626 \\times 10^{-34}", True),
         ("0.000333", "\\frac{1}{3000}", True),
         ("0", "0.0", True),
+        ("(10^{-20}, 1)", "(10^{-21}, 1)", False),
+        ("(10^{-20}, 1)", "(1e-20, 1.0)", True),
+        ("\\{10^{-20}, 3\\}", "\\{3, 10^{-21}\\}", False),
+        ("\\{10^{-20}, 3\\}", "\\{3, \\frac{1}{10^{20}}\\}", True),
+        ("[10^{-20}, \\infty)", "[10^{-21}, \\infty)", False),
+        ("[10^{-20}, \\infty)", "[\\frac{1}{10^{20}}, \\infty)", True),
+        ("x = 10^{-20}", "10^{-21}", False),
+        ("x = 10^{-20}", "\\frac{1}{10^{20}}", True),
+        ("\\begin{pmatrix}10^{-20}\\\\2\\end{pmatrix}", "\\begin{pmatrix}10^{-21}\\\\2\\end{pmatrix}", False),
     ],
 )
 def test_tiny_numbers_are_not_equal_because_both_are_nearly_zero(response: str, answer: str, is_right: bool) -> None:
