@@ -255,7 +255,7 @@ class PromptRenderer:
         elif "tool_calls" in plain:
             del plain["tool_calls"]
         content = plain.get("content")
-        if content in (None, "") and plain.get("tool_calls"):  # servers write either
+        if content is None and plain.get("tool_calls"):
             plain["content"] = None
         elif "content" not in message:
             plain["content"] = ""
