@@ -118,7 +118,7 @@ def test_other_beginnings_are_refused() -> None:
 
 @pytest.mark.parametrize("greetings", [1, 2])
 def test_turns_that_no_prompt_precedes_are_named(greetings: int) -> None:
-    """slime #1742 (2026-03): a greeting behind the system message, before the first question."""
+    """A greeting behind the system message, before the first question."""
     hello = {"role": "assistant", "content": "Hello!"}
     with pytest.raises(ValueError, match=r"refuses what precedes message 2, .* as a prompt, .*No user query found"):
         encode(BY_NAME["qwen3_5"], [SYSTEM, *[hello] * greetings, USER, ANSWER])

@@ -135,7 +135,7 @@ def test_tokens_that_an_environment_gives_as_a_list_are_tokens(folder: Path, mon
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), np.float32("-inf"), -0.5, np.int64(2), None])
 def test_a_turns_reward_is_a_finite_number(folder: Path, monkeypatch: pytest.MonkeyPatch, reward: Any) -> None:
-    """OpenEnv #1200 (2026-09): NaN, which an agent had written into a file, was taken as a reward."""
+    """A server may read NaN out of a file that its agent wrote."""
     worker = silent(folder, monkeypatch)
     monkeypatch.setattr(Silent, "step", lambda *_: Turn(done=True, reward=reward))
     state = worker.reset("", {})

@@ -55,7 +55,7 @@ def play(environment: Any, *steps: tuple[float | None, bool]) -> tuple[list[floa
 @pytest.mark.parametrize(
     ("steps", "rewards", "last"),
     [
-        # OpenEnv #1025 (2026-08): an episode whose verifier gave no verdict had the reward 0, as one that failed.
+        # The verifier gave no verdict.
         ([(None, True)], [None], None),
         ([(None, False), (None, False), (None, True)], [None, None, None], None),
         ([(None, False), (0.0, True)], [None, 0.0], 0.0),
@@ -73,7 +73,7 @@ def test_an_episode_that_ends_without_a_reward_has_none(
 
 @pytest.mark.parametrize("text", ["日本語", "Größe µ", "🙂 до"])
 def test_observations_keep_their_letters(port: int, text: str) -> None:
-    """microsoft/autogen #7730 (2026-05): models read \\uXXXX in place of other letters than ASCII's."""
+    """A model reads them as they are, not as \\uXXXX."""
     answer = {"observation": {"text": text}, "reward": 0.0, "done": False}
     environment = open_environment(port)
     turn = environment.step(environment.reset("", {}), json.dumps(answer))

@@ -75,7 +75,6 @@ def test_votes(response: str, vote: str | None) -> None:
 @pytest.mark.parametrize(
     ("responses", "vote"),
     [
-        # facebookresearch/deepconf#15 (2026-05): 0.5 and \frac{1}{2} were two answers of a majority vote.
         (["\\boxed{0.5}", "\\boxed{\\frac{1}{2}}", "\\boxed{\\dfrac12}", "it is\n1/2", "Answer: **.50**."], "1/2"),
         (["\\boxed{-1,200}", "\\boxed{-1200.0}", "#### -1200", "The answer is $-1200$."], "-1200"),
         (["\\boxed{(B)}", "\\boxed{B}", "The answer is (B).", "**Answer:** B"], "B"),
