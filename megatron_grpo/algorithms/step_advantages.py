@@ -88,7 +88,7 @@ def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
         torch.tensor([outcome.response_tokens for outcome in outcomes]).view(-1, samples),
         torch.tensor([outcome.truncated for outcome in outcomes]).view(-1, samples),
         loop.reward_shaping,
-        config.generation.max_new_tokens,
+        config.most_sampled_tokens,
     )
     if isinstance(loop, GRPOConfig) and loop.adv_estimator.name == "gdpo":
         factors = {name: weight for section in config.env.values() for name, weight in section.function_weights.items()}

@@ -70,8 +70,9 @@ def sample_responses(
 def compute_held_out_metrics(prompts: Sequence[DatumSpec], outcomes: Sequence[Sequence[Outcome]]) -> dict[str, float]:
     """Compute the metrics of the responses to some prompts.
 
-    accuracy, reward, response_length and truncation_rate, as far as they are known; reward/NAME for each reward
-    function; with several tasks, task_accuracy/TASK and so on by task; set_accuracy/NAME and so on for named sets.
+    accuracy, reward, response_length and truncation_rate, as far as they are known; failed_rollouts, if there are
+    any, which reward and accuracy leave out; reward/NAME for each reward function; with several tasks,
+    task_accuracy/TASK and so on by task; set_accuracy/NAME and so on for named sets.
     """
     all_outcomes = [outcome for group in outcomes for outcome in group]
     metrics = _select_metrics(all_outcomes)
@@ -95,7 +96,9 @@ def _split_outcomes(outcomes: Sequence[Sequence[Outcome]], names: Sequence[str |
 
 def _select_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     metrics = compute_rollout_metrics(outcomes)
-    return {name: metrics[name] for name in VALIDATION_METRICS if name in metrics}
+    failures = sum(outcome.failure is not None for outcome in outcomes)
+    selected = {name: metrics[name] for name in VALIDATION_METRICS if name in metrics}
+    return {**selected, **({"failed_rollouts": float(failures)} if failures else {})}
 
 
 def update_early_stop(state: EarlyStopState, metrics: Mapping[str, float], config: EarlyStopConfig) -> None:

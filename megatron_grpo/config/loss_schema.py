@@ -144,10 +144,11 @@ class RewardShapingConfig(Section):
     """DAPO: tokens before max_response_length over which the penalty grows from 0 to its full size; null is off."""
 
     overlong_buffer_penalty: NonNegativeFloat = 1.0
-    """DAPO: the full penalty, subtracted from the reward of a response of max_response_length tokens."""
+    """DAPO: the full penalty, subtracted from the reward of a rollout of max_response_length sampled tokens."""
 
     max_response_length: Positive | None = None
-    """DAPO: tokens at which the penalty is full; null: generation.max_new_tokens."""
+    """DAPO: sampled tokens of a rollout at which the penalty is full; null: generation.max_new_tokens for each of
+    max_rollout_turns, up to policy.max_total_sequence_length."""
 
     stop_properly_penalty_coef: Share | None = None
     """Multiply positive rewards of truncated responses by this: 0 removes them, 1 and null change nothing."""

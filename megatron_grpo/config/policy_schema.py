@@ -99,6 +99,12 @@ class OptimizerConfig(Section):
     """Keep moments and main weights in Transformer Engine's Adam, in the types of policy.megatron_optimizer
     (exp_avg_dtype and others; float32 by default). Needs GPUs with Transformer Engine, and distributed=true."""
 
+    @property
+    def depends_on_steps(self) -> bool:
+        """True if the learning rate of a step depends on the number of steps."""
+        has_own_end = self.decay_style in ("constant", "constant_with_warmup", "inverse_sqrt")
+        return self.decay_steps is None and (self.warmup_ratio is not None or not has_own_end)
+
     def count_warmup_steps(self, schedule_steps: int) -> int:
         """Count the warm-up steps of a schedule with `schedule_steps` optimizer steps."""
         return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * schedule_steps)

@@ -178,6 +178,13 @@ class Config(Section):
         }
 
     @property
+    def most_sampled_tokens(self) -> int:
+        """Most tokens that the model may sample in a rollout, over its turns."""
+        turns = self.training_loop.max_rollout_turns
+        longest = self.generation.max_new_tokens
+        return longest if turns == 1 else min(turns * longest, self.policy.max_total_sequence_length)
+
+    @property
     def needs_generation(self) -> bool:
         """True if responses are sampled, for steps or only for validation."""
         return self.reads_prompts and getattr(self.training_loop, "val_rewards", True)

@@ -121,14 +121,18 @@ def render_calls(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **option
     Raises as `render_chat`, about the messages with empty contents for null.
     """
     # Nearly all templates take the arguments of calls as an object. DeepSeek's take them as text, and show calls only
-    # where the content of the message is null, which other templates write as "None". So null stays where the template
-    # does not write it, and arguments become text where the template refuses objects.
+    # where the content of the message is null, which other templates write as "None" or "null". So an empty content is
+    # null where the template then shows more calls, and is else as it stands unless the template writes null. Arguments
+    # become text where the template refuses objects.
     forms = [messages, [_write_arguments(message) for message in messages]]
     for form in forms:
-        with_null = _try_render(tokenizer, form, options)
+        with_null = _try_render(tokenizer, _write_null(form), options)
         if with_null is not None:
             filled = _try_render(tokenizer, _fill_null(form), options)
-            return with_null if filled is None or with_null.count("None") == filled.count("None") else filled
+            if filled is None or _count_calls(with_null, messages) > _count_calls(filled, messages):
+                return with_null
+            text = _try_render(tokenizer, form, options)
+            return filled if text is None or _count_nulls(text) != _count_nulls(filled) else text
     text = _try_render(tokenizer, _fill_null(forms[1]), options)
     try:
         return render_chat(tokenizer, _fill_null(messages), **options)
@@ -145,6 +149,25 @@ def _try_render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: 
         raise
     except Exception:  # noqa: BLE001 - a template may raise anything
         return None
+
+
+def _count_calls(text: str, messages: Sequence[Mapping[str, Any]]) -> int:
+    """Count the names of called functions in a rendered conversation."""
+    calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    functions = [call.get("function", call) for call in calls]
+    names = {str(function["name"]) for function in functions if isinstance(function, Mapping) and "name" in function}
+    return sum(text.count(name) for name in names)
+
+
+def _count_nulls(text: str) -> int:
+    return text.count("None") + text.count("null")
+
+
+def _write_null(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [
+        {**message, "content": None} if message.get("tool_calls") and not message["content"] else message
+        for message in messages
+    ]
 
 
 def _fill_null(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -6,14 +6,28 @@ import ast
 import builtins
 import json
 import math
+import re
 import symtable
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 Test = str | tuple[str, str]
 """Python statements, or the input and the output of a program."""
+
+TOLERANCE = 1e-6  # of numbers with decimals in outputs, as in programming contests: absolute, or relative above 1
+_SOLUTION = re.compile(r"^class Solution\b", re.MULTILINE)
+# JSON has no tuples, and sums in another order have other last digits.
+_EQUALITY = f"""
+def is_same_value(value, expected):
+    value = list(value) if type(value) is tuple else value
+    if type(value) is list and type(expected) is list:
+        return len(value) == len(expected) and all(map(is_same_value, value, expected))
+    if type(expected) is float and type(value) in (int, float):
+        return abs(value - expected) <= {TOLERANCE} * max(1.0, abs(expected))
+    return value == expected
+"""
 
 _STANDARD = (
     "math cmath re json collections itertools functools random datetime string statistics decimal fractions heapq "
@@ -30,11 +44,12 @@ _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _ASSERTIONS = ("assertEqual", "assertNotEqual", "assertEquals", "assertLess", "assertGreater", "assertCountEqual")
 
 
-def parse_code_tests(answer: Any) -> list[Test]:
+def parse_code_tests(answer: Any, program: str = "") -> list[Test]:
     """Parse the tests of a reference answer.
 
     An answer is a text or a list of texts; a list of {"input", "output"}, or {"inputs": [...], "outputs": [...]}; or
-    JSON text of a list or an object like these. Else: ValueError.
+    JSON text of a list or an object like these. Cases that name a function ("fn_name", or "func_name" in their
+    "metadata") become Python tests that call it: as a method where `program` has a class Solution. Else: ValueError.
     """
     if isinstance(answer, str) and answer.lstrip()[:1] in ("{", "["):
         try:
@@ -44,14 +59,59 @@ def parse_code_tests(answer: Any) -> list[Test]:
     if isinstance(answer, str):
         answer = [answer] if answer.strip() else []
     if isinstance(answer, dict) and all(isinstance(answer.get(key), list) for key in ("inputs", "outputs")):
-        pairs = zip(answer["inputs"], answer["outputs"], strict=True)
-        answer = [{"input": text, "output": expected} for text, expected in pairs]
+        pairs, name = zip(answer["inputs"], answer["outputs"], strict=True), answer.get("fn_name")
+        answer = [{"input": text, "output": expected, "fn_name": name} for text, expected in pairs]
     if isinstance(answer, list):
         if all(isinstance(test, str) for test in answer):
             return list(answer)
         if all(isinstance(case, dict) and {"input", "output"} <= case.keys() for case in answer):
-            return [(str(case["input"]), str(case["output"])) for case in answer]
+            return _parse_cases(answer, program)
     raise ValueError("is neither Python tests nor cases of input and output")
+
+
+def _parse_cases(cases: Sequence[Mapping[str, Any]], program: str) -> list[Test]:
+    functions = [_find_function(case) for case in cases]
+    if None not in functions:
+        owner = "Solution()." if _SOLUTION.search(program) else ""
+        names = [f"{owner}{function}" for function in functions]
+        return [_EQUALITY, *(_write_call(name, case) for name, case in zip(names, cases, strict=True))]
+    if any(functions) or any(case.get("testtype") == "functional" for case in cases):
+        raise ValueError("has cases that call a function whose name they lack; name it in each, as fn_name")
+    return [(_read_text(case["input"]), _read_text(case["output"])) for case in cases]
+
+
+def _find_function(case: Mapping[str, Any]) -> str | None:
+    """Find the function that a case calls; None: it is of a whole program."""
+    metadata = case.get("metadata")
+    name = case.get("fn_name") or (metadata.get("func_name") if isinstance(metadata, Mapping) else None)
+    if name is not None and not (isinstance(name, str) and name.isidentifier()):
+        raise ValueError(f"names a function {name!r}, which is no name")
+    return name
+
+
+def _write_call(name: str, case: Mapping[str, Any]) -> str:
+    """Write a case as a Python test.
+
+    An input that is text has one argument in JSON a line.
+    """
+    arguments, expected = case["input"], case["output"]
+    if isinstance(arguments, str):
+        arguments = [json.loads(line) for line in arguments.splitlines()]
+        expected = json.loads(expected) if isinstance(expected, str) else expected
+    if not isinstance(arguments, list):
+        raise ValueError(f"has an input of {name} that is no list of arguments: {arguments!r}")
+    # APPS and its descendants put the expected value into a list of its own.
+    values = [expected, *expected] if isinstance(expected, list) and len(expected) == 1 else [expected]
+    return f"assert any(is_same_value({name}(*{arguments!r}), expected) for expected in {values!r})"
+
+
+def _read_text(value: Any) -> str:
+    """Read an input or output, which may be a list of its lines."""
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    if isinstance(value, list | dict):
+        raise ValueError(f"has {value!r} as input or output of a program; give text, or a function's name as fn_name")
+    return str(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,11 +157,17 @@ def split_rendering(
         if number == 0:
             raise ValueError("the conversation begins with a message of the assistant, which no prompt precedes")
         is_opened = opened is not None and number == len(opened) - 1
-        before = (
-            renderer.render_open(opened or [], tools=tools)
-            if is_opened
-            else renderer.render(messages[:number], tools=tools)
-        )
+        try:
+            before = (
+                renderer.render_open(opened or [], tools=tools)
+                if is_opened
+                else renderer.render(messages[:number], tools=tools)
+            )
+        except TemplateError as error:
+            raise ValueError(
+                f"the chat template refuses what precedes {name}, as a prompt, so that the turn is never sampled: "
+                f"{error}{_ADVICE}"
+            ) from error
         if not text.startswith(before) or len(before) < position:
             raise ValueError(
                 f"the chat template renders what precedes {name}, otherwise in the whole conversation than as a "

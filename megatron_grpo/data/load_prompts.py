@@ -146,6 +146,7 @@ class PromptReader:
             text = f"has {count}, fewer than the {per_batch} prompts that are sampled together"
             subjects = [f"{key}={training_set.path}" for key, training_set in sets.items()]
             raise ConfigError([Problem(subjects[0] if len(sets) == 1 else ", ".join(sets), text)])
+        self.notes += self._find_unfinished_schedules(usable // per_batch)
         prompts: Prompts = datasets[0] if len(datasets) == 1 else JoinedPrompts(datasets)
         if config.data.curriculum.column is not None:
             return self._make_curriculum(config.data.curriculum, prompts, datasets)
@@ -156,6 +157,19 @@ class PromptReader:
             seed=config.training_loop.seed,
         )
         return PromptLoader(prompts, prompts_per_batch=per_batch, order=order)
+
+    def _find_unfinished_schedules(self, steps_per_epoch: int) -> Iterator[str]:
+        config, loop, name = self.config, self.config.training_loop, self.config.loop_name
+        steps = steps_per_epoch * loop.max_num_epochs
+        optimizers = {"policy": config.policy.optimizer}
+        optimizers |= {"value": config.value.optimizer} if loop.has_value_model else {}
+        for section, optimizer in optimizers.items() if steps < loop.max_num_steps else ():
+            if optimizer.depends_on_steps:
+                yield (
+                    f"{section}.optimizer: the schedule of the learning rate has {name}.max_num_steps="
+                    f"{loop.max_num_steps} steps, and the rows are used up after {steps} ({name}.max_num_epochs="
+                    f"{loop.max_num_epochs}), before it ends; give {name}.max_num_steps=-1 for one over the rows"
+                )
 
     def _make_curriculum(
         self, config: CurriculumConfig, prompts: Prompts, datasets: Sequence[AllTaskProcessedDataset]

@@ -59,6 +59,16 @@ _DEGREES = re.compile(r"(?<=\d) ?\^ ?(?:\\circ|\{ ?\\circ ?\})(?![A-Za-z]) ?(?![
 # Two words that follow each other, or a word before a colon.
 _SENTENCE = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or) )[A-Za-z]{2,}[, ]+(?!(?:and|or)\b)[A-Za-z]{2,}|[A-Za-z] ?:")
 
+# "#### 1,072" on a line of its own, as in GSM8K; a heading of Markdown has words.
+_MARKED = re.compile(r"^#### *([-+$€£]{0,2}(?:\d[\d,./]*(?: \d[\d,./]*)*|\.\d+)%?)\.? *$", re.MULTILINE)
+_STATEMENT = re.compile(r"\banswer(?:\W{0,3}is\b)?(?:\s+(?:option|choice))?\W*", re.IGNORECASE)
+# A capital letter that is neither a word of a sentence ("I think", "A car") nor part of a formula ("N + 1").
+_LETTER = re.compile(r"([A-Z])(?=[)\]}*_\"']*(?:\s*$|[.,;:!\n]| (?:because|since|as)\b))")
+# Markdown's emphasis and code: **3/4**, not the power 2**3.
+_EMPHASIS = re.compile(r"(?<![\w*`])(\*\*|\*|__|`)(?=[^\s*`])([^\n*`]*)(?<=\S)\1(?![\w*`])")
+_BOXED_LETTER = re.compile(r"[\s($]*([A-Z])(?:[.:)]|\s*$)")  # "B", "(B) 4", "B. 4"
+_CHOICE = re.compile(r"\(?[A-Z]\)?")
+
 # Spellings by quantity; the first of each unit is canonical.
 _SPELLINGS = """
 mm millimeter millimeters millimetre millimetres; cm centimeter centimeters centimetre centimetres
@@ -118,8 +128,35 @@ def rewrite_answer(text: str) -> AnswerText:
 
 def rewrite_tail(text: str) -> AnswerText:
     """Rewrite a text's end, where math-verify searches the answer."""
-    plain = rewrite_numbers(_CURRENCY.sub("", rewrite_signs(text[-MAX_CHARACTERS:])))
+    plain = _EMPHASIS.sub(r"\2", rewrite_signs(text[-MAX_CHARACTERS:]))
+    plain = rewrite_numbers(_CURRENCY.sub("", plain))
     return AnswerText(_divide_percentages(plain, 1), _divide_percentages(plain, 100))
+
+
+def find_marked_answer(response: str) -> str | None:
+    """Find the number on the last line that GSM8K's #### begins."""
+    marked = list(_MARKED.finditer(response))
+    return marked[-1][1].rstrip(",.") if marked else None
+
+
+def find_statement(response: str) -> re.Match[str] | None:
+    """Find the last words that announce an answer, such as "the answer is"."""
+    return max(_STATEMENT.finditer(response), key=re.Match.start, default=None)
+
+
+def find_chosen_letter(response: str, box: str | None) -> str | None:
+    """Find the letter that begins a box, else the one behind "the answer is"."""
+    boxed = None if box is None else _BOXED_LETTER.match(_TEXT.sub(r"\1", box))
+    if boxed is not None:
+        return boxed[1]
+    statement = find_statement(response)
+    letter = None if statement is None else _LETTER.match(response, statement.end())
+    return None if letter is None else letter[1]
+
+
+def is_letter(answer: str) -> bool:
+    """True for the letter of a choice: B, (B)."""
+    return _CHOICE.fullmatch(answer.strip()) is not None
 
 
 def has_same_words(response: str, reference: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.data.chat_messages import ASSISTANT, is_conversation, is_learnt, read_row_tools, separate_prompt
@@ -91,6 +91,11 @@ def _make_pair(
         chosen, rejected = (encode(renderer, prompt, answer, tools) for answer in pair)
     except ValueError as error:
         raise ValueError(_name_row(error, idx)) from error
+    is_whole = encode is encode_scored
+    if _list_compared_tokens(chosen, is_whole=is_whole) == _list_compared_tokens(rejected, is_whole=is_whole):
+        columns = f"columns {spec.chosen_key!r} and {spec.rejected_key!r}"
+        text = "have the same tokens once they are rendered, so that nothing can be learnt"
+        raise ValueError(f"row {idx}: {columns} {text}; leave the row out (data.bad_rows=skip)")
     length = max(sum(len(message["token_ids"]) for message in messages) for messages in (chosen, rejected))
     _require_length(length, max_seq_length, spec, idx)
     return DatumSpec(
@@ -111,6 +116,16 @@ def _name_row(error: ValueError, idx: int) -> str:
 
 def _read_tools(row: Mapping[str, Any], spec: TaskDataSpec) -> list[dict[str, Any]] | None:
     return read_row_tools(row) if spec.apply_chat_template else None
+
+
+def _list_compared_tokens(messages: Sequence[Message], *, is_whole: bool) -> list[int]:
+    """List the tokens that decide a pair's outcome.
+
+    A reward model scores a whole conversation; what follows the last learnt turn does not reach its log-probability.
+    """
+    last = max(number for number, message in enumerate(messages) if message["role"] == ASSISTANT)
+    compared = messages if is_whole else messages[: last + 1]
+    return [token for message in compared for token in message["token_ids"]]
 
 
 def _require_length(length: int, longest: int, spec: TaskDataSpec, idx: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from megatron_grpo.config.section import Positive
-from megatron_grpo.data.code_tests import PreparedTests, parse_code_tests, prepare_tests
+from megatron_grpo.data.code_tests import TOLERANCE, PreparedTests, parse_code_tests, prepare_tests
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
 from megatron_grpo.environments.code_blocks import extract_program
@@ -24,6 +24,8 @@ _HARNESS = re.compile(
     r"ptrace|\bctypes\b|settrace|setprofile|sys\.monitoring|sys\.modules|__builtins__|\bbuiltins\b|__main__\.|"
     r"\bos\._exit|\bunittest\b"
 )
+_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_DECIMAL = re.compile(r"(?=.*[.eE])" + _NUMBER.pattern)
 # Fewest cases with different inputs whose equal outputs are reported as suspect.
 _EQUAL_CASES = 3
 
@@ -48,10 +50,10 @@ class CodeEnvironment(Environment):
 
     The program is the response's last Python block, or the whole response without a block. The answer column holds
     Python tests, as one text or a list of texts, each of which passes when it does not raise; or cases of input and
-    output: a list of {"input", "output"}, or {"inputs": [...], "outputs": [...]}. JSON text of any of these is
-    accepted. Outputs are compared line by line without trailing blanks. Python tests run in a process of their own,
-    which asks the program's process for the results of calls; the program's process has neither tests nor expected
-    outputs.
+    output: a list of {"input", "output"}, or {"inputs": [...], "outputs": [...]}, with "fn_name" where inputs are
+    arguments of a function. JSON text of any of these is accepted. Outputs are compared line by line without trailing
+    blanks, and expected numbers with decimals to 1e-6. Python tests run in a process of their own, which asks the
+    program's process for the results of calls; the program's process has neither tests nor expected outputs.
     """
 
     settings: EnvironmentSettings
@@ -71,8 +73,8 @@ class CodeEnvironment(Environment):
         return list(self._pool.map(self._score, requests))
 
     def _score(self, request: EnvironmentRequest) -> EnvironmentReturn:
-        tests = parse_code_tests(request.extra_env_info.get("answer", request.extra_env_info[REFERENCE]))
         program = extract_program(request.response)
+        tests = parse_code_tests(request.extra_env_info.get("answer", request.extra_env_info[REFERENCE]), program)
         gives_share, trusts_all = self.reward == "share", self.untrusted_tests == "allow"
         verdict = check_program(self._sandbox, program, tests, run_all=gives_share, allow_untrusted=trusts_all)
         for reason in verdict.untrusted:
@@ -116,7 +118,7 @@ def check_program(
         stdin, expected = test
         result = sandbox.run_python(program, stdin)
         outputs[stdin] = result.stdout
-        is_right = result.succeeded and _split_lines(result.stdout) == _split_lines(expected)
+        is_right = result.succeeded and has_same_output(result.stdout, expected)
         verdict.passed += is_right
         if not is_right and not run_all:
             break
@@ -143,6 +145,26 @@ def _run_python_tests(sandbox: Sandbox, program: str, tests: PreparedTests, run_
         return Verdict(tests=tests.test_count)
     verdict.passed = len(passed)
     return verdict
+
+
+def has_same_output(output: str, expected: str) -> bool:
+    """Compare outputs line by line; expected numbers with decimals may be rounded."""
+    lines, expected_lines = _split_lines(output), _split_lines(expected)
+    return len(lines) == len(expected_lines) and all(map(_is_same_line, lines, expected_lines))
+
+
+def _is_same_line(line: str, expected: str) -> bool:
+    if line == expected:
+        return True
+    words, expected_words = line.split(" "), expected.split(" ")
+    return len(words) == len(expected_words) and all(map(_is_same_word, words, expected_words))
+
+
+def _is_same_word(word: str, expected: str) -> bool:
+    # Integers have no tolerance: two large ones may differ by less.
+    if word == expected or not (_DECIMAL.fullmatch(expected) and _NUMBER.fullmatch(word)):
+        return word == expected
+    return abs(float(word) - float(expected)) <= TOLERANCE * max(1.0, abs(float(expected)))
 
 
 def _split_lines(text: str) -> list[str]:

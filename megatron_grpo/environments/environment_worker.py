@@ -93,6 +93,9 @@ class EnvironmentWorker:
             messages = turn.messages or [{"role": turn.role, "content": turn.text}]
             observation = np.array(self._renderer.encode_later_turn(messages, last_token), dtype=np.int32)
         reward = None if turn.reward is None else float(turn.reward)  # NumPy's and torch's numbers too
+        if reward is not None and not np.isfinite(reward):
+            name = type(self._environment).__name__
+            raise RunError(f"{name}.step returned the reward {reward}; None says that a turn has no reward of its own")
         return Turn(done=turn.done, state=cloudpickle.dumps(turn.state), reward=reward, observation=observation)
 
     def act(

@@ -12,14 +12,24 @@ import subprocess
 import sys
 import unicodedata
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 from math_verify import parse, verify
+from sympy import Expr, FiniteSet, Interval, MatrixBase, N, Tuple
+from sympy.core.relational import Relational
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.data.math_text import has_same_words, rewrite_answer, rewrite_tail
+from megatron_grpo.data.math_text import (
+    find_chosen_letter,
+    find_marked_answer,
+    find_statement,
+    has_same_words,
+    is_letter,
+    rewrite_answer,
+    rewrite_tail,
+)
 from megatron_grpo.environments.sandbox.kernel import die_with_parent
 
 ANSWER_TIMEOUT_S = 5  # seconds for parsing one answer, and again for comparing it; an answer that takes longer is wrong
@@ -28,6 +38,8 @@ VERIFY_TIMEOUT_S = 20.0  # then the process is killed; math-verify's own limits 
 STARTUP_TIMEOUT_S = 120.0  # for the process to import math-verify
 MEMORY_BYTES = 4 * 2**30  # most that the process may grow after its start; an answer that needs more is wrong
 TAIL_CHARACTERS = 2000  # length of a response's end in which the answer is searched without a box
+
+_TINY, _TINY_TOLERANCE = 1e-3, 1e-3  # least number that 6 decimals show well, and relative tolerance below it
 
 _BOX = "\\boxed{"
 _BOX_START = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -43,7 +55,10 @@ def is_correct(response: str, answer: str) -> bool:
     expression or LaTeX, without a box. Both are brought to one form first (`data.math_text`). An answer that
     math-verify cannot parse is compared as text.
     """
-    return _are_equal(find_final_answer(response), answer)
+    final = find_final_answer(response)
+    box = final.removeprefix(_BOX).removesuffix("}") if final.startswith(_BOX) else None
+    letter = find_chosen_letter(response, box) if is_letter(answer) else None
+    return _are_equal(final if letter is None else f"{_BOX}{letter}}}", answer)
 
 
 @lru_cache(maxsize=1024)  # samples of a group often agree
@@ -72,8 +87,28 @@ def _are_equal(final: str, answer: str) -> bool:
         expected_values = _parse(f"{_BOX}{expected_text}}}")
         values = _parse(f"{_BOX}{actual_text}}}" if is_boxed else actual_text)
         if verify(expected_values, values, timeout_seconds=ANSWER_TIMEOUT_S):
-            return True
+            return not _differ_in_size(expected_values, values)
     return False
+
+
+def _differ_in_size(expected_values: Sequence[Any], values: Sequence[Any]) -> bool:
+    """True for tiny numbers that rounding to 6 decimals makes equal."""
+    expected, numbers = (sorted(_list_numbers(next(iter(parsed), None))) for parsed in (expected_values, values))
+    return len(expected) == len(numbers) and any(
+        0 < abs(first) < _TINY and abs(second - first) > _TINY_TOLERANCE * abs(first)
+        for first, second in zip(expected, numbers, strict=True)
+    )
+
+
+def _list_numbers(value: Any) -> Iterator[Any]:
+    """List a number, or those in a set, interval, tuple, matrix or equation."""
+    if isinstance(value, Expr):
+        yield from [N(value)] if value.is_number and value.is_real else []
+    elif isinstance(value, Relational):
+        yield from _list_numbers(value.rhs)
+    elif isinstance(value, MatrixBase | FiniteSet | Interval | Tuple):
+        for part in value if isinstance(value, MatrixBase) else value.args:
+            yield from _list_numbers(part)
 
 
 def _remove_blanks(text: str) -> str:
@@ -83,7 +118,8 @@ def _remove_blanks(text: str) -> str:
 def find_final_answer(response: str) -> str:
     """Find the last \\boxed{...} of a response, with nested braces.
 
-    Without a box, or if the last one is not closed: the last TAIL_CHARACTERS characters of the response.
+    Without a box, or if the last one is not closed: a number behind #### as a box; else TAIL_CHARACTERS characters,
+    from the last words that announce an answer or at the response's end.
     """
     starts = [match.end() for match in _BOX_START.finditer(response)]
     if starts:
@@ -92,7 +128,13 @@ def find_final_answer(response: str) -> str:
             depth += {"{": 1, "}": -1}.get(response[position], 0)
             if depth == 0:
                 return _BOX + response[starts[-1] : position + 1]
-    return response[-TAIL_CHARACTERS:]
+    marked = find_marked_answer(response)
+    if marked is not None:
+        return f"{_BOX}{marked}}}"
+    # A long text may follow the answer.
+    statement, end = find_statement(response), max(len(response) - TAIL_CHARACTERS, 0)
+    begin = end if statement is None else min(end, statement.start())
+    return response[begin : begin + TAIL_CHARACTERS]
 
 
 @lru_cache(maxsize=1024)  # samples of a group share their reference answer

@@ -31,6 +31,8 @@ class Episode:
     name: str
     arguments: dict[str, Any]  # of the server's reset
     actions: tuple[dict[str, Any], ...] = ()
+    is_rewarded: bool = False  # the server gave a reward
+    is_over: bool = False
 
 
 @dataclass(eq=False)
@@ -87,15 +89,19 @@ class OpenEnvEnvironment(Environment):
             self._close(self._sessions.pop(state.name)[0])
         observation = answer["observation"]
         content = observation if self.observation is None else observation.get(self.observation, "")
-        text = content if isinstance(content, str) else json.dumps(content)
-        return Turn(done=bool(answer["done"]), state=state, text=text, reward=float(answer["reward"] or 0.0))
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        reward, is_over = answer["reward"], bool(answer["done"])
+        state = replace(state, is_rewarded=state.is_rewarded or reward is not None, is_over=is_over)
+        return Turn(done=is_over, state=state, text=text, reward=None if reward is None else float(reward))
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         # The rewards of the turns are added to it. A rollout that ended before its episode gives its session back.
         for request in requests:
             if session := self._sessions.pop(request.state.name, None):
                 self._close(session[0])
-        return [EnvironmentReturn(reward=0.0, correct=None) for _ in requests]
+        # An episode that ends without any reward has no verdict: the server could not tell.
+        unknown = [request.state.is_over and not request.state.is_rewarded for request in requests]
+        return [EnvironmentReturn(reward=None if is_unknown else 0.0, correct=None) for is_unknown in unknown]
 
     def _take_session(self, episode: Episode) -> Any:
         """Find an episode's session, or make one that repeats its actions."""

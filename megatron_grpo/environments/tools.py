@@ -91,7 +91,7 @@ Tool = Callable[[str], str]  # argument of a call to its result; raises ValueErr
 class ToolState:
     """State of a rollout with tools."""
 
-    last: str = ""  # text of the model's last turn
+    answer: str = ""  # text of the last turn, if it calls no tool
     calls: int = 0  # number of tool calls so far
 
 
@@ -192,7 +192,9 @@ class ToolEnvironment(Environment):
     def step(self, state: ToolState, response: str) -> Turn:
         """Execute a turn's tool calls; without any, end the rollout."""
         last, calls = self._read_turn(response)
-        first, state = state.calls, replace(state, last=last, calls=state.calls + len(calls))
+        # A turn that calls tools is no answer, whatever its arguments are, also where the rollout ends with it.
+        answer = "" if calls else last
+        first, state = state.calls, replace(state, answer=answer, calls=state.calls + len(calls))
         if not calls or state.calls > self.max_calls:
             return Turn(state=state)
         results: list[dict[str, Any]] = []
@@ -207,7 +209,7 @@ class ToolEnvironment(Environment):
         return Turn(done=False, state=state, text=text, role="tool", messages=results)
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        pairs = [(request.state.last, str(request.extra_env_info[REFERENCE])) for request in requests]
+        pairs = [(request.state.answer, str(request.extra_env_info[REFERENCE])) for request in requests]
         if self._verifier is None:
             return score_zero_or_one(last.strip() == answer.strip() for last, answer in pairs)
         return score_zero_or_one(self._verifier.verify(pairs))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from statistics import fmean
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 
 from megatron_grpo.algorithms.validation import compute_held_out_metrics
 from megatron_grpo.batch.trajectory import Outcome, Trajectory
+from megatron_grpo.data.math_text import is_letter, rewrite_answer
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.environments.math_answers import find_final_answer
 
@@ -23,6 +26,12 @@ RESAMPLES = 10_000
 LEVEL = 0.95
 """Confidence level of every interval."""
 _SEED = 0  # of the bootstrap, fixed so that equal samples have equal intervals
+_SAYS = re.compile(r"\banswer\b(?:\s+is\b)?[\s:*]*", re.IGNORECASE)
+_AROUND_VOTES = " \t$*`"  # marks of LaTeX and Markdown around an answer
+_VOTED_FRACTION = re.compile(r"^([+-]?)\\[dt]?frac(?:\{(\d+)\}|(\d))(?:\{(\d+)\}|(\d))$")
+_VOTED_NUMBER = re.compile(
+    r"([+-]?(?:(?:\d{1,3}(?:,\d{3}){1,99}|\d{1,999})(?:\.\d{1,999})?|\.\d{1,999}))(?:/([1-9]\d{0,999}))?"
+)
 _DIGITS = 12  # of rounded differences of accuracies: 1 - 2/3 and 2/3 - 1/3 differ only in the 16th
 
 
@@ -162,12 +171,24 @@ def make_sample_row(name: str, prompt: DatumSpec, trajectory: Trajectory) -> Row
 
 
 def find_vote(response: str) -> str | None:
-    """Find a response's vote: its last \\boxed{...}, else its last line."""
-    boxed = find_final_answer(response)
-    if boxed.startswith("\\boxed{"):
-        return "".join(boxed.split())
-    lines = response.strip().splitlines()
-    return lines[-1].strip() if lines else None
+    """Find the answer that a response votes for.
+
+    It is the last \\boxed{...}, else what the last line says the answer is, else that line. Equal numbers are one vote,
+    such as 0.5, 1/2 and \\frac{1}{2}. Other answers are votes by their text.
+    """
+    final, lines = find_final_answer(response), response.strip().splitlines()
+    is_boxed = final.startswith("\\boxed{")
+    if is_boxed:
+        answer = final.removeprefix("\\boxed{").removesuffix("}")
+    elif lines:
+        answer = _SAYS.split(lines[-1])[-1].rstrip(_AROUND_VOTES + ".") or lines[-1]
+    else:
+        return None
+    text = ("" if is_boxed else " ").join(rewrite_answer(answer.strip(_AROUND_VOTES)).text.split())
+    if is_letter(text):
+        return text.strip("()")
+    number = _VOTED_NUMBER.fullmatch(_VOTED_FRACTION.sub(r"\1\2\3/\4\5", text))
+    return text if number is None else str(Fraction(number[1].replace(",", "")) / int(number[2] or 1))
 
 
 def compute_set_results(answered: AnsweredSet, ks: Sequence[int]) -> dict[str, Any]:

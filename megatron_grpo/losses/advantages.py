@@ -209,7 +209,7 @@ def scale_rewards(rewards: Tensor, config: RewardScalingConfig) -> Tensor:
 
 
 def shape_rewards(
-    rewards: Tensor, response_tokens: Tensor, truncated: Tensor, config: RewardShapingConfig, max_new_tokens: int
+    rewards: Tensor, response_tokens: Tensor, truncated: Tensor, config: RewardShapingConfig, most_tokens: int
 ) -> Tensor:
     """DAPO's soft overlong punishment, or the stop-properly penalty.
 
@@ -221,7 +221,7 @@ def shape_rewards(
     stays, because a factor below 1 would reward running into the limit.
 
     `response_tokens`, int64, and `truncated`, bool (a length limit cut the response off), are [groups, samples], as is
-    the result; `max_new_tokens` is L when the configuration has none.
+    the result; `most_tokens` is L when the configuration has none.
     """
     if not config.enabled:
         return rewards
@@ -229,7 +229,7 @@ def shape_rewards(
         punished = truncated & (rewards > 0)
         rewards = torch.where(punished, rewards * config.stop_properly_penalty_coef, rewards)
     if config.overlong_buffer_length is not None:
-        free = (config.max_response_length or max_new_tokens) - config.overlong_buffer_length
+        free = (config.max_response_length or most_tokens) - config.overlong_buffer_length
         excess = ((response_tokens - free) / config.overlong_buffer_length).clamp(0, 1)
         rewards = rewards - config.overlong_buffer_penalty * excess.to(rewards.dtype)
     return rewards

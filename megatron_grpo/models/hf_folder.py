@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -127,6 +127,7 @@ def write_hf_folder(
     max_file_bytes: int = 4 * 2**30,
     settings: Mapping[str, Any] | None = None,
     chat_template: str | None = None,
+    end_tokens: Sequence[int] | None = None,
 ) -> None:
     """Write full tensors as a complete folder in Hugging Face format.
 
@@ -138,6 +139,7 @@ def write_hf_folder(
         max_file_bytes: largest weights file, unless a single tensor is larger.
         settings: further entries for config.json.
         chat_template: the only chat template of the new folder; None: those of `source_folder`.
+        end_tokens: tokens that end a response, for generation_config.json; None: those of `source_folder`.
     """
     source = Path(source_folder)
     with new_folder(output) as folder:
@@ -155,6 +157,10 @@ def write_hf_folder(
             config_file.write_text(json.dumps(changed, indent=2) + "\n")
         if chat_template is not None:
             _replace_templates(folder, chat_template)
+        if end_tokens is not None:
+            file = folder / "generation_config.json"
+            generation = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            file.write_text(json.dumps(generation | {"eos_token_id": list(end_tokens)}, indent=2) + "\n")
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:

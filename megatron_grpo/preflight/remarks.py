@@ -86,7 +86,7 @@ def _find_bounds(config: Config) -> tuple[float, float]:
     """Find the least and greatest value of the metric of early stopping."""
     name = config.training_loop.early_stop.metric_name.removeprefix(VALIDATION_PREFIX)
     if name == "response_length":
-        return 0.0, float(config.generation.max_new_tokens)
+        return 0.0, math.inf if config.generation.endpoint.enabled else float(config.most_sampled_tokens)
     has_zero_or_one = name == "reward" and all(task.type in _ZERO_OR_ONE for task in config.env.values())
     if has_zero_or_one or name in ("accuracy", "truncation_rate"):
         return 0.0, 1.0

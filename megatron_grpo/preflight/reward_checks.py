@@ -29,17 +29,28 @@ def check_rewards(config: Config) -> Iterator[Rule]:
     if config.loop_name == "grpo" and config.uses_rewards:
         yield from _check_estimator(config)
     yield from list_conflicts(config, "rewards")
-    shaping, longest = config.training_loop.reward_shaping, config.generation.max_new_tokens
-    if shaping.enabled and shaping.overlong_buffer_length is not None:
-        penalty_start = (shaping.max_response_length or longest) - shaping.overlong_buffer_length
-        text = f"the penalty starts beyond generation.max_new_tokens={longest}, where no response gets"
-        yield penalty_start >= longest, "LOOP.reward_shaping.overlong_buffer_length=", text
+    yield from _check_overlong_penalty(config)
     yield from check_environments(config)
     for name, environment in config.env.items():
         is_unknown = environment.type == REWARD_FUNCTIONS and environment.correctness_function is None
         needs_correctness = config.loss_fn.positive_example_nll_weight and environment.reward_funcs
         text = f"imitates correct responses, and env.{name} does not say which are; give env.{name}.correct_func"
         yield needs_correctness and is_unknown, "loss_fn.positive_example_nll_weight=", text
+
+
+def _check_overlong_penalty(config: Config) -> Iterator[Rule]:
+    shaping, longest = config.training_loop.reward_shaping, config.most_sampled_tokens
+    if not shaping.enabled or shaping.overlong_buffer_length is None:
+        return
+    if config.generation.endpoint.enabled:
+        text = "an agent's rollout has any number of responses; give the sampled tokens at which the penalty is full"
+        yield shaping.max_response_length is None, "LOOP.reward_shaping.max_response_length=", text
+        return
+    penalty_start = (shaping.max_response_length or longest) - shaping.overlong_buffer_length
+    limit = f"generation.max_new_tokens={config.generation.max_new_tokens}"
+    limit += "" if config.training_loop.max_rollout_turns == 1 else f" in all turns, {longest} tokens"
+    text = f"the penalty starts beyond {limit}, where no response gets"
+    yield penalty_start >= longest, "LOOP.reward_shaping.overlong_buffer_length=", text
 
 
 def check_environments(config: Config) -> Iterator[Rule]:

@@ -15,9 +15,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed import HashStore
 
+from megatron_grpo.batch.special_tokens import find_stop_conditions, find_unstopped_turn_end
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.generation_schema import GenerationConfig
 from megatron_grpo.config.schema import LoraConfig, PolicyConfig, QuantizationFormat
-from megatron_grpo.data.prompt_renderer import FORMAT_KEY
+from megatron_grpo.data.prompt_renderer import FORMAT_KEY, PromptFormat, PromptRenderer
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.models.adapter_check import check_adapters
 from megatron_grpo.models.families import (
@@ -33,6 +35,7 @@ from megatron_grpo.models.hf_folder import HFFolderReader, new_folder, save_tens
 from megatron_grpo.models.hf_weights import iter_adapter_tensors, iter_hf_tensors, load_hf_weights
 from megatron_grpo.models.shape import LEAST_TIME_STEP, ModelShape, read_config_json
 from megatron_grpo.models.stored_tensors import FLOATS, list_stored_tensors
+from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.model.build import DecoderModel
@@ -84,7 +87,8 @@ def export_checkpoint(
                 settings["quantization_config"] = build_quantization_config(quantization, shape)
             quantized = tensors if quantization is None else quantize_tensors(tensors, quantization)
             quantized = chain(quantized, read_carried_tensors(source, shape, getattr(torch, precision)))
-            write_hf_folder(quantized, source, output, settings=settings, chat_template=chat_template)
+            ends = None if shape.is_reward_model else find_end_tokens(source, chat_template)
+            write_hf_folder(quantized, source, output, settings=settings, chat_template=chat_template, end_tokens=ends)
         except (OSError, SafetensorError) as error:
             raise RunError(f"output={output} cannot be written: {error}") from None
     finally:
@@ -146,6 +150,23 @@ def find_changed_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
     if find_model_type(raw) != raw.get("model_type"):
         settings["model_type"] = find_model_type(raw)
     return settings
+
+
+def find_end_tokens(source: Path, chat_template: str | None) -> list[int] | None:
+    """Find the tokens that end responses, with the end of the template's turns.
+
+    None: the folder's end tokens suffice, or it has no template. Without the end of a turn, which training has taught,
+    a server would let the model write the user's next turn, too.
+    """
+    if not (source / TOKENIZER_FILE).is_file():
+        return None
+    tokenizer = load_tokenizer(source)
+    renderer = PromptRenderer(tokenizer, PromptFormat(chat_template=chat_template))
+    if not renderer.has_template:
+        return None
+    stops = find_stop_conditions(GenerationConfig(), tokenizer, source)
+    end = find_unstopped_turn_end(tokenizer, stops, partial(renderer.render, add_generation_prompt=False))
+    return None if end is None else [*stops.token_ids, end[1]]
 
 
 def build_classifier_settings(source: Path, shape: ModelShape) -> dict[str, Any]:

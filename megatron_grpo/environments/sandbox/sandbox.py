@@ -33,6 +33,8 @@ _START = (
     "from megatron_grpo.environments.sandbox.launcher import main; main(*map(int, sys.argv[1:]))"
 )
 
+# Python refuses to convert integers of more than 4,300 digits, which programs that are right may print or read.
+_ALL_DIGITS = ("-X", "int_max_str_digits=0")
 _ROLE = "megatron_grpo.environments.sandbox.{}_process"
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _MARSHAL = 4  # version of the marshal format that all Python versions in use can read
@@ -77,7 +79,7 @@ class Sandbox:
     def run_python(self, source: str, stdin: str = "") -> ProgramResult:
         """Run a Python program, without the packages of a user."""
         # -I: ignore PYTHON* variables and user packages; -B: write no bytecode, which would fill the folder.
-        return self.run([self.python, "-I", "-B", "main.py"], {"main.py": source}, stdin)
+        return self.run([self.python, *_ALL_DIGITS, "-I", "-B", "main.py"], {"main.py": source}, stdin)
 
     def run(self, argv: Sequence[str], files: Mapping[str, str] | None = None, stdin: str = "") -> ProgramResult:
         """Run a program and wait for its end.
@@ -147,7 +149,7 @@ class Sandbox:
             descriptors = [spec_fds[0], status_write, *spec_fds[1:]]
             try:
                 launcher = subprocess.Popen(
-                    [self.python, "-I", "-S", "-c", _START, _PACKAGES, *map(str, descriptors)],
+                    [self.python, *_ALL_DIGITS, "-I", "-S", "-c", _START, _PACKAGES, *map(str, descriptors)],
                     stdin=stdin_fd,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

@@ -232,3 +232,14 @@ def test_scores_of_groups_are_those_of_the_groups_alone(drawn: tuple[Any, list[i
     assert entries(whole, chosen) == entries(alone, list(range(len(chosen))))
     joined = Scores.join([score(keys, groups[number]) for number in chosen])
     assert entries(joined, list(range(len(chosen)))) == entries(alone, list(range(len(chosen))))
+
+
+@pytest.mark.parametrize(("turns", "longest"), [(1, LONGEST), (3, 3 * LONGEST), (9, 40)])
+def test_the_overlong_penalty_is_full_for_the_longest_rollout(turns: int, longest: int) -> None:
+    """DAPO's penalty counts the tokens of all turns, of which each has LONGEST at most."""
+    made = config(
+        3, reward_shaping=RewardShapingConfig(enabled=True, overlong_buffer_length=2), max_rollout_turns=turns
+    )
+    made.policy.max_total_sequence_length = 40
+    outcomes = [make_outcome(tokens, reward=1.0) for tokens in (longest - 2, longest - 1, longest)]
+    assert score(made, outcomes).rewards.tolist() == [[1.0, 0.5, 0.0]]

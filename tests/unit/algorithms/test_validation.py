@@ -79,7 +79,21 @@ def test_a_rollout_that_failed_is_neither_right_nor_wrong(tmp_path: Path) -> Non
     run = make_run(tmp_path)
     run.rollouts.answers = lambda prompts, samples: [*answers(prompts[:4], samples), [failed_trajectory(prompt_idx=4)]]
     metrics = validate(run, StepTimer())
-    assert (metrics["val_accuracy"], metrics["val_reward"]) == (0.5, 1.5)
+    assert (metrics["val_accuracy"], metrics["val_reward"], metrics["val_failed_rollouts"]) == (0.5, 1.5, 1.0)
+
+
+def test_rollouts_that_failed_are_counted_by_task_and_set(tmp_path: Path) -> None:
+    """Else an environment that fails on hard prompts would raise the accuracy without a word."""
+    run = make_run(tmp_path)
+    for prompt in run.val_prompts:
+        prompt["task_name"], prompt["dataset"] = "odd" if prompt["idx"] % 2 else "even", f"set{prompt['idx'] // 4}"
+    failed = [[failed_trajectory(prompt_idx=row)] for row in (2, 3, 4)]
+    run.rollouts.answers = lambda prompts, samples: [*answers(prompts[:2], samples), *failed]
+    metrics = validate(run, StepTimer())
+    counts = {name: value for name, value in metrics.items() if "failed" in name}
+    by_task = {"val_task_failed_rollouts/even": 2.0, "val_task_failed_rollouts/odd": 1.0}
+    by_set = {"val_set_failed_rollouts/set0": 2.0, "val_set_failed_rollouts/set1": 1.0}
+    assert counts == {"val_failed_rollouts": 3.0, **by_task, **by_set}
 
 
 def test_without_prompts_there_is_nothing_to_say(tmp_path: Path) -> None:

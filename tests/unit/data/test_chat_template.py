@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.chat_template import render_chat
 from megatron_grpo.data.processors import TaskDataSpec, render_prompt
+from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
+from tests.support.released.table import BY_NAME
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
@@ -84,3 +87,38 @@ def test_arithmetic_that_cannot_be_interrupted_is_bounded(expression: str, named
     with pytest.raises(OverflowError, match=f"a {named} in the template has more than"):
         render_chat(tokenizer("{{ " + expression + " }}"), MESSAGES, seconds=5)
     assert render_chat(tokenizer("{{ 2 ** 10 * 3 }}{{ '-' * 3 }}{{ 2 * 1.5 }}"), MESSAGES) == "3072---3.0"
+
+
+def call_weather(arguments: Any, **content: Any) -> list[dict[str, Any]]:
+    """A user's question, a call, and its result."""
+    function = {"name": "get_weather", "arguments": arguments}
+    call = {"id": "call00001", "type": "function", "function": function}
+    turn = {"role": "assistant", **content, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "call00001", "name": "get_weather", "content": "wet"}
+    return [{"role": "user", "content": "Rain?"}, turn, result]
+
+
+@pytest.mark.parametrize("name", ["r1_distill_qwen", "r1_distill_llama", "qwen2_5", "qwen3", "gpt_oss"])
+@pytest.mark.parametrize("city", ["Ulm", None, "None", "null"])
+def test_calls_are_shown_whether_their_content_is_null_empty_or_missing(name: str, city: str | None) -> None:
+    """DeepSeek's templates show calls beside null alone; servers and datasets write any of the three."""
+    renderer = PromptRenderer(BY_NAME[name].oracle, PromptFormat())
+    texts = {
+        renderer.render(call_weather(arguments, **content))
+        for content in ({"content": None}, {"content": ""}, {})
+        for arguments in ({"city": city}, json.dumps({"city": city}))
+    }
+    (text,) = texts
+    assert "get_weather" in text
+    assert "wet" in text
+    assert f'"city": {json.dumps(city)}' in text
+
+
+def test_a_template_that_writes_null_gets_an_empty_content() -> None:
+    tokenizer = BY_NAME["qwen2_5"].oracle
+    template = (
+        "{% for m in messages %}{{ m.content | tojson if m.content is not string else m.content }}"
+        "{% for c in m.tool_calls %}<{{ c.function.name }}>{% endfor %};{% endfor %}"
+    )
+    renderer = PromptRenderer(tokenizer, PromptFormat(chat_template=template))
+    assert renderer.render(call_weather({}, content=None)) == "Rain?;<get_weather>;wet;"

@@ -132,6 +132,17 @@ def test_other_beginnings_are_refused() -> None:
         encode(BY_NAME["r1_distill_qwen"], [USER, ANSWER])
 
 
+@pytest.mark.parametrize("greetings", [1, 2])
+def test_turns_that_no_prompt_precedes_are_named(greetings: int) -> None:
+    """A greeting behind the system message, before the first question."""
+    hello = {"role": "assistant", "content": "Hello!"}
+    with pytest.raises(ValueError, match=r"refuses what precedes message 2, .* as a prompt, .*No user query found"):
+        encode(BY_NAME["qwen3_5"], [SYSTEM, *[hello] * greetings, USER, ANSWER])
+    # The whole conversation has no question either.
+    with pytest.raises(ValueError, match="refuses the conversation: No user query found"):
+        encode(BY_NAME["qwen3_5"], [SYSTEM, *[hello] * greetings])
+
+
 def test_a_response_alone_is_learnt_after_a_conversation() -> None:
     renderer = PromptRenderer(BY_NAME["qwen2_5"].oracle, PromptFormat())
     parts = encode_conversation(renderer, [USER, ANSWER, SECOND[0]], "So 13.")
@@ -228,3 +239,32 @@ def test_pairs_to_score_are_the_texts_that_reward_models_get() -> None:
     assert datum["margin"] == 2.0
     with pytest.raises(ValueError, match="row 7: margin='much' is no number"):
         score_data_processor({**row, "margin": "much"}, spec, tokenizer, 1000, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen", "rejected"),
+    [
+        ("qwen2_5", {"content": "12", "score": 9}, {"content": "12", "score": 1}),
+        ("llama_3_1", {"content": "12"}, {"content": "12 \n"}),
+        ("qwen3", {"content": "12"}, {"content": [{"type": "text", "text": "12"}]}),
+    ],
+)
+@pytest.mark.parametrize("process", [preference_data_processor, score_data_processor])
+def test_responses_that_differ_in_nothing_the_model_sees_are_no_pair(
+    name: str, chosen: dict[str, Any], rejected: dict[str, Any], process: Any
+) -> None:
+    """Keys that the template does not read, blanks that it strips, and text parts."""
+    spec, tokenizer = TaskDataSpec(task_name="math", answer_key=None), BY_NAME[name].oracle
+    pair = {key: [{"role": "assistant", **turn}] for key, turn in (("chosen", chosen), ("rejected", rejected))}
+    with pytest.raises(ValueError, match=r"row 5: .*'chosen' and 'rejected' have the same tokens once"):
+        process({"prompt": [USER], **pair}, spec, tokenizer, 1000, 5)
+
+
+def test_what_follows_the_last_learnt_turn_tells_a_reward_models_pair_apart_alone() -> None:
+    """Log-probabilities of the same turn behind the same text are equal, whatever follows."""
+    spec, tokenizer = TaskDataSpec(task_name="math", answer_key=None), BY_NAME["qwen2_5"].oracle
+    later = [{"role": "user", "content": text} for text in ("Thanks!", "Wrong.")]
+    row = {"prompt": [USER], "chosen": [ANSWER, later[0]], "rejected": [ANSWER, later[1]]}
+    assert score_data_processor(row, spec, tokenizer, 1000, 0)["rejected"]
+    with pytest.raises(ValueError, match="have the same tokens once"):
+        preference_data_processor(row, spec, tokenizer, 1000, 0)

@@ -209,3 +209,24 @@ def test_the_deadline_is_that_of_the_whole_answer(judge: Judge) -> None:
     with pytest.raises(RunError, match=r"no whole answer within options\.request_timeout_s=1 s"):
         scored(judge, "42", attempts=1)
     assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize(
+    ("turn", "text"),
+    [
+        ({"content": None}, 'assistant: calls {"name": "rain", "arguments": {"city": "Köln"}}'),
+        ({"content": "Wait."}, 'assistant: Wait.\ncalls {"name": "rain", "arguments": {"city": "Köln"}}'),
+        ({"content": [{"type": "text", "text": "Wait."}]}, "assistant: Wait.\ncalls"),
+    ],
+)
+@pytest.mark.parametrize("arguments", [{"city": "Köln"}, '{"city": "Köln"}'])
+def test_it_sees_the_calls_of_a_conversation(judge: Judge, turn: dict[str, Any], text: str, arguments: Any) -> None:
+    """A message of calls alone has no content, and the results would answer nothing."""
+    calls = [{"type": "function", "id": "1", "function": {"name": "rain", "arguments": arguments}}]
+    prompt = [{"role": "user", "content": "Rain?"}, {"role": "assistant", **turn, "tool_calls": calls}]
+    judge.answers = ["Score: 5"]
+    options = {"model": "judge", "url": judge.url, "question": "{prompt}"}
+    environment = create_environment(EnvironmentConfig(type="judge", options=options))
+    environment.score([EnvironmentRequest(prompt=prompt, response="Yes", stop_reason="stop", extra_env_info={})])
+    (message,) = judge.asked[0]["messages"]
+    assert message["content"].startswith(f"user: Rain?\n\n{text}")

@@ -133,6 +133,24 @@ def test_tokens_that_an_environment_gives_as_a_list_are_tokens(folder: Path, mon
     assert (turn.observation.dtype, turn.observation.tolist()) == (np.int32, [5, 7])
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), np.float32("-inf"), -0.5, np.int64(2), None])
+def test_a_turns_reward_is_a_finite_number(folder: Path, monkeypatch: pytest.MonkeyPatch, reward: Any) -> None:
+    """A server may read NaN out of a file that its agent wrote."""
+    worker = silent(folder, monkeypatch)
+    monkeypatch.setattr(Silent, "step", lambda *_: Turn(done=True, reward=reward))
+    state = worker.reset("", {})
+    assert isinstance(state, bytes)
+    turn = worker.step(state, "yes", IDS["<e>"])
+    if reward is None or np.isfinite(reward):
+        assert isinstance(turn, Turn)
+        assert turn.reward == reward
+    else:
+        assert turn == (
+            f"environment silent: Silent.step returned the reward {float(reward)}; None says that a turn has no reward "
+            "of its own"
+        )
+
+
 def test_a_message_without_text_is_a_message(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = silent(folder, monkeypatch)
     state = worker.reset("", {})

@@ -245,7 +245,7 @@ RESULT = {"role": "tool", "name": "multiply", "tool_call_id": "call00001", "cont
         ("phi_4", None, "lacks the call of multiply in message 2"),
         ("phi_4", "Multiplying.", "lacks the call of multiply in message 2"),
         ("r1_distill_qwen", "Multiplying.", "lacks the call of multiply in message 2"),
-        ("r1_distill_qwen", "", "lacks the call of multiply in message 2"),
+        ("r1_distill_qwen", "", None),
         ("r1_distill_qwen", None, None),
         ("qwen3", "<think>\nLet me see\n</think>\n\nMultiplying.", None),
         ("llama_3_1", None, None),

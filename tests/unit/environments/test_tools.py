@@ -149,6 +149,22 @@ def test_the_last_turn_is_compared_by_value(folder: Path) -> None:
     assert tools.score([request])[0].correct
 
 
+@pytest.mark.parametrize("text", ["", "It is \\boxed{144}. "])
+@pytest.mark.parametrize("compare", ["math", "exact"])
+def test_a_rollout_that_ends_with_a_call_has_no_answer(folder: Path, text: str, compare: str) -> None:
+    """At the limit of turns, of calls, or of tokens; the arguments of the call have the right number."""
+    tools = environment(folder, max_calls=2, compare=compare)
+    response = text + call("calculator", expression="144")
+    turns = [tools.step(tools.reset("", {}), response)]
+    for _ in range(2):
+        turns.append(tools.step(turns[-1].state, response))
+    assert [turn.done for turn in turns] == [False, False, True]
+    for turn in turns:
+        extra = {REFERENCE: "144"}
+        request = EnvironmentRequest(prompt="", response="", stop_reason="stop", extra_env_info=extra, state=turn.state)
+        assert tools.score([request])[0].reward == 0.0
+
+
 def test_what_is_missing_is_told(folder: Path) -> None:
     with pytest.raises(RunError, match=r"options\.parser=hermez is not a tool parser of vLLM; choose one of .*hermes"):
         environment(folder, parser="hermez")

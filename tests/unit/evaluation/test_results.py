@@ -60,10 +60,44 @@ def test_what_nobody_can_judge_has_no_accuracy() -> None:
 
 @pytest.mark.parametrize(
     ("response", "vote"),
-    [("so \\boxed{ \\frac{1}{2} }.", "\\boxed{\\frac{1}{2}}"), ("first\n 42 \n", "42"), ("", None), (" \n", None)],
+    [
+        ("so \\boxed{ \\sqrt{2} }.", "\\sqrt{2}"),
+        ("first\n 42 \n", "42"),
+        ("we go\nleft  then right", "left then right"),
+        ("", None),
+        (" \n", None),
+    ],
 )
 def test_votes(response: str, vote: str | None) -> None:
     assert find_vote(response) == vote
+
+
+@pytest.mark.parametrize(
+    ("responses", "vote"),
+    [
+        (["\\boxed{0.5}", "\\boxed{\\frac{1}{2}}", "\\boxed{\\dfrac12}", "it is\n1/2", "Answer: **.50**."], "1/2"),
+        (["\\boxed{-1,200}", "\\boxed{-1200.0}", "#### -1200", "The answer is $-1200$."], "-1200"),
+        (["\\boxed{(B)}", "\\boxed{B}", "The answer is (B).", "**Answer:** B"], "B"),
+        (["\\boxed{(1, 2)}", "\\boxed{(1,2)}"], "(1,2)"),
+    ],
+)
+def test_equal_answers_are_one_vote(responses: list[str], vote: str) -> None:
+    assert [find_vote(response) for response in responses] == [vote] * len(responses)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("1 2", "12"),
+        ("\\boxed{2\\frac{1}{2}}", "\\boxed{21/2}"),
+        ("Answer: -3", "Answer: 3"),
+        ("\\boxed{1/0}", "\\boxed{1}"),
+        ("\\boxed{" + "9" * 5000 + "}", "\\boxed{" + "9" * 5001 + "}"),
+        ("\\boxed{(1,2)}", "\\boxed{(2,1)}"),
+    ],
+)
+def test_other_answers_are_other_votes(first: str, second: str) -> None:
+    assert find_vote(first) != find_vote(second)
 
 
 def rows_of(found: AnsweredSet) -> list[dict[str, Any]]:

@@ -47,7 +47,7 @@ def test_overlong_shaping_is_dapos(max_response_length: int | None) -> None:
     config = RewardShapingConfig(
         enabled=True, overlong_buffer_length=6, overlong_buffer_penalty=0.5, max_response_length=max_response_length
     )
-    shaped = shape_rewards(rewards, lengths, torch.zeros(2, 10, dtype=torch.bool), config, max_new_tokens=18)
+    shaped = shape_rewards(rewards, lengths, torch.zeros(2, 10, dtype=torch.bool), config, most_tokens=18)
     penalties = [dapo_penalty(length, max_response_length or 18, 6) for length in range(1, 21)]
     torch.testing.assert_close(shaped, rewards + 0.5 * torch.tensor(penalties, dtype=torch.float64).view(2, 10))
 
@@ -56,11 +56,11 @@ def test_only_earned_rewards_of_truncated_responses_are_reduced() -> None:
     rewards = torch.tensor([[1.0, 1.0, -1.0, -1.0]])
     truncated = torch.tensor([[True, False, True, False]])
     config = RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.25)
-    shaped = shape_rewards(rewards, torch.full((1, 4), 9), truncated, config, max_new_tokens=9)
+    shaped = shape_rewards(rewards, torch.full((1, 4), 9), truncated, config, most_tokens=9)
     assert shaped.tolist() == [[0.25, 1.0, -1.0, -1.0]]
 
 
 def test_shaping_that_is_off_changes_nothing() -> None:
     rewards, config = torch.ones(1, 2), RewardShapingConfig(overlong_buffer_length=1, stop_properly_penalty_coef=0.0)
     truncated = torch.ones(1, 2, dtype=torch.bool)
-    assert torch.equal(shape_rewards(rewards, torch.full((1, 2), 9), truncated, config, max_new_tokens=9), rewards)
+    assert torch.equal(shape_rewards(rewards, torch.full((1, 2), 9), truncated, config, most_tokens=9), rewards)

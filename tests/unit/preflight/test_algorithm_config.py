@@ -54,6 +54,34 @@ def test_the_overlong_buffer_of_dapo_follows_the_longest_response() -> None:
         assert config.grpo.reward_shaping.overlong_buffer_length == config.generation.max_new_tokens // 5 >= 1
 
 
+@pytest.mark.parametrize(
+    ("overrides", "longest"),
+    [
+        ([], 5),
+        (["grpo.max_rollout_turns=3"], 15),
+        (["grpo.max_rollout_turns=9", "policy.max_total_sequence_length=32"], 32),
+    ],
+)
+def test_the_penalty_of_dapo_is_full_for_the_longest_rollout(overrides: list[str], longest: int) -> None:
+    """The tokens of all turns count, so the limit of one turn would punish rollouts that are not long."""
+    config = compose_config(["+exp=quickstart", "+variant=dapo", *overrides])
+    assert config.most_sampled_tokens == longest
+
+
+def test_rollouts_of_several_turns_may_exceed_the_limit_of_one() -> None:
+    turns = ["grpo.max_rollout_turns=3", "+variant=dapo"]
+    assert compose_config(["+exp=quickstart", *turns, "grpo.reward_shaping.max_response_length=9"])
+    (problem,) = problems_of(*turns, "grpo.reward_shaping.max_response_length=16")
+    assert "beyond generation.max_new_tokens=5 in all turns, 15 tokens" in problem.text
+
+
+def test_an_agents_longest_rollout_has_to_be_told() -> None:
+    agent = ["+variant=dapo", "generation.endpoint.enabled=true"]
+    (problem,) = problems_of(*agent)
+    assert problem.subject.startswith("grpo.reward_shaping.max_response_length=")
+    assert compose_config(["+exp=quickstart", *agent, "grpo.reward_shaping.max_response_length=100"])
+
+
 @pytest.mark.parametrize("length", ["abc", "null", "0"])
 def test_what_follows_a_wrong_length_is_not_complained_about(length: str) -> None:
     """Neither of the default that stands in its place nor of what is computed from it."""

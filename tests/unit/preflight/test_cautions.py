@@ -101,3 +101,12 @@ def test_a_threshold_that_decides_nothing(threshold: str, more: list[str], text:
     found = said(QUICKSTART, *STOP, f"grpo.early_stop.threshold={threshold}", *more)
     assert len(found) == (text is not None)
     assert all(text is not None and text in one for one in found.values())
+
+
+def test_rollouts_of_several_turns_may_be_longer_than_one_turn() -> None:
+    """One turn has 5 tokens at most, an agent's rollout any number."""
+    subject = "grpo.early_stop.threshold=9"
+    stop = (QUICKSTART, *STOP, "grpo.early_stop.metric_name=val_response_length", subject)
+    assert any(key.startswith("grpo.early_stop.threshold") for key in said(*stop))
+    for several in ("grpo.max_rollout_turns=3", "generation.endpoint.enabled=true"):
+        assert not any(key.startswith("grpo.early_stop.threshold") for key in said(*stop, several))
