@@ -19,7 +19,7 @@ from typing import Any
 from math_verify import parse, verify
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.data.math_text import has_same_words, rewrite_answer, rewrite_tail
+from megatron_grpo.data.math_text import has_same_words, list_boxes, rewrite_answer, rewrite_tail
 from megatron_grpo.environments.sandbox.kernel import die_with_parent
 
 ANSWER_TIMEOUT_S = 5  # seconds for parsing one answer, and again for comparing it; an answer that takes longer is wrong
@@ -30,7 +30,9 @@ MEMORY_BYTES = 4 * 2**30  # most that the process may grow after its start; an a
 TAIL_CHARACTERS = 2000  # length of a response's end in which the answer is searched without a box
 
 _BOX = "\\boxed{"
-_BOX_START = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# A blank between two letters or digits: "2 1/2" is not "21/2", and "1 2 3" not "123".
+_NEEDED_BLANK = re.compile(r"(?<=[\w.,])\s+(?=[\w.,])")
+_LEAD = re.compile(r"(?:(?:so|thus|therefore|hence),? )?(?:the )?(?:final )?answer(?: is)?:? *", re.IGNORECASE)
 _READY = b"r"
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a traceback for every answer it cannot read
@@ -53,7 +55,8 @@ def _are_equal(final: str, answer: str) -> bool:
     if _remove_blanks(answer) in (_remove_blanks(content), _remove_blanks(final)):
         return True  # most correct answers
     expected, actual = rewrite_answer(answer), rewrite_answer(content) if is_boxed else rewrite_tail(content)
-    if is_boxed and (has_same_words(answer, content) or expected == actual):
+    last_line = content if is_boxed else _LEAD.sub("", content.strip().rpartition("\n")[2].strip(" *"), count=1)
+    if has_same_words(answer, last_line) or (is_boxed and expected == actual):
         return True
     if None not in (expected.unit, actual.unit) and expected.unit != actual.unit:
         return False
@@ -77,7 +80,8 @@ def _are_equal(final: str, answer: str) -> bool:
 
 
 def _remove_blanks(text: str) -> str:
-    return "".join(unicodedata.normalize("NFC", text).split())
+    parts = _NEEDED_BLANK.split(unicodedata.normalize("NFC", text))
+    return " ".join("".join(part.split()) for part in parts)
 
 
 def find_final_answer(response: str) -> str:
@@ -85,14 +89,8 @@ def find_final_answer(response: str) -> str:
 
     Without a box, or if the last one is not closed: the last TAIL_CHARACTERS characters of the response.
     """
-    starts = [match.end() for match in _BOX_START.finditer(response)]
-    if starts:
-        depth = 1
-        for position in range(starts[-1], len(response)):
-            depth += {"{": 1, "}": -1}.get(response[position], 0)
-            if depth == 0:
-                return _BOX + response[starts[-1] : position + 1]
-    return response[-TAIL_CHARACTERS:]
+    content = next(list_boxes(response), None)
+    return response[-TAIL_CHARACTERS:] if content is None else f"{_BOX}{content}}}"
 
 
 @lru_cache(maxsize=1024)  # samples of a group share their reference answer

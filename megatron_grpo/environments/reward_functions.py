@@ -142,8 +142,9 @@ class RewardCall:
     def _make_failure(self, error: Exception) -> RewardError:
         if isinstance(error, RewardError):
             return error
-        place = user_functions.find_place(error, self._owner)
-        failure = RewardError(f"{self._path} raised {type(error).__name__}: {error} ({place})")
+        failure = RewardError(
+            f"{self._path} raised {type(error).__name__}: {error} ({user_functions.find_place(error, self._owner)})"
+        )
         failure.__cause__ = error
         return failure
 

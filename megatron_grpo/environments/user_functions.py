@@ -86,12 +86,12 @@ def load_agent_function(path: str) -> AgentFunction:
 
 
 def find_place(error: Exception, owner: Any) -> str:
-    """Find the file and line of an exception, in the owner's module if it passed there."""
+    """Find an exception's file and line, in the owner's module if possible."""
     frames = traceback.extract_tb(error.__traceback__)
     module = sys.modules.get(getattr(owner, "__module__", None) or "")
     # The innermost frame of the user's module: an exception of a library would name a file that the user did not write.
-    own = [frame for frame in frames if frame.filename == getattr(module, "__file__", None)]
-    frame = (own or frames)[-1]
+    inner = [frame for frame in frames if frame.filename == getattr(module, "__file__", None)]
+    frame = (inner or frames)[-1]
     return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
