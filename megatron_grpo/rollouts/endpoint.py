@@ -80,8 +80,8 @@ class _OpenRollout:
     earlier: dict[str, list[ChatMessage]] = field(default_factory=dict)  # conversations by id of their last response
 
 
-# The responses of a call, the JSON of the answer, and of a streamed one the events, each its JSON behind the line of its
-# type, if it has one.
+# The responses of a call, the JSON of its answer, and of a streamed one the events: each its JSON, behind the line of
+# its type if it has one.
 _Answered = tuple[list[Response], Any, list[str] | None]
 Answer = Callable[[Any, _OpenRollout], Awaitable[_Answered]]
 
