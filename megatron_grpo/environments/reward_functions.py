@@ -166,7 +166,8 @@ class RewardFunctionEnvironment(Environment):
 
     functions: Mapping[str, RewardFunction]
     weights: Mapping[str, float]  # factor of each function's reward, by name of the function
-    correctness: str | None  # name of the function whose reward above 0 means correct, and whose None means unknown
+    correctness: str | None  # name of the function that says what is correct, and whose None means unknown
+    correct_from: float = 1.0  # reward of this function from which a response is correct
     timeout_s: float | None = None  # deadline of one call of a function; None: only the deadline of the process
     tolerant: bool = False  # a failed function counts as reward None; otherwise the rollout fails
     agent_function: user_functions.AgentFunction | None = None  # runs the rollouts, if there is one
@@ -205,7 +206,7 @@ class RewardFunctionEnvironment(Environment):
             if score.parts:
                 score.reward = sum(self.weights[name] * value for name, value in score.parts.items())
             if self.correctness in score.parts:
-                score.correct = score.parts[self.correctness] > 0
+                score.correct = score.parts[self.correctness] >= self.correct_from
             score.metrics = {name: fmean(values) for name, values in logged_metrics.items()}
         return scores
 

@@ -36,7 +36,7 @@ def check_rewards(config: Config) -> Iterator[Rule]:
         yield penalty_start >= longest, "LOOP.reward_shaping.overlong_buffer_length=", text
     yield from check_environments(config)
     for name, environment in config.env.items():
-        is_unknown = environment.type == REWARD_FUNCTIONS and environment.correctness_function is None
+        is_unknown = environment.type == REWARD_FUNCTIONS and environment.correct_func is None
         needs_correctness = config.loss_fn.positive_example_nll_weight and environment.reward_funcs
         text = f"imitates correct responses, and env.{name} does not say which are; give env.{name}.correct_func"
         yield needs_correctness and is_unknown, "loss_fn.positive_example_nll_weight=", text

@@ -215,6 +215,21 @@ def test_one_function_says_what_is_correct() -> None:
     assert [score.correct for score in create_environment(named).score(requests)] == [True, False, None]
     unnamed = EnvironmentConfig(type="reward_functions", reward_funcs=paths)
     assert [score.correct for score in create_environment(unnamed).score(requests)] == [None] * 3
+    alone = EnvironmentConfig(type="reward_functions", reward_funcs=paths[:1])
+    assert [score.correct for score in create_environment(alone).score(requests)] == [None] * 3
+
+
+def partial_credit(completions: list[str], **_: Any) -> list[float]:
+    return [float(text) for text in completions]
+
+
+def test_a_part_of_the_reward_is_not_correct() -> None:
+    requests = [request("a", text) for text in ("1.0", "0.66", "-1", "2")]
+    paths = [f"{__name__}.partial_credit"]
+    config = EnvironmentConfig(type="reward_functions", reward_funcs=paths, correct_func="partial_credit")
+    assert [score.correct for score in create_environment(config).score(requests)] == [True, False, False, True]
+    config.correct_from = 0.5
+    assert [score.correct for score in create_environment(config).score(requests)] == [True, True, False, True]
 
 
 def test_a_column_that_a_row_lacks_is_none() -> None:
