@@ -105,7 +105,7 @@ def test_a_function_over_conversations() -> None:
     ]
     scores = environment("format_reward").score(requests)
     assert [score.reward for score in scores] == [1.0, 0.0]
-    assert [score.correct for score in scores] == [True, False]
+    assert [score.correct for score in scores] == [None, None], "a format is no answer"
 
 
 def test_columns_of_the_data_are_keywords() -> None:

@@ -113,4 +113,4 @@ def test_prompts_of_a_generation_batch_are_counted_in_decimals(multiplier: float
     ],
 )
 def test_checkpoints_rank_by_reward_where_nothing_is_known_to_be_correct(overrides: list[str], metric: str) -> None:
-    assert compose_config([QUICKSTART, *overrides]).ranked_checkpointing.metric_name == metric
+    assert compose_config(["+exp=quickstart", *overrides]).ranked_checkpointing.metric_name == metric
