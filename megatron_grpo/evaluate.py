@@ -50,6 +50,9 @@ def main(arguments: Sequence[str]) -> int:
             interval = f"[{difference['low']:+.4f}, {difference['high']:+.4f}]"
             tests = [f"{test} p={figures[key]:.3g}" for key, test in _TESTS.items() if key in figures]
             print(f"{name}, compared: {difference['mean']:+.4f}  {interval}, {', '.join(tests)}")
+    if not any("accuracy" in figures for figures in results["sets"].values()):
+        print("no accuracy, pass@k or cons@k: nothing says which responses are correct (env.NAME.correct_func,")
+        print("correct_from of a judge, correct_at of verifiers, or `correct` of an environment of your own)")
     print(f"wrote {request.output}")
     return 0
 

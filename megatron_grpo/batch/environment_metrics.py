@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from megatron_grpo.batch.trajectory import REWARD_REMOVED, SUSPECT_PREFIX
+from megatron_grpo.batch.trajectory import REWARD_REMOVED, SCORING_RETRIES, SUSPECT_PREFIX
 from megatron_grpo.config.data_schema import ENVIRONMENT_PREFIX, UNUSUALLY_SHORT
 
 MAX_METRICS = 200  # of environments in one response, step or run; further ones are left out, with a message
@@ -49,7 +49,7 @@ def make_metric_name(name: str) -> str:
 
 def make_step_metric_name(name: str) -> str:
     """Name a response's metric; earlier versions recorded bare names."""
-    is_named = name == REWARD_REMOVED or name.startswith((SUSPECT_PREFIX, ENVIRONMENT_PREFIX))
+    is_named = name in (REWARD_REMOVED, SCORING_RETRIES) or name.startswith((SUSPECT_PREFIX, ENVIRONMENT_PREFIX))
     return name if is_named else make_metric_name(name)
 
 

@@ -15,6 +15,8 @@ StopReason = Literal["stop", "length"]
 SUSPECT_PREFIX = "suspect/"  # of metrics that hint at reward hacking, e.g. suspect/equal_outputs
 REWARD_REMOVED = "suspects_left_out"  # metric of a response: 1 if it lost its reward because it is suspect, else 0
 
+SCORING_RETRIES = "scoring_retries"  # metric of a group's first response: calls for the group that were repeated
+
 
 def list_suspicions(metrics: Mapping[str, float]) -> list[str]:
     """List the suspect/NAME metrics above 0, by NAME."""

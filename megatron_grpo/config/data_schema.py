@@ -299,7 +299,10 @@ class EnvironmentConfig(Section):
     """Weight of each function's reward in the sum; null: 1 each."""
 
     correct_func: str | None = None
-    """Function in reward_funcs whose reward above 0 makes a response correct; null: the only one, else unknown."""
+    """Function in reward_funcs that says which responses are correct. null: unknown, and nothing is called accuracy."""
+
+    correct_from: float = 1.0
+    """Reward of correct_func from which a response is correct."""
 
     agent_func: str | None = None
     """With type=reward_functions, the import path of an agent, which makes the turns of a rollout through
@@ -313,7 +316,7 @@ class EnvironmentConfig(Section):
     """Processes that score in parallel, at least one per rollout worker; with an agent, each runs one rollout."""
 
     timeout_s: Seconds = 600.0
-    """Deadline of one call of a process; then it is replaced, and its responses are scored once more, one by one."""
+    """Deadline of one call of a process; then it is replaced, and each of its calls is repeated once, alone."""
 
     @property
     def reward_model_folders(self) -> list[str]:
@@ -327,10 +330,12 @@ class EnvironmentConfig(Section):
         return dict(zip(names, self.reward_weights or [1.0] * len(names), strict=False))
 
     @property
-    def correctness_function(self) -> str | None:
-        """Reward function whose positive reward means correct; None: unknown."""
-        names = list(self.function_weights)
-        return names[0] if self.correct_func is None and len(names) == 1 else self.correct_func
+    def has_correctness(self) -> bool:
+        """True if the environment may say which responses are correct."""
+        if self.type == REWARD_FUNCTIONS:
+            return self.correct_func is not None
+        option = CORRECT_BY_OPTION.get(self.type)
+        return self.type not in WITHOUT_CORRECTNESS and (option is None or self.options.get(option) is not None)
 
 
 # Classes of the built-in environments, by type; reward_functions has keys of its own.
@@ -348,6 +353,9 @@ BUILT_IN = {
     "verifiers": "megatron_grpo.environments.verifiers:VerifiersEnvironment",
 }
 
+# Built-in types that say which responses are correct only with this option, and those that never do.
+CORRECT_BY_OPTION = {"judge": "correct_from", "verifiers": "correct_at"}
+WITHOUT_CORRECTNESS = frozenset({"unscored", "openenv"})
 # The environment type that gives no rewards, for distillation alone.
 UNSCORED = "unscored"
 # The environment type that calls the functions in reward_funcs.

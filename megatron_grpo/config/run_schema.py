@@ -54,7 +54,8 @@ class CheckpointingConfig(Section):
 
     metric_name: str | None = "val_accuracy"
     """Metric that ranks checkpoints (env/NAME: reported by an environment as NAME); reward where there is no
-    validation. Steps without a finite value rank last. null: the newest rank first."""
+    validation, val_reward in place of val_accuracy where nothing says which responses are correct. Steps without a
+    finite value rank last. null: the newest rank first."""
 
     higher_is_better: bool = True
     """true: a higher metric_name makes a better checkpoint; false: a lower one."""

@@ -259,12 +259,14 @@ class Config(Section):
 
     @property
     def ranked_checkpointing(self) -> CheckpointingConfig:
-        """Settings of checkpoints, ranked by reward instead of a validation that the run lacks."""
+        """Settings of checkpoints, ranked by reward where the run lacks the default."""
         settings, loop = self.checkpointing, self.training_loop
         validates = self.data.validation_sets and (loop.val_period or loop.val_at_start or loop.val_at_end)
         is_default = settings.metric_name == CheckpointingConfig().metric_name
         if is_default and self.training_loop.is_supervised and not self.needs_generation:
             return replace(settings, metric_name="val_loss" if validates else "loss", higher_is_better=False)
+        if is_default and self.env and not self.training_loop.is_supervised and not self.has_correctness:
+            return replace(settings, metric_name="val_reward" if validates else "reward", higher_is_better=True)
         if validates or settings.metric_name is None or not settings.metric_name.startswith(VALIDATION_PREFIX):
             return settings
         return replace(settings, metric_name="reward", higher_is_better=True)
@@ -327,8 +329,7 @@ class Config(Section):
     @property
     def has_correctness(self) -> bool:
         """True if some environment knows which responses are correct."""
-        # Of several reward functions none is the one that decides, unless correct_func names it.
-        return any(len(task.reward_funcs) < 2 or task.correct_func for task in self.env.values())
+        return any(task.has_correctness for task in self.env.values())
 
     @property
     def passes_per_step(self) -> int:

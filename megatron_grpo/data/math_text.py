@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -33,9 +34,11 @@ _POWER = re.compile(f"[{''.join(_POWERS)}]+")
 _INDEX = re.compile(f"[{''.join(_INDICES)}]+")
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9.]+|[A-Za-z]))")
 # "12 345" and "12\,345"; "1.234.567,8"; "1 1/2" and "1 and 1/2".
-_SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;:! ]|\{,\}|['’ ])\d{3})+(?![\d])")
+_SPACED = re.compile(r"(?<![\d.,])(?<!\d )\d{1,3}(?:(?:\\[,;:! ]|\{,\}|['’ ])\d{3})+(?:,(\d+)(?! ?[\d,]))?(?! ?\d)")
 _DOTTED = re.compile(r"(?<![\d.,(\[])\d{1,3}(?:(?:\.\d{3}){2,}(?:,\d+)?|(?:\.\d{3})+,\d{1,2})(?![\d.,])")
-_MIXED = re.compile(r"(?<![\d.,/^_{}])(-?)(\d{1,9})(?: +| *\+ *| *& *| and )(\d{1,6}) ?/ ?(\d{1,6})(?![\d/.^])")
+_MIXED = re.compile(
+    r"(?<![\d.,/^_{}])(?<!\d )(-?)(\d{1,9})(?: +| *\+ *| *& *| and )(\d{1,6}) ?/ ?(\d{1,6})(?![\d/^]|\.\d)"
+)
 _NUMBER = r"(?<![\w.,\\])[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<![\w.,\\])[+-]?\.\d+"
 # "1.5e-3"; "1.5 \times 10^{-3}"; "12,345%" and "\frac{1}{2} percent".
 _SCIENTIFIC = re.compile(r"(?<![\w.,\\^])([+-]?\d{1,40}(?:\.\d{0,40})?)[eE]([+-]?\d{1,3})(?![\w.])")
@@ -52,6 +55,9 @@ _FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
 _CURRENCY = re.compile(
     r"(?:[€£¥₹₩₽₪₫฿¢₿]|\\(?:euro|pounds|yen)\b(?:\{\})?|(?:US|A|C)\\?\$) ?(?=[-\d.])|(?<=\d) ?[€£¥₹₩₽₪₫฿¢₿]"
 )
+_BARE_POWER = re.compile(r"\^ ?([+-]\d+)")  # 10^-3, which LaTeX would read as 10 to the power of a sign
+_BOX_START = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(?=[^\s{$]))")
+_BARE_BOX = re.compile(r"[^$\s]+?(?=\$|\\[\])]|[.,;:]*(?:\s|\Z))")  # \boxed 5, as some solutions have it
 _PI = re.compile(r"(?<![A-Za-z\\])(pi|infinity|inf)(?![A-Za-z])")
 _EDGE = re.compile(r"^(?:\s|\\[,;:! ]|~)+|(?<=\d)\.$|(?:\\$|\s|\\[,;:! ]|~)+$")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
@@ -159,9 +165,25 @@ def is_letter(answer: str) -> bool:
     return _CHOICE.fullmatch(answer.strip()) is not None
 
 
+def list_boxes(text: str) -> Iterator[str | None]:
+    """Yield contents of the boxes from the last to the first; None: not closed."""
+    for start in reversed(list(_BOX_START.finditer(text))):
+        if not start[0].endswith("{"):
+            bare = _BARE_BOX.match(text, start.end())
+            yield bare and bare[0]
+            continue
+        depth, content = 1, None
+        for position in range(start.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[position], 0)
+            if depth == 0:
+                content = text[start.end() : position]
+                break
+        yield content
+
+
 def has_same_words(response: str, reference: str) -> bool:
     """True for answers of equal words."""
-    texts = (_TEXT.sub(r"\1", text).strip(" .$") for text in (response, reference))
+    texts = (_TEXT.sub(r"\1", text).strip(" .!$*\"'") for text in (response, reference))
     first, second = (" ".join(text.split()).casefold() for text in texts)
     return first == second and len(first) > 1 and first.replace(" ", "").isalpha()
 
@@ -208,11 +230,19 @@ def _rewrite_sign(sign: str) -> str:
 
 def rewrite_numbers(text: str) -> str:
     """Rewrite separated, mixed and scientific numbers plainly."""
-    text = _SPACED.sub(lambda number: re.sub(r"\D", "", number[0]), text)
+    text = _BARE_POWER.sub(r"^{\1}", _SPACED.sub(_join_digits, text))
     text = _DOTTED.sub(lambda number: number[0].replace(".", "").replace(",", "."), text)
     text = _MIXED.sub(_make_improper, text)
     text = _SCIENTIFIC.sub(lambda number: _write_out(number[0], number[1], number[2]), text)
     return _TIMES_TEN.sub(lambda number: _write_out(number[0], number[1], number[2] or number[3]), text)
+
+
+def _join_digits(number: re.Match[str]) -> str:
+    if number[1] is None:
+        return re.sub(r"\D", "", number[0])
+    is_pair = number.string[max(number.start() - 1, 0) : number.start()] in ("(", "[")
+    integer = re.sub(r"\D", "", number[0][: number.start(1) - number.start() - 1])
+    return f"{integer}{',' if is_pair else '.'}{number[1]}"
 
 
 def _make_improper(number: re.Match[str]) -> str:

@@ -60,6 +60,8 @@ class EnvironmentReturn:
     """Reward of each reward function that gave one, unweighted, when the reward is the sum of several."""
     errors: int = 0
     """Number of reward functions that failed for the response, and count as if they had given no reward."""
+    retries: int = 0
+    """Calls for the response's group that failed and were repeated; of a group, its first response has the number."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Further metrics; a step reports their means over its responses as env/NAME. suspect/NAME keeps its name, and
     above 0 marks the response as suspect in the report: its reward may be undeserved."""

@@ -13,6 +13,7 @@ from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.paths import import_object
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.chat_messages import parse_tools
+from megatron_grpo.data.math_text import list_boxes
 from megatron_grpo.data.processors import DataProcessor, TaskDataSpec, math_data_processor, render_prompt
 from megatron_grpo.data.supervised_rows import (
     preference_data_processor,
@@ -151,16 +152,8 @@ def _convert_and_make(form: RowForm, make: Callable[..., Any], row: dict[str, An
 
 def find_last_box(text: str) -> str | None:
     """Find the content of the last complete \\boxed{...}, with nested braces."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth, begin = 0, start + len("\\boxed")
-        for end in range(begin, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[begin + 1 : end]
-        # A box that is not closed is passed over: the text may be cut off within it.
-        start = text.rfind("\\boxed{", 0, start)
-    return None
+    # A box that is not closed is passed over: the text may be cut off within it.
+    return next((content for content in list_boxes(text) if content is not None), None)
 
 
 def _read_text(row: dict[str, Any], column: str) -> str:

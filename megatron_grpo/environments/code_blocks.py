@@ -36,7 +36,8 @@ def extract_program(response: str) -> str:
     """
     reader = _BlockReader(response)
     blocks = [(kind, code) for kind, code in reader.read_blocks() if code.strip()]
-    if not blocks or reader.is_program(response):  # fences may stand in the strings of a program without a block
+    # Fences may stand in the strings of a program without a block. "~~~python" alone is an expression of Python.
+    if not blocks or (not response.lstrip().startswith("~~~") and reader.is_program(response)):
         return response
     by_kind: dict[Kind, list[str]] = {"python": [], "untagged": [], "other": []}
     for kind, code in reversed(blocks):
@@ -82,12 +83,24 @@ class _BlockReader:
             fence = _parse_opening(self._lines[number])
             number += 1
             if fence is not None:
+                self._remove_quotation(number, fence)
                 end = self._find_end(fence, number)
                 yield fence.kind, self._join_content(fence, number, end)
                 number = end.next_line
                 if end.rest:  # text after the closing fence, in its line, may open the next block
                     number -= 1
                     self._lines[number] = end.rest
+
+    def _remove_quotation(self, start: int, fence: _Fence) -> None:
+        """Remove a quotation's marks from the lines of its block."""
+        opening = self._lines[start - 1]
+        depth = opening[: opening.find(fence.mark)].count(">") if fence.is_at_start else 0
+        marks = re.compile(rf"(?:[ \t]*>){{{depth}}} ?")
+        for number in range(start, len(self._lines) if depth else start):
+            match = marks.match(self._lines[number])
+            if match is None:  # the end of the quotation ends the block
+                break
+            self._lines[number] = self._lines[number][match.end() :]
 
     def is_program(self, code: str) -> bool:
         """True for Python with a statement or a call, unlike output."""
@@ -151,7 +164,8 @@ class _BlockReader:
 
 def _parse_opening(line: str) -> _Fence | None:
     text = line.lstrip(" \t")
-    if text.startswith("~~~"):
+    if text.lstrip("> \t").startswith("~~~"):
+        text = text.lstrip("> \t")
         info = text.lstrip("~")
         before, mark = line[: len(line) - len(text)], text[: len(text) - len(info)]
     else:

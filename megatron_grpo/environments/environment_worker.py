@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from math import isfinite
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Mod
 from megatron_grpo.environments.interface import STARTUP_S, EnvironmentSettings, EnvironmentStatus
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_model import RewardModelClient
+from megatron_grpo.environments.user_functions import find_place
 
 Value = TypeVar("Value")
 
@@ -104,30 +106,36 @@ class EnvironmentWorker:
         """Run the agent; returns the rollout's state as `reset` does."""
         return self._catch_errors(lambda: cloudpickle.dumps(self._environment.act(prompt, extra_env_info, access)))
 
-    def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
-        """Score each sample; after an exception, each one by itself."""
-        requests = [replace(request, state=request.state and cloudpickle.loads(request.state)) for request in requests]
-        scores = self._catch_errors(partial(self._score, requests))
-        if not isinstance(scores, str):
-            return list(scores)
-        attempts = [self._catch_errors(partial(self._score, [request])) for request in requests]
-        return [attempt if isinstance(attempt, str) else attempt[0] for attempt in attempts]
+    def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError] | str:
+        """Score a prompt's samples together, or return an error message."""
+        return self._catch_errors(partial(self._score, requests))
 
-    def _score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+    def _score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
+        requests = [replace(request, state=request.state and cloudpickle.loads(request.state)) for request in requests]
         scores = self._environment.score(requests)
-        if len(scores) != len(requests):
-            raise RunError(f"{len(scores)} scores for {len(requests)} responses")
-        return [
-            replace(  # with Python's types: files refuse those of NumPy and torch
-                score,
-                reward=None if score.reward is None else float(score.reward),
-                correct=None if score.correct is None else bool(score.correct),
-                parts={name: float(part) for name, part in score.parts.items()},
-                metrics=name_reported_metrics(score.metrics),
-                notes={str(name): note if isinstance(note, str) else repr(note) for name, note in score.notes.items()},
-            )
-            for score in scores
-        ]
+        name, count = f"{type(self._environment).__name__}.score", len(requests)
+        if not isinstance(scores, Sequence) or isinstance(scores, str):
+            raise RunError(f"{name} returned {type(scores).__name__} for {count} responses, not a list of scores")
+        if len(scores) != count:
+            raise RunError(f"{name} returned {len(scores)} scores for {count} responses")
+        for score in scores:
+            if not isinstance(score, EnvironmentReturn | str):
+                raise RunError(f"{name} returned {type(score).__name__}, not EnvironmentReturn; {count} are expected")
+        texts = f"environment {self._name}: "
+        return [texts + score if isinstance(score, str) else self._convert_score(name, score) for score in scores]
+
+    def _convert_score(self, name: str, score: EnvironmentReturn) -> EnvironmentReturn:
+        reward = None if score.reward is None else float(score.reward)
+        if not all(map(isfinite, [*score.parts.values(), *([] if reward is None else [reward])])):
+            raise RunError(f"{name} returned the reward {reward}; None says that a response has no reward")
+        return replace(  # with Python's types: files refuse those of NumPy and torch
+            score,
+            reward=reward,
+            correct=None if score.correct is None else bool(score.correct),
+            parts={name: float(part) for name, part in score.parts.items()},
+            metrics=name_reported_metrics(score.metrics),
+            notes={str(name): note if isinstance(note, str) else repr(note) for name, note in score.notes.items()},
+        )
 
     def _catch_errors(self, call: Callable[[], Value]) -> Value | str:
         try:
@@ -135,4 +143,4 @@ class EnvironmentWorker:
         except RunError as error:
             return f"environment {self._name}: {error}"
         except Exception as error:  # noqa: BLE001 - a user's environment may raise anything; the rollout fails with this message
-            return f"environment {self._name}: {type(error).__name__}: {error}"
+            return f"environment {self._name}: {type(error).__name__}: {error} ({find_place(error, self._environment)})"

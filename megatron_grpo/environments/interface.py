@@ -12,7 +12,7 @@ from typing import Any
 from megatron_grpo.config.data_schema import SandboxConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.prompt_renderer import PromptFormat
-from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, Turn
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, ScoreOrError, Turn
 from megatron_grpo.data.specs import make_task_spec
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.environments.sandbox.sandbox import Sandbox, open_sandbox
@@ -70,12 +70,12 @@ class Environment(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+    def score(self, requests: list[EnvironmentRequest]) -> Sequence[ScoreOrError]:
         """Return the scores of one prompt's samples, in order.
 
-        Usually these are all samples of the prompt, at times only some. Must not raise because of a model's text: if it
-        raises, each request is scored again by itself, and a request for which it raises again becomes a failed
-        rollout.
+        Usually these are all samples of the prompt, at times only some. A text in place of a score is the reason why
+        this response alone has none; its rollout fails. If `score` raises, it is called again with the same requests,
+        and if it raises again, all these rollouts fail.
         """
 
 

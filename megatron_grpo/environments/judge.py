@@ -18,7 +18,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.data.chat_messages import join_content, parse_arguments
 from megatron_grpo.data.processors import REFERENCE
-from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ScoreOrError
 from megatron_grpo.environments.interface import Environment
 
 QUESTION = """Judge the response to a task. The task:
@@ -84,16 +84,22 @@ class JudgeEnvironment(Environment):
         # A proxy cannot reach the loopback of this machine.
         self._uses_proxy = urlsplit(self.url).hostname not in ("127.0.0.1", "localhost", "::1")
 
-    def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        """Ask the judge, concurrently; RunError if it does not answer."""
-        return asyncio.run(self._score(requests))
+    def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
+        """Ask the judge, concurrently; RunError if it answers for no response."""
+        scores = asyncio.run(self._score(requests))
+        if all(isinstance(score, str) for score in scores):
+            raise RunError(str(scores[0]))
+        return scores
 
-    async def _score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+    async def _score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
         at_once = asyncio.Semaphore(self.requests_at_once)
 
-        async def score_response(request: EnvironmentRequest) -> EnvironmentReturn:
-            async with at_once:
-                answer = await self._ask(session, self._write_question(request))
+        async def score_response(request: EnvironmentRequest) -> ScoreOrError:
+            try:
+                async with at_once:
+                    answer = await self._ask(session, self._write_question(request))
+            except RunError as error:
+                return str(error)
             match = self._last_line.fullmatch(answer.rstrip().rpartition("\n")[2])
             score = float(match[1]) if match else None
             if score is None or not self.lowest <= score <= self.highest:

@@ -27,6 +27,7 @@ from megatron_grpo.data.math_text import (
     find_statement,
     has_same_words,
     is_letter,
+    list_boxes,
     rewrite_answer,
     rewrite_tail,
 )
@@ -42,7 +43,9 @@ TAIL_CHARACTERS = 2000  # length of a response's end in which the answer is sear
 _TINY, _TINY_TOLERANCE = 1e-3, 1e-3  # least number that 6 decimals show well, and relative tolerance below it
 
 _BOX = "\\boxed{"
-_BOX_START = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# A blank between two letters or digits: "2 1/2" is not "21/2", and "1 2 3" not "123".
+_NEEDED_BLANK = re.compile(r"(?<=[\w.,])\s+(?=[\w.,])")
+_LEAD = re.compile(r"(?:(?:so|thus|therefore|hence),? )?(?:the )?(?:final )?answer(?: is)?:? *", re.IGNORECASE)
 _READY = b"r"
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a traceback for every answer it cannot read
@@ -68,7 +71,8 @@ def _are_equal(final: str, answer: str) -> bool:
     if _remove_blanks(answer) in (_remove_blanks(content), _remove_blanks(final)):
         return True  # most correct answers
     expected, actual = rewrite_answer(answer), rewrite_answer(content) if is_boxed else rewrite_tail(content)
-    if is_boxed and (has_same_words(answer, content) or expected == actual):
+    last_line = content if is_boxed else _LEAD.sub("", content.strip().rpartition("\n")[2].strip(" *"), count=1)
+    if has_same_words(answer, last_line) or (is_boxed and expected == actual):
         return True
     if None not in (expected.unit, actual.unit) and expected.unit != actual.unit:
         return False
@@ -112,7 +116,8 @@ def _list_numbers(value: Any) -> Iterator[Any]:
 
 
 def _remove_blanks(text: str) -> str:
-    return "".join(unicodedata.normalize("NFC", text).split())
+    parts = _NEEDED_BLANK.split(unicodedata.normalize("NFC", text))
+    return " ".join("".join(part.split()) for part in parts)
 
 
 def find_final_answer(response: str) -> str:
@@ -121,16 +126,10 @@ def find_final_answer(response: str) -> str:
     Without a box, or if the last one is not closed: a number behind #### as a box; else TAIL_CHARACTERS characters,
     from the last words that announce an answer or at the response's end.
     """
-    starts = [match.end() for match in _BOX_START.finditer(response)]
-    if starts:
-        depth = 1
-        for position in range(starts[-1], len(response)):
-            depth += {"{": 1, "}": -1}.get(response[position], 0)
-            if depth == 0:
-                return _BOX + response[starts[-1] : position + 1]
-    marked = find_marked_answer(response)
-    if marked is not None:
-        return f"{_BOX}{marked}}}"
+    content = next(list_boxes(response), None)
+    boxed = find_marked_answer(response) if content is None else content
+    if boxed is not None:
+        return f"{_BOX}{boxed}}}"
     # A long text may follow the answer.
     statement, end = find_statement(response), max(len(response) - TAIL_CHARACTERS, 0)
     begin = end if statement is None else min(end, statement.start())

@@ -40,7 +40,8 @@ def create_environment(
             agent_function=None if config.agent_func is None else load_agent_function(config.agent_func),
             functions=functions,
             weights=config.function_weights,
-            correctness=config.correctness_function,
+            correctness=config.correct_func,
+            correct_from=config.correct_from,
             timeout_s=config.reward_timeout_s,
             tolerant=config.on_reward_error == "none",
         )

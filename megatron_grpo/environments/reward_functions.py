@@ -8,13 +8,12 @@ import json
 import logging
 import signal
 import threading
-import traceback
 from collections import defaultdict
 from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
+from math import isfinite
 from statistics import fmean
 from types import FrameType
 from typing import Any
@@ -64,9 +63,13 @@ def time_limit(seconds: float | None) -> Iterator[None]:
 
 
 class RewardError(RunError):
-    """A reward function raised, took too long, or returned no rewards."""
+    """A reward function raised, or took too long."""
 
     is_timeout = False
+
+
+class InvalidRewardsError(RewardError):
+    """A reward function returned something else than a reward per completion."""
 
 
 CallOutcome = list[float | None] | RewardError  # the rewards of a function, or its failure
@@ -77,7 +80,7 @@ class RewardCall:
 
     def __init__(self, function: RewardFunction) -> None:
         name = getattr(function, "__qualname__", type(function).__name__)
-        self._function = function
+        self._function, self._owner = function, function if hasattr(function, "__qualname__") else type(function)
         self._path = f"{getattr(function, '__module__', '?')}.{name}"
         self._accepted_names = user_functions.list_accepted_names(function)
         required = user_functions.list_required_parameters(function)
@@ -119,14 +122,17 @@ class RewardCall:
     def _convert_rewards(self, result: Any, count: int) -> list[float | None]:
         is_list = isinstance(result, Iterable) and getattr(result, "ndim", 1) > 0
         if not is_list or isinstance(result, Mapping | Set | str | bytes):  # these have no order, or no numbers
-            raise RewardError(f"{self._path} gave {type(result).__name__}, and no list of rewards")
+            text = f"{self._path} returned {type(result).__name__} for {count} completions, and no list of rewards"
+            raise InvalidRewardsError(text)
         rewards = list(result)
         if len(rewards) != count:
-            raise RewardError(f"{self._path} gave {len(rewards)} rewards for {count} completions")
+            numbers = f"{len(rewards)} reward{'' if len(rewards) == 1 else 's'}"
+            raise InvalidRewardsError(f"{self._path} returned {numbers} for {count} completions")
         try:
             return [_convert_reward(reward) for reward in rewards]
         except (TypeError, ValueError) as error:
-            raise RewardError(f"{self._path} gave something that is neither a number nor None: {error}") from error
+            text = f"{self._path} returned {len(rewards)} rewards for {count} completions, and among them"
+            raise InvalidRewardsError(f"{text} something that is neither a number nor None: {error}") from error
 
     def _make_timeout(self, timeout_s: float | None) -> RewardError:
         failure = RewardError(f"{self._path} gave no rewards within reward_timeout_s={timeout_s:g} s")
@@ -136,9 +142,9 @@ class RewardCall:
     def _make_failure(self, error: Exception) -> RewardError:
         if isinstance(error, RewardError):
             return error
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        line = f"{Path(frame.filename).name}:{frame.lineno}"
-        failure = RewardError(f"{self._path} raised {type(error).__name__}: {error} ({line})")
+        failure = RewardError(
+            f"{self._path} raised {type(error).__name__}: {error} ({user_functions.find_place(error, self._owner)})"
+        )
         failure.__cause__ = error
         return failure
 
@@ -160,7 +166,8 @@ class RewardFunctionEnvironment(Environment):
 
     functions: Mapping[str, RewardFunction]
     weights: Mapping[str, float]  # factor of each function's reward, by name of the function
-    correctness: str | None  # name of the function whose reward above 0 means correct, and whose None means unknown
+    correctness: str | None  # name of the function that says what is correct, and whose None means unknown
+    correct_from: float = 1.0  # reward of this function from which a response is correct
     timeout_s: float | None = None  # deadline of one call of a function; None: only the deadline of the process
     tolerant: bool = False  # a failed function counts as reward None; otherwise the rollout fails
     agent_function: user_functions.AgentFunction | None = None  # runs the rollouts, if there is one
@@ -191,7 +198,7 @@ class RewardFunctionEnvironment(Environment):
         for name in self.functions:  # in the order of the configuration, whichever finished first
             outcome = outcomes[name]
             if isinstance(outcome, RewardError):
-                outcome = self._retry_each(name, outcome, requests, scores)
+                outcome = self._repeat_call(name, outcome, requests, scores)
             for score, reward in zip(scores, outcome, strict=True):
                 if reward is not None:
                     score.parts[name] = reward
@@ -199,7 +206,7 @@ class RewardFunctionEnvironment(Environment):
             if score.parts:
                 score.reward = sum(self.weights[name] * value for name, value in score.parts.items())
             if self.correctness in score.parts:
-                score.correct = score.parts[self.correctness] > 0
+                score.correct = score.parts[self.correctness] >= self.correct_from
             score.metrics = {name: fmean(values) for name, values in logged_metrics.items()}
         return scores
 
@@ -213,25 +220,30 @@ class RewardFunctionEnvironment(Environment):
             outcomes |= zip(coroutines, results, strict=True)
         return outcomes
 
-    def _retry_each(
+    def _repeat_call(
         self, name: str, failure: RewardError, requests: list[EnvironmentRequest], scores: list[EnvironmentReturn]
     ) -> list[float | None]:
-        """Call a failed function again for each response by itself."""
-        if not self.tolerant:
+        """Call a failed function once more, for the same responses."""
+        # Never for each response by itself: rewards may depend on the other responses of the group.
+        if not self.tolerant or isinstance(failure, InvalidRewardsError):
             raise failure
+        outcome: CallOutcome = failure
+        if not failure.is_timeout:  # a second call would take as long again
+            logger.warning("%s; the function is called again for these %d responses", failure, len(requests))
+            scores[0].retries += 1
+            ignored_scores = [EnvironmentReturn(reward=None, correct=None) for _ in requests]  # the repetition's notes
+            arguments = self._make_arguments(requests, ignored_scores, defaultdict(list))
+            outcome = self._call_functions([name], arguments, len(requests))[name]
+        if not isinstance(outcome, RewardError):
+            return outcome
+        if isinstance(outcome, InvalidRewardsError):
+            raise outcome
         if name not in self._failed:
             self._failed.add(name)
-            logger.warning("%s; its reward is None for such responses (on_reward_error=none)", failure)
-        rewards: list[float | None] = []
-        for request, score in zip(requests, scores, strict=True):
-            outcome: CallOutcome = failure
-            if len(requests) > 1 and not failure.is_timeout:  # after a timeout, each call could time out again
-                ignored_scores = [EnvironmentReturn(reward=None, correct=None)]  # the retry's notes go there
-                arguments = self._make_arguments([request], ignored_scores, defaultdict(list))
-                outcome = self._call_functions([name], arguments, 1)[name]
-            score.errors += isinstance(outcome, RewardError)
-            rewards += [None] if isinstance(outcome, RewardError) else outcome
-        return rewards
+            logger.warning("%s; its reward is None for such responses (on_reward_error=none)", outcome)
+        for score in scores:
+            score.errors += 1
+        return [None] * len(requests)
 
     def _make_arguments(
         self, requests: list[EnvironmentRequest], scores: list[EnvironmentReturn], logged: defaultdict[str, list[float]]
@@ -269,7 +281,10 @@ class RewardFunctionEnvironment(Environment):
 def _convert_reward(value: Any) -> float | None:
     if isinstance(value, str | bytes):
         raise TypeError(f"{value!r} is a text")
-    return None if value is None else float(value)
+    reward = None if value is None else float(value)
+    if reward is not None and not isfinite(reward):
+        raise ValueError(f"{reward} is no reward; None says that a response has none")
+    return reward
 
 
 def _copy_value(value: Any) -> Any:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
+import traceback
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import RunError
@@ -80,6 +83,16 @@ def load_agent_function(path: str) -> AgentFunction:
     except (TypeError, ValueError) as error:
         raise RunError(f"agent {path} must take prompt and access by name (or **kwargs): {error}") from error
     return function
+
+
+def find_place(error: Exception, owner: Any) -> str:
+    """Find an exception's file and line, in the owner's module if possible."""
+    frames = traceback.extract_tb(error.__traceback__)
+    module = sys.modules.get(getattr(owner, "__module__", None) or "")
+    # The innermost frame of the user's module: an exception of a library would name a file that the user did not write.
+    inner = [frame for frame in frames if frame.filename == getattr(module, "__file__", None)]
+    frame = (inner or frames)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
 def _list_parameters(function: RewardFunction, follow_wrapped: bool = True) -> Sequence[inspect.Parameter]:

@@ -22,7 +22,8 @@ def check_loop(config: Config) -> Iterator[Rule]:
     stop = config.training_loop.early_stop
     if stop.enabled:
         yield from _check_validation_metric(config, "LOOP.early_stop.metric_name=", stop.metric_name)
-    checkpointing = config.ranked_checkpointing if config.training_loop.is_supervised else config.checkpointing
+    is_settled = config.training_loop.is_supervised or not config.has_correctness
+    checkpointing = config.ranked_checkpointing if is_settled else config.checkpointing
     ranked_by = checkpointing.metric_name
     if config.has_checkpoints and config.checkpointing.keep_top_k is not None and ranked_by is not None:
         check_metric = _check_validation_metric if ranked_by.startswith(VALIDATION_PREFIX) else _check_step_metric

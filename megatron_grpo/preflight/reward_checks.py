@@ -32,10 +32,13 @@ def check_rewards(config: Config) -> Iterator[Rule]:
     yield from _check_overlong_penalty(config)
     yield from check_environments(config)
     for name, environment in config.env.items():
-        is_unknown = environment.type == REWARD_FUNCTIONS and environment.correctness_function is None
+        is_unknown = environment.type == REWARD_FUNCTIONS and environment.correct_func is None
         needs_correctness = config.loss_fn.positive_example_nll_weight and environment.reward_funcs
         text = f"imitates correct responses, and env.{name} does not say which are; give env.{name}.correct_func"
         yield needs_correctness and is_unknown, "loss_fn.positive_example_nll_weight=", text
+    follows_accuracy = config.data.curriculum.column is not None and config.env
+    text = "raises the level by accuracy, and nothing says which responses are correct; give env.NAME.correct_func"
+    yield follows_accuracy and not config.has_correctness, "data.curriculum.column=", text
 
 
 def _check_overlong_penalty(config: Config) -> Iterator[Rule]:

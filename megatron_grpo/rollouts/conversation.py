@@ -6,7 +6,7 @@ import asyncio
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,7 @@ class Conversation:
         self._sampling: set[asyncio.Task[GenerationOutput]] = set()
         self._free_numbers: list[int] = []  # of calls that failed, for their repetition: a heap
         self._calls = 0
+        self._message_numbers = count()
         self._is_over = False
 
     @property
@@ -125,6 +126,10 @@ class Conversation:
         self._is_over = True
         for task in self._sampling:
             task.cancel()
+
+    def discard(self, responses: Sequence[Response]) -> None:
+        """Leave out responses that the agent never got."""
+        self.responses = [response for response in self.responses if response not in responses]
 
     def list_segments(self) -> list[Segment]:
         """Divide the responses into sequences to train on.
@@ -166,7 +171,7 @@ class Conversation:
 
         def extend(output: GenerationOutput) -> list[ChatMessage]:
             assert isinstance(prompt.history, list)
-            return [*prompt.history, read(output, cut_at_stop(output.text, stop), len(self.responses))]
+            return [*prompt.history, read(output, cut_at_stop(output.text, stop), next(self._message_numbers))]
 
         return await self._sample(prompt, max_tokens, stop, extend)
 
@@ -316,6 +321,7 @@ class Conversation:
             if self._is_over:
                 raise BadCallError(OVER) from None
             task.cancel()
+            heapq.heappush(self._free_numbers, number)
             raise
         except Exception as error:  # the rollout fails with this error even if the agent continues
             self._failures[ids.tobytes()] = error

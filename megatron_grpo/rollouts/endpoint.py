@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,8 +81,9 @@ class _OpenRollout:
     earlier: dict[str, list[ChatMessage]] = field(default_factory=dict)  # conversations by id of their last response
 
 
-# The JSON of an answer, and of a streamed one the events, each its JSON behind the line of its type, if it has one.
-_Answered = tuple[Any, list[str] | None]
+# The responses of a call, the JSON of its answer, and of a streamed one the events: each its JSON, behind the line of
+# its type if it has one.
+_Answered = tuple[list[Response], Any, list[str] | None]
 Answer = Callable[[Any, _OpenRollout], Awaitable[_Answered]]
 
 
@@ -114,7 +115,7 @@ class Endpoint:
             app.router.add_post(f"{base}/completions", partial(self._answer, answer=self._answer_completion))
             app.router.add_post(f"{base}/responses", partial(self._answer, answer=self._answer_response))
         app.cleanup_ctx.append(self._close_idle_connections)
-        self.runner = web.AppRunner(app, access_log=None)
+        self.runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self.runner.setup()
         try:
             await web.TCPSite(self.runner, self._settings.host, self._settings.port).start()
@@ -184,7 +185,7 @@ class Endpoint:
         if rollout is None:
             return _make_error(404, "no open rollout has this name; use the base URL that the agent was given")
         try:
-            body, events = await answer(await _read_json(request), rollout)
+            responses, body, events = await answer(await _read_json(request), rollout)
         except web.HTTPException:
             raise
         except TooManyCallsError as error:
@@ -193,7 +194,11 @@ class Endpoint:
             return _make_error(400, str(error))
         except Exception as error:  # noqa: BLE001 - the rollout fails with the error that the conversation keeps
             return _make_error(500, str(error))
-        return web.json_response(body) if events is None else await _send_events(request, events)
+        try:
+            return await (_send_json(request, body) if events is None else _send_events(request, events))
+        except (ConnectionError, asyncio.CancelledError):  # the client has gone, and nobody got the answer
+            rollout.conversation.discard(responses)
+            raise
 
     async def _answer_chat(self, call: Any, rollout: _OpenRollout) -> _Answered:
         conversation = rollout.conversation
@@ -207,13 +212,13 @@ class Endpoint:
         options = read_options(call, COMPLETION_FIELDS, conversation.settings)
         require_valid_prompt(call)
         complete = partial(conversation.complete, call["prompt"], options.max_tokens, stop=options.stop)
-        return self._make_answer(await _sample_together(complete, options.choices), call, options)
+        return self._make_answer(await _sample_together(conversation, complete, options.choices), call, options)
 
     def _make_answer(self, responses: list[Response], call: Any, options: CallOptions) -> _Answered:
         answer = make_answer(responses, call, options, self.tokenizer)
         if not options.is_streamed:
-            return answer, None
-        return answer, [*map(json.dumps, iterate_chunks(answer, options)), "[DONE]"]
+            return responses, answer, None
+        return responses, answer, [*map(json.dumps, iterate_chunks(answer, options)), "[DONE]"]
 
     async def _answer_response(self, call: Any, rollout: _OpenRollout) -> _Answered:
         conversation = rollout.conversation
@@ -230,7 +235,7 @@ class Endpoint:
         history = cast("list[ChatMessage]", response.history)
         rollout.earlier[answer["id"]] = history if instructions is None else history[1:]
         events = [f"{event['type']}\n{json.dumps(event)}" for event in iterate_events(answer)]
-        return answer, events if options.is_streamed else None
+        return [response], answer, events if options.is_streamed else None
 
     async def _chat(
         self,
@@ -251,15 +256,42 @@ class Endpoint:
                 known_tools if is_called else None, {**prompts.chat_template_kwargs, **variables}
             )
         chat = partial(conversation.chat, messages, tools, options.max_tokens, variables, stop=options.stop, read=read)
-        return await _sample_together(chat, options.choices)
+        return await _sample_together(conversation, chat, options.choices)
 
 
-async def _sample_together(sample: Callable[[], Awaitable[Response]], count: int) -> list[Response]:
-    return await asyncio.gather(*(sample() for _ in range(count)))
+async def _sample_together(
+    conversation: Conversation, sample: Callable[[], Coroutine[Any, Any, Response]], count: int
+) -> list[Response]:
+    tasks = [asyncio.create_task(sample()) for _ in range(count)]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:  # the client has gone, or gets an error: it gets none of the responses
+        finished = [task for task in tasks if not task.cancel() and not task.cancelled() and task.exception() is None]
+        conversation.discard([task.result() for task in finished])
+        raise
+
+
+async def _require_client(request: web.Request) -> None:
+    """Raise ConnectionResetError if the client has hung up."""
+    # A client may have hung up at the moment in which its responses were complete: these rounds of the event loop read
+    # the end of the connection, close it and cancel this call.
+    for _ in range(3):
+        await asyncio.sleep(0)
+    if request.transport is None or request.transport.is_closing():
+        raise ConnectionResetError("the client has hung up")
+
+
+async def _send_json(request: web.Request, body: Any) -> web.StreamResponse:
+    await _require_client(request)
+    reply = web.json_response(body)
+    await reply.prepare(request)
+    await reply.write_eof()
+    return reply
 
 
 async def _send_events(request: web.Request, events: list[str]) -> web.StreamResponse:
     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await _require_client(request)
     await stream.prepare(request)
     for event in events:
         kind, _, data = event.rpartition("\n")

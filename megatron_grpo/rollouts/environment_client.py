@@ -24,6 +24,7 @@ from megatron_grpo.rollouts.failures import RolloutFailure
 Arguments = TypeVarTuple("Arguments")
 Answer = TypeVar("Answer")
 
+SCORING_ATTEMPTS = 2  # calls for a prompt's samples
 logger = logging.getLogger(__name__)
 
 
@@ -49,8 +50,9 @@ class _Call:
 class EnvironmentClient:
     """Client of an environment; free processes take queued calls.
 
-    When a process dies or misses the deadline, it is replaced, and its calls are repeated once, sample by sample, each
-    by itself, so that only the sample that caused the failure fails.
+    When a process dies or misses the deadline, it is replaced, and each of its calls is repeated once, alone, so that
+    only the call that caused the failure fails. The samples of a prompt are always scored together, because rewards may
+    depend on the other samples.
     """
 
     def __init__(self, handle: EnvironmentHandle, clock: RolloutClock) -> None:
@@ -92,17 +94,21 @@ class EnvironmentClient:
 
     async def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
         """Return a score for each sample, or the reason why it has none."""
-        try:
-            return await self._call(EnvironmentWorker.score, requests)
-        except RolloutFailure:
-            return await asyncio.gather(*map(self._score_alone, requests))
-
-    async def _score_alone(self, request: EnvironmentRequest) -> ScoreOrError:
-        try:
-            (scored,) = await self._call(EnvironmentWorker.score, [request], is_alone=True)
-        except RolloutFailure as failure:
-            return str(failure)
-        return scored
+        reason = ""
+        for attempt in range(SCORING_ATTEMPTS):
+            try:
+                scores = _require_answer(await self._call(EnvironmentWorker.score, requests, is_alone=attempt > 0))
+            except RolloutFailure as failure:
+                if not attempt:
+                    self.remarks.append(f"{failure}; the {len(requests)} responses are scored again, together")
+                reason = str(failure)
+            else:
+                for score in scores:
+                    if not isinstance(score, str):
+                        score.retries += attempt
+                        break
+                return scores
+        return [reason] * len(requests)
 
     async def _call_with_retry(
         self, method: Callable[[EnvironmentWorker, *Arguments], Answer | str], *arguments: *Arguments
@@ -149,7 +155,7 @@ class EnvironmentClient:
                 reason = await self._run(actor, status.pid, calls) if calls else None
                 if reason is not None:
                     kill_process(actor, status)
-                    # The callers repeat their calls one by one: a single response may have ended the process.
+                    # The callers repeat their calls one by one: a single call may have ended the process.
                     for call in calls:
                         call.settle(RolloutFailure(reason))
                     actor = self._handle.spawn()

@@ -17,7 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.batch.trajectory import REWARD_REMOVED, SUSPECT_PREFIX, Span, StopReason, Trajectory, list_suspicions
+from megatron_grpo.batch.trajectory import (
+    REWARD_REMOVED,
+    SCORING_RETRIES,
+    SUSPECT_PREFIX,
+    Span,
+    StopReason,
+    Trajectory,
+    list_suspicions,
+)
 from megatron_grpo.config.data_schema import MIN_COMPARED, UNUSUALLY_SHORT
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.data.processors import DatumSpec
@@ -107,6 +115,8 @@ class GroupRollout:
                         trajectory.reward = math.fsum(trajectory.turn_rewards)
                     trajectory.reward_parts, trajectory.reward_errors = scored.parts, scored.errors
                     trajectory.reward_metrics, trajectory.notes = scored.metrics, scored.notes
+                    if scored.retries:
+                        trajectory.reward_metrics = scored.metrics | {SCORING_RETRIES: float(scored.retries)}
             trajectories = [trajectory for trajectory, _ in sampled]
             flag_suspicious(trajectories, self.environment.leave_out_suspects)
             record_repeated_samples(trajectories, self.settings.sampling.temperature)

@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 import torch
 
 from megatron_grpo.batch.environment_metrics import MAX_METRICS, is_environment_metric, make_step_metric_name
-from megatron_grpo.batch.trajectory import Outcome
+from megatron_grpo.batch.trajectory import SCORING_RETRIES, Outcome
 from megatron_grpo.config.metric_names import TASK_METRICS
 from megatron_grpo.rollouts.repeated_samples import REPEATED, find_copies
 
@@ -80,8 +80,9 @@ def compute_reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, fl
 
     The deviation has the divisor n - 1. With reward functions also unscored_rate, the share of responses that no
     function scored; with failures that env.NAME.on_reward_error=none ignores also reward_errors, their number; with
-    copies among the samples also repeated_samples, their share. Figures that environments report are means over the
-    responses that have them; of very many, only the first MAX_METRICS.
+    copies among the samples also repeated_samples, their share. scoring_retries is the number of calls that failed and
+    were repeated for their group. Figures that environments report are means over the responses that have them; of very
+    many, only the first MAX_METRICS.
     """
     values: defaultdict[str, list[float]] = defaultdict(list)
     reported: defaultdict[str, list[float]] = defaultdict(list)
@@ -95,11 +96,13 @@ def compute_reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, fl
     means = {f"reward/{name}": fmean(scored) for name, scored in values.items()}
     deviations = {f"reward_std/{name}": stdev(scored) if len(scored) > 1 else 0.0 for name, scored in values.items()}
     omitted = {*islice(filter(is_environment_metric, reported), MAX_METRICS, None)}
+    retries = reported.pop(SCORING_RETRIES, [])
     figures = {name: fmean(values) for name, values in reported.items() if name not in omitted}
     errors = sum(outcome.reward_errors for outcome in outcomes)
     counted = {"reward_errors": float(errors)} if errors else {}
     if copies := find_copies(outcomes):
         counted["repeated_samples"] = len(copies) / len(outcomes)
+    counted |= {SCORING_RETRIES: sum(retries)} if retries else {}
     return figures | means | deviations | counted | ({"unscored_rate": unscored} if values or unscored else {})
 
 

@@ -63,8 +63,10 @@ def test_each_function_is_called_as_trl_calls_it(finished: Path) -> None:
         if "math_reward_func" in parts:
             right = text == f"{2 * int(prompt['prompt'][:2]):03d}"
             assert parts["math_reward_func"] == (1.0 if right else -1.0)
-        assert ("by_step" in parts) == (not text.startswith("1")), "it fails over these, and over no others"
-        assert row["reward_errors"] == (1 if text.startswith("1") else 0)
+        group = [one for one in rollouts if (one["step"], one["group"]) == (row["step"], row["group"])]
+        fails = any(one["response"].startswith("1") for one in group)
+        assert ("by_step" in parts) == (not fails), "it fails over the groups of these, and over no others"
+        assert row["reward_errors"] == (1 if fails else 0)
         assert parts.get("by_step", row["step"] - 1) == row["step"] - 1
         assert row["reward"] == pytest.approx(sum(WEIGHTS[name] * value for name, value in parts.items()))
 

@@ -142,3 +142,17 @@ def test_the_work_is_bounded(unit: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert sum(map(len, looked)) <= 20 * len(response)
     assert sum(map(len, parsed)) <= 4 * len(response)
     assert len(parsed) < 1000
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "> ```python\n> print(1)\n> ```",
+        "> > ```python\n> > print(1)\n> > ```\nThat is all.",
+        "As said:\n> ~~~python\n> print(1)\n> ~~~",
+        "~~~python\nprint(1)",
+        "~~~ py\nprint(1)\n",
+    ],
+)
+def test_quoted_and_unclosed_blocks(response: str) -> None:
+    assert extract_program(response).strip() == "print(1)"

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from math_verify import parse, verify
 
 from megatron_grpo.data.math_text import rewrite_answer, rewrite_numbers, rewrite_tail
+from megatron_grpo.data.specs import find_last_box
 from megatron_grpo.environments.math_answers import is_correct
 
 EQUAL = {
@@ -217,3 +218,57 @@ def test_the_work_on_hostile_answers_is_bounded(unit: str) -> None:
     assert rewrite_answer(text).text == text, "a whole answer of this length is no number"
     assert len(rewrite_answer(text[:2000]).as_share) < 40_000
     assert len(rewrite_numbers("1e60 " * 400)) < 40_000
+
+
+@pytest.mark.parametrize(
+    ("reference", "response"),
+    [
+        ("2 1/2", r"\boxed{21/2}"),
+        ("2 1/2", "21/2"),
+        ("1 3/4", r"\boxed{13/4}"),
+        ("-2 1/2", r"\boxed{-21/2}"),
+        ("3 1/3", r"\boxed{31/3}"),
+        ("1 2 3", r"\boxed{123}"),
+        ("1 2 3", r"\boxed{12 3}"),
+        ("5 2", r"\boxed{52}"),
+        ("10 000,5", r"\boxed{100005}"),
+        ("yes", "No"),
+    ],
+)
+def test_a_blank_between_numbers_is_not_nothing(reference: str, response: str) -> None:
+    assert not is_correct(response, reference)
+
+
+@pytest.mark.parametrize(
+    ("reference", "response"),
+    [
+        ("2.5", "It is 2 1/2."),
+        ("10/3", r"\boxed{3 1/3}"),
+        ("1000000", r"\boxed{1 000 000}"),
+        ("10000.5", r"\boxed{10 000,5}"),
+        ("(1, 2)", r"\boxed{(1,2)}"),
+        ("x + y", r"\boxed{x+y}"),
+        ("0.001", r"\boxed{10^-3}"),
+        ("10^-3", r"\boxed{0.001}"),
+        ("2^-1", r"\boxed{1/2}"),
+        ("3^-2", r"\boxed{\frac{1}{9}}"),
+        ("5", r"so it is $\boxed 5$."),
+        ("1/2", r"$\boxed \frac{1}{2}$"),
+        ("7", r"\fbox{7}"),
+        ("no", "No"),
+        ("Yes", "yes."),
+        ("No", "The answer is **no**."),
+    ],
+)
+def test_right_answers_as_they_are_written(reference: str, response: str) -> None:
+    assert is_correct(response, reference)
+
+
+def test_boxes_of_solutions() -> None:
+    solutions = {
+        r"so $\boxed 5$": "5",
+        r"\fbox{7}": "7",
+        r"$\boxed -3$, then $\boxed{": "-3",
+        r"\boxed{\frac{1}{2}}": r"\frac{1}{2}",
+    }
+    assert {text: find_last_box(text) for text in solutions} == solutions

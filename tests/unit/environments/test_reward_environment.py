@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import math
 import re
 import time
 from collections import deque
@@ -104,7 +105,7 @@ def test_a_function_over_conversations() -> None:
     ]
     scores = environment("format_reward").score(requests)
     assert [score.reward for score in scores] == [1.0, 0.0]
-    assert [score.correct for score in scores] == [True, False]
+    assert [score.correct for score in scores] == [None, None], "a format is no answer"
 
 
 def test_columns_of_the_data_are_keywords() -> None:
@@ -214,6 +215,21 @@ def test_one_function_says_what_is_correct() -> None:
     assert [score.correct for score in create_environment(named).score(requests)] == [True, False, None]
     unnamed = EnvironmentConfig(type="reward_functions", reward_funcs=paths)
     assert [score.correct for score in create_environment(unnamed).score(requests)] == [None] * 3
+    alone = EnvironmentConfig(type="reward_functions", reward_funcs=paths[:1])
+    assert [score.correct for score in create_environment(alone).score(requests)] == [None] * 3
+
+
+def partial_credit(completions: list[str], **_: Any) -> list[float]:
+    return [float(text) for text in completions]
+
+
+def test_a_part_of_the_reward_is_not_correct() -> None:
+    requests = [request("a", text) for text in ("1.0", "0.66", "-1", "2")]
+    paths = [f"{__name__}.partial_credit"]
+    config = EnvironmentConfig(type="reward_functions", reward_funcs=paths, correct_func="partial_credit")
+    assert [score.correct for score in create_environment(config).score(requests)] == [True, False, False, True]
+    config.correct_from = 0.5
+    assert [score.correct for score in create_environment(config).score(requests)] == [True, True, False, True]
 
 
 def test_a_column_that_a_row_lacks_is_none() -> None:
@@ -272,6 +288,18 @@ def as_texts(completions: list[str], **_: Any) -> list[str]:
     return ["1.5"] * len(completions)
 
 
+def one_too_many(completions: list[str], **_: Any) -> list[float]:
+    return [1.0] * (len(completions) + 1)
+
+
+async def not_a_number(completions: list[str], **_: Any) -> Any:
+    return np.full(len(completions), np.nan)
+
+
+def endless(completions: list[str], **_: Any) -> list[float]:
+    return [-math.inf] * len(completions)
+
+
 def as_scalar(completions: list[str], **_: Any) -> Any:
     return np.array(1.0)
 
@@ -280,14 +308,20 @@ def as_scalar(completions: list[str], **_: Any) -> Any:
     ("function", "text"),
     [
         (raises_on_c, r"raised ZeroDivisionError: .* \(test_reward_environment.py:\d+\)"),
-        (one_too_few, "gave 1 rewards for 2 completions"),
-        (gives_nothing, "gave NoneType, and no list of rewards"),
-        (words, "gave something that is neither a number nor None: .*'b'"),
-        (by_number, "gave dict, and no list of rewards"),
-        (by_value, "gave set, and no list of rewards"),
-        (as_text, "gave str, and no list of rewards"),
-        (as_texts, "gave something that is neither a number nor None: '1.5' is a text"),
-        (as_scalar, "gave ndarray, and no list of rewards"),
+        (one_too_few, "returned 1 reward for 2 completions"),
+        (gives_nothing, "returned NoneType for 2 completions, and no list of rewards"),
+        (
+            words,
+            "returned 2 rewards for 2 completions, and among them something that is neither a number nor None: .*'b'",
+        ),
+        (by_number, "returned dict for 2 completions, and no list of rewards"),
+        (by_value, "returned set for 2 completions, and no list of rewards"),
+        (as_text, "returned str for 2 completions, and no list of rewards"),
+        (as_texts, ".* neither a number nor None: '1.5' is a text"),
+        (as_scalar, "returned ndarray for 2 completions, and no list of rewards"),
+        (one_too_many, "returned 3 rewards for 2 completions"),
+        (not_a_number, "returned 2 rewards for 2 completions, .*: nan is no reward; None says"),
+        (endless, "returned 2 rewards for 2 completions, .*: -inf is no reward; None says"),
     ],
 )
 def test_what_a_function_does_wrong_is_told_with_its_name(function: Any, text: str) -> None:
@@ -420,12 +454,45 @@ def test_a_failure_can_count_as_having_no_opinion(caplog: pytest.LogCaptureFixtu
     tolerant = RewardFunctionEnvironment(functions, dict.fromkeys(functions, 1.0), None, tolerant=True)
     for _ in range(2):
         scores = tolerant.score([request("a", "b"), request("a", "c")])
-        assert [(score.reward, score.errors) for score in scores] == [(2.0, 0), (1.0, 1)], "only the one it fails over"
+        assert [(score.reward, score.errors) for score in scores] == [(1.0, 1), (1.0, 1)], "of the whole group"
+        assert [score.retries for score in scores] == [1, 0]
         assert scores[1].parts == {"good": 1.0}
-    (record,) = caplog.records
-    assert re.search(
-        r"\.raises_on_c raised \w+: .* \(test_reward_environment\.py:\d+\); its reward is None", record.message
-    )
+    messages = [record.message for record in caplog.records]
+    place = r"\.raises_on_c raised \w+: .* \(test_reward_environment\.py:\d+\)"
+    assert [re.search(f"{place}; (its reward is None|the function is called again)", text) for text in messages]
+    assert sum("its reward is None" in text for text in messages) == 1
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_function_that_fails_once_is_called_again_with_its_group(is_async: bool) -> None:
+    """Rewards relative to a group are those of the group, never of a response alone."""
+    sizes: list[int] = []
+
+    def rank(completions: list[str], **_: Any) -> list[float]:
+        sizes.append(len(completions))
+        if len(sizes) == 1:
+            json.loads("[")  # raises in a library
+        return [float(sorted(completions).index(text)) for text in completions]
+
+    async def rank_later(completions: list[str], **_: Any) -> list[float]:
+        return rank(completions)
+
+    function = rank_later if is_async else rank
+    tolerant = RewardFunctionEnvironment({"rank": function}, {"rank": 1.0}, None, tolerant=True)
+    scores = tolerant.score([request("a", text) for text in "cab"])
+    assert ([score.reward for score in scores], sizes) == ([2.0, 0.0, 1.0], [3, 3])
+    assert [score.retries for score in scores] == [1, 0, 0]
+    sizes.clear()
+    failing = RewardFunctionEnvironment({"rank": function}, {"rank": 1.0}, None)
+    with pytest.raises(RunError, match=r"raised JSONDecodeError: .* \(test_reward_environment\.py:\d+\)$"):
+        failing.score([request("a", text) for text in "cab"])
+
+
+@pytest.mark.parametrize("function", [one_too_few, one_too_many, words, not_a_number])
+def test_a_failure_that_is_ignored_is_no_wrong_number_of_rewards(function: Any) -> None:
+    tolerant = RewardFunctionEnvironment({"one": function}, {"one": 1.0}, None, tolerant=True)
+    with pytest.raises(RunError, match="for 2 completions"):
+        tolerant.score([request("a", "b"), request("a", "c")])
 
 
 def stuck(completions: list[str], **_: Any) -> list[float]:

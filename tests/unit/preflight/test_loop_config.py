@@ -54,7 +54,11 @@ FUNCTIONS = ["env.addition.type=reward_functions", "env.addition.reward_funcs=[p
             "grpo.early_stop.metric_name=val_accuracy",
             "name one in env.addition.correct_func, or take val_reward",
         ),
-        (FUNCTIONS, "checkpointing.metric_name=val_accuracy", "name one in env.addition.correct_func"),
+        (
+            [*FUNCTIONS, "checkpointing.metric_name=val_set_acuracy"],
+            "checkpointing.metric_name=val_set_acuracy",
+            "is not a validation metric",
+        ),
         (["generation.temperature=0.003"], "generation.temperature=0.003", "must be 0 (greedy) or"),
         (["grpo.val_temperature=1e-7"], "grpo.val_temperature=1e-07", "must be 0 (greedy) or"),
         (
@@ -96,3 +100,17 @@ def test_prompts_of_a_generation_batch_are_counted_in_decimals(multiplier: float
     """100 * 1.15 is 114.99999999999999 in binary."""
     grpo = GRPOConfig(num_prompts_per_step=100, batch_multiplier=multiplier, use_dynamic_sampling=True)
     assert Config(grpo=grpo).prompts_per_generation_batch == prompts
+
+
+@pytest.mark.parametrize(
+    ("overrides", "metric"),
+    [
+        (["env.addition.type=reward_functions", "env.addition.reward_funcs=[pkg.length]"], "val_reward"),
+        (["env.addition.type=judge", "env.addition.options={model: m}"], "val_reward"),
+        (["env.addition.type=judge", "env.addition.options={model: m, correct_from: 0.7}"], "val_accuracy"),
+        ([*FUNCTIONS, "env.addition.correct_func=two"], "val_accuracy"),
+        ([], "val_accuracy"),
+    ],
+)
+def test_checkpoints_rank_by_reward_where_nothing_is_known_to_be_correct(overrides: list[str], metric: str) -> None:
+    assert compose_config(["+exp=quickstart", *overrides]).ranked_checkpointing.metric_name == metric

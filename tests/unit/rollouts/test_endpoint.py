@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -415,3 +416,83 @@ def test_half_open_connections_are_bounded(model: str, monkeypatch: pytest.Monke
         return closed
 
     assert ask(model, agent) == [True] * 15 + [False] * 5, "the oldest are closed"
+
+
+class SlowEngine(Engine):
+    """Answers at once or never, by the number of the call; counts the calls that were cancelled."""
+
+    def __init__(self, stuck: range) -> None:
+        self.stuck, self.calls, self.cancelled = stuck, 0, 0
+
+    async def generate(self, request: GenerationRequest, settings: SamplingSettings) -> GenerationOutput:
+        self.calls += 1
+        if self.calls - 1 in self.stuck:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        return await super().generate(request, settings)
+
+
+async def settle(engine: SlowEngine, cancelled: int) -> None:
+    async with asyncio.timeout(5):
+        while engine.cancelled < cancelled:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(("choices", "stuck"), [(1, range(1)), (8, range(5, 8))])
+def test_what_a_client_gave_up_on_is_not_trained_on(model: str, choices: int, stuck: range, is_streamed: bool) -> None:
+    """A time-out of the client's own, and its repetition."""
+
+    async def scene() -> None:
+        endpoint = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=None, tokenizer=model))
+        await endpoint.start()
+        engine = SlowEngine(stuck)
+        talk = Conversation(engine, SETTINGS, endpoint.get_renderer("task", PromptFormat()), lambda turn: turn, 40)
+        call: dict[str, Any] = {"messages": [{"role": "user", "content": "ab"}], "n": choices, "stream": is_streamed}
+        with endpoint.open_rollout(talk) as access:
+            client = AsyncOpenAI(base_url=access.base_url, api_key=access.token, max_retries=0)
+            with pytest.raises(openai.APITimeoutError):
+                await client.chat.completions.create(model=access.model, timeout=0.2, **call)
+            await settle(engine, len(stuck))
+            assert talk.responses == [], "neither those that were complete nor the others"
+            answer = await client.chat.completions.create(model=access.model, **call)
+            if is_streamed:
+                assert [chunk async for chunk in answer]
+            assert len(talk.responses) == choices
+            assert len(talk.list_segments()) == choices
+            assert talk.failure is None
+        await endpoint.runner.cleanup()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+def test_a_client_that_went_away_leaves_no_response(model: str, path: str) -> None:
+    """A process that ends in its call: a bare connection that is closed, at once or while the model writes."""
+
+    async def scene() -> None:
+        endpoint = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=None, tokenizer=model))
+        await endpoint.start()
+        engine = SlowEngine(range(1))
+        talk = Conversation(engine, SETTINGS, endpoint.get_renderer("task", PromptFormat()), lambda turn: turn, 40)
+        key = {"chat/completions": "messages", "completions": "prompt", "responses": "input"}[path]
+        content: Any = [{"role": "user", "content": "ab"}] if key == "messages" else "ab"
+        body = json.dumps({"model": "policy", key: content}).encode()
+        with endpoint.open_rollout(talk) as access:
+            target = access.base_url.partition(f":{endpoint.port}")[2]
+            head = f"POST {target}/{path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
+            kind = "Content-Type: application/json\r\n\r\n"
+            for stuck in (1, 0):
+                _, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+                writer.write(head.encode() + kind.encode() + body)
+                while stuck and not engine.calls:
+                    await asyncio.sleep(0.01)
+                writer.close()
+                await asyncio.sleep(0.1)
+                assert (talk.responses, engine.cancelled) == ([], 1)
+        await endpoint.runner.cleanup()
+
+    asyncio.run(scene())

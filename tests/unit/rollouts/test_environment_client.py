@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
-from megatron_grpo.environments.interface import EnvironmentSettings, EnvironmentStatus
+from megatron_grpo.environments.interface import Environment, EnvironmentSettings, EnvironmentStatus
 from megatron_grpo.rollouts.clock import RolloutClock
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
 from megatron_grpo.rollouts.failures import RolloutFailure
@@ -94,7 +95,8 @@ def scores(handle: Handle, *groups: tuple[str, ...]) -> list[list[Any]]:
         client = EnvironmentClient(handle, RolloutClock())
         await client.start()
         results = await asyncio.gather(*(client.score(job(*group)) for group in groups))
-        assert len(client.remarks) == len(handle.spawned), "of every process that is lost"
+        losses = [remark for remark in client.remarks if "takes its place" in remark]
+        assert len(losses) == len(handle.spawned), "of every process that is lost"
         return [[one if isinstance(one, str) else one.reward for one in result] for result in results]
 
     return asyncio.run(scene())
@@ -121,13 +123,13 @@ def test_only_what_a_process_is_lost_over_twice_fails(
     bad: str, reason: str, processes: int, killed: list[FakeProcess]
 ) -> None:
     handle = Handle(*(FakeProcess() for _ in range(processes)))
-    assert scores(handle, ("a", bad, "ccc"), ("dddd",), (bad,)) == [[1.0, reason, 3.0], [4.0], [reason]]
+    assert scores(handle, ("a", bad, "ccc"), ("dddd",), (bad,)) == [[reason] * 3, [4.0], [reason]]
     everyone = [*handle.actors, *handle.spawned]
     assert len(killed) == len(handle.spawned)
     attempts = [call for process in everyone for call in process.calls if any(bad in group for group in call)]
     assert sum(sum(group.count(bad) for group in call) for call in attempts) == 4, "two attempts at each of the two"
     singles = [call for process in handle.spawned for call in process.calls]
-    assert all(len(call) == 1 and len(call[0]) == 1 for call in singles)
+    assert all(len(call) == 1 and call[0] in (("a", bad, "ccc"), ("dddd",), (bad,)) for call in singles)
 
 
 def test_what_was_raised_is_told_and_loses_no_process(killed: list[FakeProcess]) -> None:
@@ -180,3 +182,77 @@ def test_a_process_that_does_not_come_up_is_one_clear_error() -> None:
         scores(Handle(FakeProcess(comes_up=False)), ("a",))
     with pytest.raises(SamplingError, match=text):  # in the place of another
         scores(Handle(FakeProcess(), spares=(FakeProcess(comes_up=False),)), ("a", "die"), ("b",))
+
+
+class Fickle(Environment):
+    """Ranks the responses of a call, and fails the first time."""
+
+    def __init__(self, failures: int = 1, result: Callable[[int], Any] | None = None) -> None:
+        self.sizes: list[int] = []
+        self._failures, self._result = failures, result
+
+    def score(self, requests: list[EnvironmentRequest]) -> Any:
+        self.sizes.append(len(requests))
+        if len(self.sizes) <= self._failures:
+            raise KeyError("gold")
+        if self._result is not None:
+            return self._result(len(requests))
+        order = sorted(request.response for request in requests)
+        return [EnvironmentReturn(reward=float(order.index(request.response)), correct=None) for request in requests]
+
+
+class ProcessHere(FakeProcess):
+    """Runs the calls on a worker of this process."""
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__()
+        worker: Any = EnvironmentWorker.__new__(EnvironmentWorker)
+        worker._name, worker._environment = "task", environment
+        self._worker = worker
+
+    async def _run(self, packed: Any) -> list[Any]:
+        return [method(self._worker, *arguments) for method, arguments in pickle.loads(pickle.dumps(packed))]
+
+
+def score_here(environment: Fickle, *responses: str) -> tuple[list[Any], list[str]]:
+    async def scene() -> tuple[list[Any], list[str]]:
+        client = EnvironmentClient(Handle(ProcessHere(environment)), RolloutClock())
+        await client.start()
+        return await client.score(job(*responses)), client.remarks
+
+    return asyncio.run(scene())
+
+
+def test_a_group_whose_scoring_fails_is_scored_again_as_a_group() -> None:
+    environment = Fickle()
+    results, remarks = score_here(environment, "c", "a", "b")
+    assert ([result.reward for result in results], environment.sizes) == ([2.0, 0.0, 1.0], [3, 3])
+    assert [result.retries for result in results] == [1, 0, 0]
+    (remark,) = remarks
+    assert re.fullmatch(
+        r"environment task: KeyError: 'gold' \(test_environment_client\.py:\d+\); the 3 responses are scored again, .*",
+        remark,
+    )
+
+
+def test_a_group_that_fails_twice_fails_as_a_whole() -> None:
+    environment = Fickle(failures=2)
+    results, _ = score_here(environment, "c", "a", "b")
+    assert len(set(results)) == 1
+    assert "KeyError: 'gold'" in results[0]
+    assert environment.sizes == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (lambda count: [EnvironmentReturn(1.0, None)] * (count - 1), "Fickle.score returned 2 scores for 3 responses"),
+        (lambda count: [EnvironmentReturn(1.0, None)] * (count + 1), "Fickle.score returned 4 scores for 3 responses"),
+        (lambda count: None, "Fickle.score returned NoneType for 3 responses, not a list of scores"),
+        (lambda count: [1.0] * count, "Fickle.score returned float, not EnvironmentReturn; 3 are expected"),
+        (lambda count: [EnvironmentReturn(float("nan"), None)] * count, "Fickle.score returned the reward nan"),
+    ],
+)
+def test_other_things_than_a_score_per_response_are_refused(result: Callable[[int], Any], text: str) -> None:
+    results, _ = score_here(Fickle(failures=0, result=result), "c", "a", "b")
+    assert [line.startswith(f"environment task: {text}") for line in results] == [True] * 3

@@ -151,3 +151,12 @@ def test_a_trajectory_survives_json(failed: bool) -> None:
     assert saved.routed is None or saved.routed.dtype == np.uint8
     assert plain(Trajectory.from_row(one.to_row())) == plain(again), "people do not read which experts"
     assert (again.token_ids.dtype, again.logprobs.dtype) == (np.int32, np.float32)
+
+
+def test_repeated_calls_are_counted() -> None:
+    """A group's first response has the number; the others have none."""
+    outcomes = [make_outcome(reward=1.0) for _ in range(6)]
+    assert "scoring_retries" not in compute_reward_function_metrics(outcomes)
+    for outcome in (outcomes[0], outcomes[4]):
+        outcome.reward_metrics = {"scoring_retries": 1.0}
+    assert compute_reward_function_metrics(outcomes)["scoring_retries"] == 2.0
