@@ -63,7 +63,7 @@ def test_calls_of_gpt_oss_are_executed_and_its_final_text_is_the_answer(call: st
     thought = "<|channel|>analysis<|message|>So.<|end|><|start|>assistant"
     final = environment.step(turn.state, f"{thought}<|channel|>final<|message|>12")
     assert final.done
-    assert final.state.last == "12"
+    assert final.state.answer == "12"
     assert environment.step(turn.state, "<|channel|><|channel|>").done, "malformed text has no calls"
 
 
