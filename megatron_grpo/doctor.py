@@ -98,7 +98,8 @@ def _format_diagnosis(run_dir: Path, diagnosis: Diagnosis) -> list[str]:
         if finding.before is not None and finding.after is not None:
             before, after = finding.before.mean, finding.after.mean
             lines.append(f"    explains {finding.explained:.1%}: {before:.1e} -> {after:.1e} on average")
-        lines += [f"    explains nearly as much: {cause}" for cause in finding.others]
+        label = "explains nearly as much" if finding.after is not None else "explains a part"
+        lines += [f"    {label}: {cause}" for cause in finding.others]
         lines.append(f"    change: {finding.key}")
     return lines if diagnosis.findings else [*lines, "nothing found: both sides compute what transformers computes"]
 

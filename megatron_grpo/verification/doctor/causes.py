@@ -19,6 +19,7 @@ from megatron_grpo.verification.doctor.diagnosis import (
     Distance,
     Finding,
     describe_apart,
+    describe_engines,
     find_first_apart,
     find_rollouts_apart,
     is_rounding,
@@ -51,14 +52,20 @@ from megatron_grpo.verification.doctor.suspects.versions import (
     iterate_versions,
 )
 from megatron_grpo.verification.doctor.suspects.weights import (
+    iterate_adapter_parts,
+    iterate_fine_parts,
+    iterate_fine_stale_parts,
     iterate_missing_parts,
     iterate_scaled_parts,
     iterate_stale_parts,
     iterate_stale_sets,
+    list_fine_parts,
     list_parts,
 )
 from megatron_grpo.verification.oracle import Oracle
 
+MOST_VERSIONS = 8
+"""Most other versions, the nearest ones, whose single parts are tried."""
 NEAREST = 4
 """Most other versions, the nearest ones, whose weights are tried as a whole."""
 COMMANDS = {
@@ -135,6 +142,7 @@ class Causes:
             return finding
         names = "; ".join(rollout.name for rollout in part.rollouts) if len(apart) <= MOST_NAMED else ""
         where = f"in {len(apart)} of {len(side.rollouts)} rollouts{': ' * bool(names)}{names}"
+        where += describe_engines(part.rollouts, side.rollouts) if side.name == "engine" else ""
         return replace(finding, text=f"{finding.text} ({where})")
 
     def _explain_side(
@@ -192,6 +200,15 @@ class Causes:
             partial(iterate_stale_parts, parts, partial(self.load_oracle, number), texts[number]) for number in earlier
         ]
         yield [*stale, partial(iterate_missing_parts, parts), iterate_permutations]
+        fine = list_fine_parts(side.oracle, pipelines)
+        older = near[:MOST_VERSIONS]
+        named = [(partial(self.load_oracle, number), self._describe_version(number, has_adapters)) for number in older]
+        adapters = [partial(iterate_adapter_parts, [*parts, *fine], partial(self.load_oracle, 0))]
+        yield [
+            *(partial(iterate_fine_stale_parts, [*parts, *fine], load, text) for load, text in named),
+            partial(iterate_fine_parts, fine),
+            *(adapters if has_adapters and version != 0 else []),
+        ]
         yield [partial(iterate_scaled_parts, parts)]
         yield [
             partial(iterate_stale_sets, parts, partial(self.load_oracle, number), texts[number]) for number in earlier

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_grpo.verification.doctor.evidence import Evidence, join_spans
+from megatron_grpo.verification.doctor.evidence import Evidence, Rollout, join_spans
 from megatron_grpo.verification.doctor.law import compute_residual
 from megatron_grpo.verification.doctor.suspects.side import Cause, Side
 
@@ -211,6 +211,17 @@ def find_rollouts_apart(side: Side, base: Tensor, rounding: Distance) -> list[in
         for number, (recorded, predicted) in enumerate(pairs)
         if not Distance.measure(recorded, predicted).is_within(rounding)
     ]
+
+
+def describe_engines(apart: Sequence[Rollout], rollouts: Sequence[Rollout]) -> str:
+    """Name the engines that sampled the rollouts that differ, if others sampled none of them; else empty."""
+    engines, every = ({rollout.row.get("engine") for rollout in part} for part in (apart, rollouts))
+    if None in every or engines == every:
+        return ""
+    numbers = sorted(engines)
+    size = sum(rollout.row["engine"] in engines for rollout in rollouts)
+    share = "all" if size == len(apart) else f"{len(apart)} of the {size}"
+    return f": {share} of engine{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def describe_apart(lengths: Sequence[int], recorded: Tensor, base: Tensor, rounding: Distance) -> str:

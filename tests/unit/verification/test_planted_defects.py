@@ -21,15 +21,18 @@ from tests.support.planted_healthy import HEALTHY, Healthy
 from tests.support.planted_last import LAST
 from tests.support.planted_more import MORE, MORE_HEALTHY
 from tests.support.planted_others import RECORDS, TRAINERS
+from tests.support.planted_parts import PARTS
 from tests.support.recorded_runs import RecordedRun
 
-DEFECTS = (*TENSORS, *SETTINGS, *TRAINERS, *RECORDS, *MORE, *LAST)
+DEFECTS = (*TENSORS, *SETTINGS, *TRAINERS, *RECORDS, *MORE, *LAST, *PARTS)
 HEALTHY_RUNS = (*HEALTHY, *MORE_HEALTHY)
 FAST = frozenset(
     {
         "stale head",
         "missing biases",
         "repetition penalty",
+        "three tokens biased",
+        "least length of a response",
         "packed sequences leak",
         "a log-probability edited",
         "float32",
