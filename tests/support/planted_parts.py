@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.support.planted import Case, Edit, Tensors, engine
 from tests.support.planted_engines import LAYER, SAMPLING, STALE, WEIGHTS, adapters_times, old, scaled
+from tests.support.planted_others import RECORD
 from tests.support.recorded_runs import EOS, RecordedRun
 
 
@@ -48,6 +49,18 @@ def of_least_length(length: int) -> Any:
         return forward
 
     return of_run
+
+
+def other_checkpoint(run: RecordedRun) -> None:
+    """The newest checkpoint is that of the version before; both sides of the run were right."""
+    newest = len(run.versions) - 1
+    engine(recorded=False)(run)
+    before = run.run_dir / "checkpoints"
+    folder = before.resolve()
+    before.unlink()
+    before.mkdir()
+    for number in range(1, newest + 1):
+        (before / f"step_{number}").symlink_to(folder / f"step_{min(number, newest - 1)}")
 
 
 LAYER_1 = "model.layers.1.self_attn"
@@ -117,5 +130,6 @@ PARTS: Sequence[Case] = (
         "$^",
     ),
     Case("two tokens never drawn", "dense", engine(choose=biased({20: -1e4, 50: -1e4})), SAMPLING, ("20", "50"), "$^"),
+    Case("checkpoint of another version", "dense", other_checkpoint, RECORD, ("checkpoint step_2",), "$^"),
     Case("least length of a response", "dense", engine(forward=of_least_length(6)), SAMPLING, ("min_tokens=6",), "$^"),
 )

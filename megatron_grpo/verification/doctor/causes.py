@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.verification.doctor.damage import find_damage, find_edits
+from megatron_grpo.verification.doctor.damage import CHANGED, find_damage, find_edits
 from megatron_grpo.verification.doctor.diagnosis import (
     Distance,
     Finding,
@@ -112,6 +112,8 @@ class Causes:
         self._run_dir, self._config, self._weights, self._prompts = run_dir, config, weights, prompts
         self._step, self._version, self._remarks = evidence.step, evidence.version, remarks
         self._may_start_engine, self._timeout_s = may_start_engine, timeout_s
+        self.is_confirmed = False
+        """Whether the run itself computed the error that the record shows, so that it was not edited."""
         self._oracles: dict[tuple[int, torch.dtype], Oracle] = {}
 
     def load_oracle(self, version: int, dtype: torch.dtype = torch.float32) -> Oracle:
@@ -137,7 +139,10 @@ class Causes:
         # One of several engines may be wrong, so only the rollouts that differ have to be explained.
         apart = find_rollouts_apart(side, base, rounding)
         part, base = side.select_rollouts(apart), torch.cat([base.split(side.lengths)[number] for number in apart])
-        finding = find_damage(part, base, rounding) or self._explain_side(part, base, version, rounding, stops)
+        damage = find_damage(part, base, rounding)
+        if self.is_confirmed and damage is not None and damage.key == CHANGED:
+            damage = None
+        finding = damage or self._explain_side(part, base, version, rounding, stops)
         if len(apart) == len(side.rollouts):
             return finding
         names = "; ".join(rollout.name for rollout in part.rollouts) if len(apart) <= MOST_NAMED else ""
@@ -145,11 +150,32 @@ class Causes:
         where += describe_engines(part.rollouts, side.rollouts) if side.name == "engine" else ""
         return replace(finding, text=f"{finding.text} ({where})")
 
+    def describe_wrong_checkpoint(
+        self, engine: Side, distance: Distance, rounding: Distance, error: float | None
+    ) -> Finding:
+        """Describe weights that did not sample, and the version that did if there is one."""
+        version = self._version
+        name = f"checkpoint step_{version}" if version else "the model of policy.model.path"
+        measured = "" if error is None else f"; the run recorded an error of {error:.6g}"
+        text = (
+            f"the weights of version {version} that were loaded here ({name}) did not sample these tokens: engine and "
+            f"trainer agreed in the run, and these weights give other log-probabilities{measured}"
+        )
+        after = None
+        for number in self._list_nearest_versions(version)[:MOST_VERSIONS]:
+            other = Distance.measure(engine.recorded, engine.predict(oracle=self.load_oracle(number)))
+            if other.is_within(rounding):
+                source = f"checkpoint step_{number}" if number else "the model of policy.model.path"
+                text, after = f"{text}; those of version {number} ({source}) did, so the folders are mixed up", other
+                break
+        key = f"{name}: put back the folder that the run wrote, or say policy.model.path=FOLDER of the run's model"
+        return Finding("wrong_checkpoint", "record", text, key, distance, after)
+
     def _explain_side(
         self, side: Side, base: Tensor, version: int, rounding: Distance, stops: frozenset[int]
     ) -> Finding:
         # One or two changed numbers are surely edits; more may come from another cause, so suspects are tried before.
-        edits = find_edits(side, base, rounding)
+        edits = None if self.is_confirmed else find_edits(side, base, rounding)
         if edits is not None and edits[1] <= FEW_EDITS:
             return edits[0]
         search = Search(side, base, rounding, time.monotonic() + self._timeout_s)

@@ -18,9 +18,11 @@ from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.tokenizer_files import read_end_tokens
 from megatron_grpo.verification.doctor.causes import OTHER_WEIGHTS, Causes
+from megatron_grpo.verification.doctor.damage import find_damage, find_edits
 from megatron_grpo.verification.doctor.diagnosis import (
     Distance,
     Finding,
+    find_rollouts_apart,
     find_token_mistakes,
     find_unsampled_stops,
     measure_rounding,
@@ -55,6 +57,8 @@ class Diagnosis:
     rollouts: int
     tokens: int
     """Rollouts and sampled tokens that were scored."""
+    unseen_rollouts: int = 0
+    """Rollouts of the step that were not scored because other versions sampled them."""
     recorded_error: float | None = None
     """`token_mult_prob_error` of the step, as the run recorded it; NaN: it was not finite; None: it is not recorded."""
     recorded_worst: float | None = None
@@ -70,6 +74,10 @@ class Diagnosis:
     """Facts that are not mistakes, and checks that could not be made, with the reason."""
 
 
+SMALL_EXCESS = 1e-3
+"""Error less 1 from which on the figures of run and record are compared."""
+CONFIRMED = 0.1
+"""Relative difference up to which they agree."""
 MORE_TOKENS = 16
 """Factor of the scored tokens in a second attempt, if the run recorded a larger error than the first one shows."""
 
@@ -216,11 +224,17 @@ class Examination:
         engine = self._build_side(
             "engine", evidence.version, evidence.read_column("logprobs"), build_engine_law(self._config)
         )
-        diagnosis.findings += self._reach_verdict(engine, self._config.engine_dtype, evidence.version)
         trainer = self._build_side("trainer", version, recorded, build_training_law(self._config))
-        diagnosis.findings += self._reach_verdict(trainer, self._config.policy.precision, version)
         diagnosis.gap = Distance.measure(engine.recorded, trainer.recorded)
         diagnosis.error = float(compute_residual(engine.recorded, trainer.recorded).exp().mean())
+        self._causes.is_confirmed = self._is_confirmed()
+        checkpoint = None if diagnosis.findings else self._find_wrong_checkpoint(engine)
+        if checkpoint is None:
+            diagnosis.findings += self._reach_verdict(engine, self._config.engine_dtype, evidence.version)
+            diagnosis.findings += self._reach_verdict(trainer, self._config.policy.precision, version)
+        else:
+            diagnosis.findings.append(checkpoint)
+        self._remark_on_other_versions()
         # Both sides are correct, so a remaining gap comes from settings that differ between them.
         if not diagnosis.findings:
             diagnosis.findings += self._find_configured_gaps(engine, trainer)
@@ -228,6 +242,53 @@ class Examination:
             text = f"the trainer had version {version}: this part of the gap is the policy's own change"
             diagnosis.remarks.append(f"tokens were sampled by version {evidence.version}, and {text}")
         diagnosis.findings = _without_repetitions(diagnosis.findings)
+
+    def _is_confirmed(self) -> bool:
+        """True if the run itself computed the error that the record shows, so that nobody edited it afterwards."""
+        error = self._evidence.recorded_error
+        if error is None and self._is_comparable and self._evidence.is_whole:
+            error = self.diagnosis.error
+        if error is None or self._recorded.error is None or not math.isfinite(self._recorded.error):
+            return False
+        return error - 1 > SMALL_EXCESS and math.isclose(self._recorded.excess, error - 1, rel_tol=CONFIRMED)
+
+    def _find_wrong_checkpoint(self, engine: Side) -> Finding | None:
+        """Find that the loaded weights did not sample: engine and trainer agreed in the run, and not with them."""
+        if self._trainer_version != self._evidence.version or not self._is_comparable:
+            return None
+        base = engine.predict()
+        distance, limit = Distance.measure(engine.recorded, base), measure_rounding(base, None)
+        excess = float(compute_residual(engine.recorded, base).exp().mean()) - 1
+        if self._evidence.recorded_error is not None:
+            agreed = self.diagnosis.gap.mean < distance.mean / 10
+        else:
+            # The run's error is a mean over all tokens, of which the scored ones may differ most.
+            tokens = sum(len(row["logprobs"]) for row in self._evidence.rows)
+            share = len(base) / max(tokens, 1)
+            agreed = self._recorded.error is not None and is_beyond(excess * share, self._recorded.excess, limit.mean)
+        apart = find_rollouts_apart(engine, base, limit)
+        if not agreed or excess < SMALL_EXCESS or len(apart) <= len(engine.rollouts) / 2:
+            return None
+        if find_damage(engine, base, limit) is not None or find_edits(engine, base, limit) is not None:
+            return None
+        return self._causes.describe_wrong_checkpoint(engine, distance, limit, self._recorded.error)
+
+    def _remark_on_other_versions(self) -> None:
+        """Say how many tokens of other versions were not scored."""
+        counts: dict[int, int] = {}
+        dropped = 0
+        for row in self._evidence.rows:
+            dropped += all(version != self._evidence.version for _, _, version in row["spans"])
+            for start, end, version in row["spans"]:
+                if version != self._evidence.version:
+                    counts[version] = counts.get(version, 0) + end - start
+        if counts:
+            listed = ", ".join(f"{count} of version {version}" for version, count in sorted(counts.items()))
+            self.diagnosis.remarks.append(
+                f"{sum(counts.values())} sampled tokens were not scored, because version {self._evidence.version} did "
+                f"not sample them: {listed}; {dropped} rollouts have no other tokens"
+            )
+        self.diagnosis.unseen_rollouts = dropped
 
     @cached_property
     def _ends(self) -> StopConditions:
