@@ -29,7 +29,7 @@ from megatron_grpo.verification.doctor.diagnosis import (
 )
 from megatron_grpo.verification.doctor.end_reason import read_refused_refit
 from megatron_grpo.verification.doctor.engine_settings import list_differing_modes
-from megatron_grpo.verification.doctor.evidence import Evidence, Rollout, Weights, read_evidence
+from megatron_grpo.verification.doctor.evidence import Evidence, Rollout, Weights, read_evidence, select_scored
 from megatron_grpo.verification.doctor.law import OPTIONS, Law, build_engine_law, build_training_law, compute_residual
 from megatron_grpo.verification.doctor.layer_outputs import run_trainer_again
 from megatron_grpo.verification.doctor.prompt_findings import Prompts
@@ -129,6 +129,16 @@ def examine_run(
     examination = examine(tokens)
     if examination.shows_less_than_recorded and examination.can_score_more:
         examination = examine(MORE_TOKENS * tokens)
+    # In asynchronous runs other rollouts of the step may be of other versions; their engine is examined too.
+    evidence = examination.evidence
+    for version in examination.list_unseen_versions():
+        scored = select_scored(evidence.rows, version, config, tokens)
+        if version in weights.versions and scored:
+            other = replace(evidence, version=version, rollouts=scored)
+            further = Examination(
+                run_dir, config, model, weights, other, figures, may_start_engine=engine, timeout_s=timeout_s
+            )
+            examination.add_engine_of(version, further)
     examination.compare_with_record(suspicious)
     return examination.diagnosis
 
@@ -273,6 +283,31 @@ class Examination:
             return None
         return self._causes.describe_wrong_checkpoint(engine, distance, limit, self._recorded.error)
 
+    @property
+    def evidence(self) -> Evidence:
+        return self._evidence
+
+    def list_unseen_versions(self) -> list[int]:
+        """List the versions of rollouts that have no token of the examined version."""
+        rows = [[version for *_, version in row["spans"]] for row in self._evidence.rows]
+        return sorted({versions[0] for versions in rows if self._evidence.version not in versions})
+
+    def add_engine_of(self, version: int, further: Examination) -> None:
+        """Add what the engine's record shows at the tokens of another version."""
+        evidence, diagnosis = further._evidence, self.diagnosis
+        recorded = evidence.read_column("logprobs")
+        side = further._build_side("engine", version, recorded, build_engine_law(self._config))
+        findings = further._reach_verdict(side, self._config.engine_dtype, version)
+        diagnosis.findings += [
+            replace(finding, text=f"{finding.text} (tokens of version {version})") for finding in findings
+        ]
+        diagnosis.findings = _without_repetitions(diagnosis.findings)
+        names = {(rollout.row["group"], rollout.row["sample"]) for rollout in evidence.rollouts}
+        unseen = [row for row in evidence.rows if self._evidence.version not in {span[2] for span in row["spans"]}]
+        seen = sum((row["group"], row["sample"]) in names for row in unseen)
+        diagnosis.unseen_rollouts -= seen
+        diagnosis.remarks.append(f"{len(side.recorded)} tokens of version {version} were scored for the engine alone")
+
     def _remark_on_other_versions(self) -> None:
         """Say how many tokens of other versions were not scored."""
         counts: dict[int, int] = {}
@@ -285,8 +320,8 @@ class Examination:
         if counts:
             listed = ", ".join(f"{count} of version {version}" for version, count in sorted(counts.items()))
             self.diagnosis.remarks.append(
-                f"{sum(counts.values())} sampled tokens were not scored, because version {self._evidence.version} did "
-                f"not sample them: {listed}; {dropped} rollouts have no other tokens"
+                f"{sum(counts.values())} sampled tokens were not scored on both sides, because version "
+                f"{self._evidence.version} did not sample them: {listed}; {dropped} rollouts have no other tokens"
             )
         self.diagnosis.unseen_rollouts = dropped
 
