@@ -264,3 +264,32 @@ def is_rounding(side: Side, base: Tensor, coarse: Tensor) -> bool:
     correlation = float(torch.corrcoef(torch.stack([gap, rounding]))[0, 1])
     enough = max(CORRELATION, 4 / len(gap) ** 0.5)
     return everywhere and BOTH_SIGNS < above < 1 - BOTH_SIGNS and correlation > enough
+
+
+def drop_repetitions(findings: list[Finding]) -> list[Finding]:
+    """Drop repeated findings; the one that explains a distance stays."""
+    findings_by_name: dict[tuple[str, bool], Finding] = {}
+    for finding in findings:
+        name = finding.name, finding.text.startswith("the trainer ")
+        if name not in findings_by_name or (findings_by_name[name].before is None and finding.before is not None):
+            findings_by_name[name] = finding
+    return list(findings_by_name.values())
+
+
+def describe_other_versions(evidence: Evidence) -> tuple[str, int]:
+    """Describe tokens of other versions, empty if there are none; and count rollouts that have no others."""
+    counts: dict[int, int] = {}
+    dropped = 0
+    for row in evidence.rows:
+        dropped += all(version != evidence.version for _, _, version in row["spans"])
+        for start, end, version in row["spans"]:
+            if version != evidence.version:
+                counts[version] = counts.get(version, 0) + end - start
+    if not counts:
+        return "", 0
+    listed = ", ".join(f"{count} of version {version}" for version, count in sorted(counts.items()))
+    text = (
+        f"{sum(counts.values())} sampled tokens were not scored on both sides, because version {evidence.version} did "
+        f"not sample them: {listed}; {dropped} rollouts have no other tokens"
+    )
+    return text, dropped

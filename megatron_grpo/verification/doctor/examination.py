@@ -22,6 +22,8 @@ from megatron_grpo.verification.doctor.damage import find_damage, find_edits
 from megatron_grpo.verification.doctor.diagnosis import (
     Distance,
     Finding,
+    describe_other_versions,
+    drop_repetitions,
     find_rollouts_apart,
     find_token_mistakes,
     find_unsampled_stops,
@@ -244,14 +246,15 @@ class Examination:
             diagnosis.findings += self._reach_verdict(trainer, self._config.policy.precision, version)
         else:
             diagnosis.findings.append(checkpoint)
-        self._remark_on_other_versions()
+        remark, diagnosis.unseen_rollouts = describe_other_versions(evidence)
+        diagnosis.remarks += [remark] if remark else []
         # Both sides are correct, so a remaining gap comes from settings that differ between them.
         if not diagnosis.findings:
             diagnosis.findings += self._find_configured_gaps(engine, trainer)
         if version != evidence.version:
             text = f"the trainer had version {version}: this part of the gap is the policy's own change"
             diagnosis.remarks.append(f"tokens were sampled by version {evidence.version}, and {text}")
-        diagnosis.findings = _without_repetitions(diagnosis.findings)
+        diagnosis.findings = drop_repetitions(diagnosis.findings)
 
     def _is_confirmed(self) -> bool:
         """True if the run itself computed the error that the record shows, so that nobody edited it afterwards."""
@@ -301,29 +304,12 @@ class Examination:
         diagnosis.findings += [
             replace(finding, text=f"{finding.text} (tokens of version {version})") for finding in findings
         ]
-        diagnosis.findings = _without_repetitions(diagnosis.findings)
+        diagnosis.findings = drop_repetitions(diagnosis.findings)
         names = {(rollout.row["group"], rollout.row["sample"]) for rollout in evidence.rollouts}
         unseen = [row for row in evidence.rows if self._evidence.version not in {span[2] for span in row["spans"]}]
         seen = sum((row["group"], row["sample"]) in names for row in unseen)
         diagnosis.unseen_rollouts -= seen
         diagnosis.remarks.append(f"{len(side.recorded)} tokens of version {version} were scored for the engine alone")
-
-    def _remark_on_other_versions(self) -> None:
-        """Say how many tokens of other versions were not scored."""
-        counts: dict[int, int] = {}
-        dropped = 0
-        for row in self._evidence.rows:
-            dropped += all(version != self._evidence.version for _, _, version in row["spans"])
-            for start, end, version in row["spans"]:
-                if version != self._evidence.version:
-                    counts[version] = counts.get(version, 0) + end - start
-        if counts:
-            listed = ", ".join(f"{count} of version {version}" for version, count in sorted(counts.items()))
-            self.diagnosis.remarks.append(
-                f"{sum(counts.values())} sampled tokens were not scored on both sides, because version "
-                f"{self._evidence.version} did not sample them: {listed}; {dropped} rollouts have no other tokens"
-            )
-        self.diagnosis.unseen_rollouts = dropped
 
     @cached_property
     def _ends(self) -> StopConditions:
@@ -475,13 +461,3 @@ class Examination:
         replay = replay_in_layout(self._run_dir, step, config, self._timeout_s)
         name = "layout_differs" if replay.differs else "recorded_error"
         return Finding(name, "layout", f"{text}; {replay.text}", replay.command)
-
-
-def _without_repetitions(findings: list[Finding]) -> list[Finding]:
-    """Drop repeated findings; the one that explains a distance stays."""
-    findings_by_name: dict[tuple[str, bool], Finding] = {}
-    for finding in findings:
-        name = finding.name, finding.text.startswith("the trainer ")
-        if name not in findings_by_name or (findings_by_name[name].before is None and finding.before is not None):
-            findings_by_name[name] = finding
-    return list(findings_by_name.values())
