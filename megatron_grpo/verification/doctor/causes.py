@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.verification.doctor.damage import CHANGED, find_damage, find_edits
+from megatron_grpo.verification.doctor.damage import CHANGED, WRITER, find_damage, find_edits
 from megatron_grpo.verification.doctor.diagnosis import (
     Distance,
     Finding,
@@ -141,7 +141,9 @@ class Causes:
         part, base = side.select_rollouts(apart), torch.cat([base.split(side.lengths)[number] for number in apart])
         damage = find_damage(part, base, rounding)
         if self.is_confirmed and damage is not None and damage.key == CHANGED:
-            damage = None
+            damage = replace(
+                damage, key=WRITER
+            )  # the run itself computed with these numbers, so nobody edited the file
         finding = damage or self._explain_side(part, base, version, rounding, stops)
         if len(apart) == len(side.rollouts):
             return finding

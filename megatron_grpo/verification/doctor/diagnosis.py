@@ -218,7 +218,7 @@ def describe_engines(apart: Sequence[Rollout], rollouts: Sequence[Rollout]) -> s
     engines, every = ({rollout.row.get("engine") for rollout in part} for part in (apart, rollouts))
     if None in every or engines == every:
         return ""
-    numbers = sorted(engines)
+    numbers = sorted(int(number) for number in engines if number is not None)
     size = sum(rollout.row["engine"] in engines for rollout in rollouts)
     share = "all" if size == len(apart) else f"{len(apart)} of the {size}"
     return f": {share} of engine{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
