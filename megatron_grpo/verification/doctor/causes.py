@@ -141,9 +141,7 @@ class Causes:
         part, base = side.select_rollouts(apart), torch.cat([base.split(side.lengths)[number] for number in apart])
         damage = find_damage(part, base, rounding)
         if self.is_confirmed and damage is not None and damage.key == CHANGED:
-            damage = replace(
-                damage, key=WRITER
-            )  # the run itself computed with these numbers, so nobody edited the file
+            damage = replace(damage, key=WRITER)  # the run computed with them, so nobody edited them
         finding = damage or self._explain_side(part, base, version, rounding, stops)
         if len(apart) == len(side.rollouts):
             return finding
