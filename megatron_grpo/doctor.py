@@ -18,7 +18,7 @@ from megatron_grpo.run.directory import CONFIG_FILE, load_run_config
 from megatron_grpo.verification.doctor.end_reason import read_end_reason
 
 if TYPE_CHECKING:
-    from megatron_grpo.verification.doctor.examination import Diagnosis
+    from megatron_grpo.verification.doctor.diagnosis import Diagnosis
 
 USAGE = """\
 python -m megatron_grpo.doctor RUN_DIR [step=N] [tokens=N] [engine=true] [key=value ...] [--json]
@@ -26,7 +26,7 @@ python -m megatron_grpo.doctor RUN_DIR [step=N] [tokens=N] [engine=true] [key=va
 Compares the log-probabilities that a run recorded while sampling with those of its trainer and of transformers, and
 names the reason of a difference: tokens, record, weights, precision, layer, layout, sampling, staleness or routing.
 What the run itself measured comes first: a step with a large recorded error is never called healthy. Exit code 1
-when something is found.
+when something is found, 3 when nothing is and rollouts of other versions were not scored.
 
   RUN_DIR    folder of a run with rollouts and checkpoints
   step       a recorded step whose weights still exist (step N + 1 needs checkpoint step_N); by default the one with an
@@ -38,6 +38,8 @@ when something is found.
   key=value  keys of the run's configuration that differ now, such as policy.model.path
   --json     one JSON object instead of a table
 """
+PARTLY_SEEN = 3
+"""Exit code if nothing was found, and rollouts of other versions were not scored."""
 _OPTIONS: dict[str, Any] = {"step": Positive, "tokens": Positive, "engine": bool, "timeout_s": Seconds, "--json": bool}
 
 
@@ -71,7 +73,9 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps({"run": str(run_dir), **asdict(diagnosis), "sides": sides, "findings": findings}))
     else:
         print("\n".join(_format_diagnosis(run_dir, diagnosis)))
-    return FAILED if diagnosis.findings else 0
+    if diagnosis.findings:
+        return FAILED
+    return PARTLY_SEEN if diagnosis.unseen_rollouts else 0
 
 
 def _format_diagnosis(run_dir: Path, diagnosis: Diagnosis) -> list[str]:
@@ -98,8 +102,14 @@ def _format_diagnosis(run_dir: Path, diagnosis: Diagnosis) -> list[str]:
         if finding.before is not None and finding.after is not None:
             before, after = finding.before.mean, finding.after.mean
             lines.append(f"    explains {finding.explained:.1%}: {before:.1e} -> {after:.1e} on average")
-        lines += [f"    explains nearly as much: {cause}" for cause in finding.others]
+        label = "explains nearly as much" if finding.after is not None else "explains a part"
+        lines += [f"    {label}: {cause}" for cause in finding.others]
         lines.append(f"    change: {finding.key}")
+    if diagnosis.unseen_rollouts and not diagnosis.findings:
+        return [
+            *lines,
+            f"nothing found in these rollouts; {diagnosis.unseen_rollouts} of other versions were not scored",
+        ]
     return lines if diagnosis.findings else [*lines, "nothing found: both sides compute what transformers computes"]
 
 

@@ -108,6 +108,7 @@ def _make_schema() -> pa.Schema:
             "advantages": pa.list_(pa.float32()),
             "response": pa.string(),
             "stop_reason": pa.string(),
+            "engine": pa.int32(),
             "reward": pa.float64(),
             "reward_parts": pa.map_(pa.string(), pa.float64()),
             "turn_rewards": pa.list_(pa.float64()),

@@ -117,6 +117,7 @@ class Trajectory(Outcome):
     routed: NDArray[np.uint8] | None = None
     """Experts that the engine chose while it sampled: [tokens but the last, `RoutedForm.token_bytes`], uint8. None: not
     recorded. The engine never runs the last token."""
+    engine: int | None = None  # number of the engine that sampled it; None: no token was sampled, or not recorded
     segment_tokens: list[int] = field(default_factory=list)
     """Tokens of each segment of a rollout with several, which lie end to end in `token_ids`. A segment is a sequence of
     its own, whose first tokens may repeat tokens of earlier segments as context. Empty: one sequence."""

@@ -158,7 +158,9 @@ class GroupRollout:
                     failed_engine, (engine,) = engine, self.engines.assign([1])
                     failed_engine.load -= 1
                 try:
-                    return await self._attempt(sample, engine)
+                    trajectory, state = await self._attempt(sample, engine)
+                    trajectory.engine = engine.number
+                    return trajectory, state
                 except TimeoutError:
                     reason = f"{engine.name} did not finish it within rollouts.timeout_s={timeout_s:g} s"
                 except RolloutFailure as failure:

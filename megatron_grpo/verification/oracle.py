@@ -110,6 +110,36 @@ class Oracle:
             )
         return probabilities
 
+    def compute_gradients(
+        self, sequences: Sequence[Tokens], law: Law, tensors: Mapping[str, Tensor] | None = None
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield the gradients of each chosen token's log-probability.
+
+        Args:
+            sequences: the tokens.
+            law: the distribution.
+            tensors: tensors that the model computes with, by name; None: its weights.
+        """
+        weights = {name: value for name, value in list_stored_tensors(self.model).items() if value.is_floating_point()}
+        by_name = weights if tensors is None else tensors
+        for tensor in by_name.values():
+            tensor.requires_grad_(True)
+        try:
+            for tokens in sequences:
+                with torch.enable_grad():
+                    states = self.model.model(tokens.ids[None], use_cache=False).last_hidden_state[0]
+                    logprobs = law.compute_logprobs(self._compute_logits(states[tokens.chosen - 1]), tokens)
+                for number, logprob in enumerate(logprobs):
+                    # One graph serves all tokens of a sequence, so it is kept until the last one.
+                    has_next = number + 1 < len(logprobs)
+                    gradients = torch.autograd.grad(
+                        logprob, list(by_name.values()), retain_graph=has_next, allow_unused=True
+                    )
+                    yield {name: value for name, value in zip(by_name, gradients, strict=True) if value is not None}
+        finally:
+            for tensor in by_name.values():
+                tensor.requires_grad_(False)
+
     def _compute_logits(self, states: Tensor) -> Tensor:
         """From the last hidden states, [tokens, width], to [tokens, vocabulary], float32."""
         head = self.model.get_output_embeddings()

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_grpo.batch.trajectory import Span, Trajectory
-from megatron_grpo.verification.doctor.examination import Diagnosis, examine_run
+from megatron_grpo.verification.doctor.diagnosis import Diagnosis
+from megatron_grpo.verification.doctor.examination import examine_run
 from megatron_grpo.verification.doctor.prompts import TEMPLATES
 from tests.support.one_engine import ask
 from tests.support.recorded_runs import EOS, PROMPTS, SAMPLES, RecordedRun, edited_copy, make_run, moved, rollout

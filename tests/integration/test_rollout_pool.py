@@ -37,6 +37,7 @@ from tests.support.made_up_pool import (
     expected_trajectory,
     pool,
     prompt,
+    row_anywhere,
     seed_text,
 )
 from tests.support.rare import rare
@@ -71,8 +72,9 @@ def test_groups_come_in_the_order_of_the_prompts_whatever_the_layout(engines: in
     expected = [
         [expected_trajectory(datum, group, sample) for sample in range(SAMPLES)] for group, datum in enumerate(prompts)
     ]
-    assert [[one.to_row() for one in group] for group in trajectories] == [
-        [one.to_row() for one in group] for group in expected
+    assert {one.engine for group in trajectories for one in group} == set(range(engines))
+    assert [[row_anywhere(one) for one in group] for group in trajectories] == [
+        [row_anywhere(one) for one in group] for group in expected
     ]
     assert [group.outcomes for group in groups] == [[one.outcome for one in group] for group in expected]
     assert {"generation", "environment"} <= timer.seconds.keys()
@@ -125,7 +127,7 @@ def test_groups_are_told_of_when_they_are_complete_and_taken_later(engines: int,
     for number, group, found in zip(numbers, [*second, *first], trajectories, strict=True):
         expected = [expected_trajectory(prompt(number - 10), number, sample) for sample in range(SAMPLES)]
         assert group.outcomes == [one.outcome for one in expected]
-        assert [one.to_row() for one in found] == [one.to_row() for one in expected]
+        assert [row_anywhere(one) for one in found] == [row_anywhere(one) for one in expected]
 
 
 def test_an_engine_that_dies_ends_the_stream_with_one_clear_error() -> None:
@@ -279,7 +281,7 @@ def test_a_request_that_the_engine_gives_up_is_asked_again_with_its_seed() -> No
         trajectories = rollouts.fetch(groups)
     failures = {(one.prompt_idx, one.sample): one.failure for group in groups for one in group.outcomes if one.failure}
     assert failures == {(1, 2): "refused by the engine"}
-    assert trajectories[0][1].to_row() == expected_trajectory(prompt(0), 0, 1).to_row()
+    assert row_anywhere(trajectories[0][1]) == row_anywhere(expected_trajectory(prompt(0), 0, 1))
     failed = trajectories[1][2]
     assert (failed.token_ids.tolist(), failed.spans, failed.logprobs.tolist()) == ([101, 0], [], [])
 
@@ -325,10 +327,10 @@ def test_what_a_dead_engine_was_sampling_is_sampled_again_by_the_next(workers: i
         histories = ray.get([engine.history.remote() for engine in rollouts.engines])
         again = collect(rollouts, prompts)
     expected = [
-        [expected_trajectory(datum, group, sample).to_row() for sample in range(SAMPLES)]
+        [row_anywhere(expected_trajectory(datum, group, sample)) for sample in range(SAMPLES)]
         for group, datum in enumerate(prompts)
     ]
-    assert [[one.to_row() for one in group] for group in trajectories] == expected
+    assert [[row_anywhere(one) for one in group] for group in trajectories] == expected
     assert len(histories[0][0]) == 1, "the engine that works is not asked again"
     ((left,),) = [calls for calls, _ in histories][1:]
     assert set(left) <= set(seeds), "nothing is asked for but what the engines before it owed"

@@ -87,6 +87,11 @@ def collect(rollouts: RolloutPool, prompts: Sequence[DatumSpec], timer: StepTime
     return rollouts.collect(prompts, rollouts.make_settings(SAMPLES, SETTINGS, SEED, STEP), timer or StepTimer())
 
 
+def row_anywhere(one: Trajectory) -> dict[str, Any]:
+    """The row of a rollout that any of the engines may have sampled."""
+    return {**one.to_row(), "engine": None}
+
+
 def expected_trajectory(datum: DatumSpec, group: int, sample: int) -> Trajectory:
     """What the made-up engine and the addition environment make of a sample."""
     ids = np.array(datum["message_log"][0]["token_ids"], dtype=np.int32)

@@ -16,13 +16,24 @@ from tests.support.planted_healthy import HEALTHY, Healthy
 from tests.support.planted_last import LAST
 from tests.support.planted_more import MORE, MORE_HEALTHY
 from tests.support.planted_others import RECORDS, TRAINERS
+from tests.support.planted_parts import PARTS
 from tests.support.recorded_runs import RecordedRun
 
 
 def main() -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    cases: list[Case | Healthy] = [*HEALTHY, *MORE_HEALTHY, *TENSORS, *SETTINGS, *TRAINERS, *RECORDS, *MORE, *LAST]
+    cases: list[Case | Healthy] = [
+        *HEALTHY,
+        *MORE_HEALTHY,
+        *TENSORS,
+        *SETTINGS,
+        *TRAINERS,
+        *RECORDS,
+        *MORE,
+        *LAST,
+        *PARTS,
+    ]
     patterns = sys.argv[1:]
     chosen = [one for one in cases if not patterns or any(re.search(pattern, one.name) for pattern in patterns)]
     made: dict[str, RecordedRun] = {}

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.verification.doctor.damage import find_damage, find_edits
+from megatron_grpo.verification.doctor.damage import CHANGED, WRITER, find_damage, find_edits
 from megatron_grpo.verification.doctor.diagnosis import (
     Distance,
     Finding,
     describe_apart,
+    describe_engines,
     find_first_apart,
     find_rollouts_apart,
     is_rounding,
@@ -28,7 +29,7 @@ from megatron_grpo.verification.doctor.engine_settings import read_engine_settin
 from megatron_grpo.verification.doctor.engine_side import run_engine_again
 from megatron_grpo.verification.doctor.evidence import Evidence, Weights
 from megatron_grpo.verification.doctor.explanation import Search
-from megatron_grpo.verification.doctor.law import Law
+from megatron_grpo.verification.doctor.law import OPTIONS, Law
 from megatron_grpo.verification.doctor.layer_outputs import run_trainer_again
 from megatron_grpo.verification.doctor.packs import iterate_packing_suspects, read_packs
 from megatron_grpo.verification.doctor.prompt_findings import Prompts
@@ -51,14 +52,20 @@ from megatron_grpo.verification.doctor.suspects.versions import (
     iterate_versions,
 )
 from megatron_grpo.verification.doctor.suspects.weights import (
+    iterate_adapter_parts,
+    iterate_fine_parts,
+    iterate_fine_stale_parts,
     iterate_missing_parts,
     iterate_scaled_parts,
     iterate_stale_parts,
     iterate_stale_sets,
+    list_fine_parts,
     list_parts,
 )
 from megatron_grpo.verification.oracle import Oracle
 
+MOST_VERSIONS = 8
+"""Most other versions, the nearest ones, whose single parts are tried."""
 NEAREST = 4
 """Most other versions, the nearest ones, whose weights are tried as a whole."""
 COMMANDS = {
@@ -105,6 +112,8 @@ class Causes:
         self._run_dir, self._config, self._weights, self._prompts = run_dir, config, weights, prompts
         self._step, self._version, self._remarks = evidence.step, evidence.version, remarks
         self._may_start_engine, self._timeout_s = may_start_engine, timeout_s
+        self.is_confirmed = False
+        """Whether the run itself computed the error that the record shows, so that it was not edited."""
         self._oracles: dict[tuple[int, torch.dtype], Oracle] = {}
 
     def load_oracle(self, version: int, dtype: torch.dtype = torch.float32) -> Oracle:
@@ -130,18 +139,68 @@ class Causes:
         # One of several engines may be wrong, so only the rollouts that differ have to be explained.
         apart = find_rollouts_apart(side, base, rounding)
         part, base = side.select_rollouts(apart), torch.cat([base.split(side.lengths)[number] for number in apart])
-        finding = find_damage(part, base, rounding) or self._explain_side(part, base, version, rounding, stops)
+        damage = find_damage(part, base, rounding)
+        if self.is_confirmed and damage is not None and damage.key == CHANGED:
+            damage = replace(damage, key=WRITER)  # the run computed with them, so nobody edited them
+        finding = damage or self._explain_side(part, base, version, rounding, stops)
         if len(apart) == len(side.rollouts):
             return finding
         names = "; ".join(rollout.name for rollout in part.rollouts) if len(apart) <= MOST_NAMED else ""
         where = f"in {len(apart)} of {len(side.rollouts)} rollouts{': ' * bool(names)}{names}"
+        where += describe_engines(part.rollouts, side.rollouts) if side.name == "engine" else ""
         return replace(finding, text=f"{finding.text} ({where})")
+
+    def describe_wrong_checkpoint(
+        self, engine: Side, distance: Distance, rounding: Distance, error: float | None
+    ) -> Finding:
+        """Describe weights that did not sample.
+
+        The version that did is named if it is another one of the run.
+        """
+        version = self._version
+        name = f"checkpoint step_{version}" if version else "the model of policy.model.path"
+        measured = "" if error is None else f"; the run recorded an error of {error:.6g}"
+        text = (
+            f"the weights of version {version} that were loaded here ({name}) did not sample these tokens: engine and "
+            f"trainer agreed in the run, and these weights give other log-probabilities{measured}"
+        )
+        after = None
+        for number in self._list_nearest_versions(version)[:MOST_VERSIONS]:
+            nearby = Distance.measure(engine.recorded, engine.predict(oracle=self.load_oracle(number)))
+            if nearby.is_within(rounding):
+                source = f"checkpoint step_{number}" if number else "the model of policy.model.path"
+                text, after = f"{text}; those of version {number} ({source}) did, so the folders are mixed up", nearby
+                break
+        key = f"{name}: put back the folder that the run wrote, or say policy.model.path=FOLDER of the run's model"
+        return Finding("wrong_checkpoint", "record", text, key, distance, after)
+
+    def find_configured_gaps(self, engine: Side, trainer: Side, rounding: Distance) -> Iterator[Finding]:
+        """Find reasons in the configuration for a gap between correct sides.
+
+        `rounding`: what rounding explains of the engine's distance from the oracle.
+        """
+        law, law_of_training = engine.law, trainer.law
+        if law != law_of_training:
+            before, after = (
+                Distance.measure(engine.recorded, predicted)
+                for predicted in (engine.predict(law=law_of_training), engine.predict())
+            )
+            named = [f"generation.{name}" for name in OPTIONS if getattr(law, name) != getattr(law_of_training, name)]
+            text = "sampling removes or penalises tokens, and training sees the whole distribution of the model"
+            if not before.is_within(rounding):
+                yield Finding("sampling_options", "sampling", text, ", ".join(named), before, after)
+        types = self._config.engine_dtype, self._config.policy.precision
+        if types[0] != types[1]:
+            text = f"the engine computes in {types[0]} and the trainer in {types[1]}"
+            yield Finding(
+                "precision", "precision", text, PRECISION, Distance.measure(engine.recorded, trainer.recorded)
+            )
 
     def _explain_side(
         self, side: Side, base: Tensor, version: int, rounding: Distance, stops: frozenset[int]
     ) -> Finding:
         # One or two changed numbers are surely edits; more may come from another cause, so suspects are tried before.
-        edits = find_edits(side, base, rounding)
+        edits = None if self.is_confirmed else find_edits(side, base, rounding)
         if edits is not None and edits[1] <= FEW_EDITS:
             return edits[0]
         search = Search(side, base, rounding, time.monotonic() + self._timeout_s)
@@ -192,6 +251,15 @@ class Causes:
             partial(iterate_stale_parts, parts, partial(self.load_oracle, number), texts[number]) for number in earlier
         ]
         yield [*stale, partial(iterate_missing_parts, parts), iterate_permutations]
+        fine = list_fine_parts(side.oracle, pipelines)
+        older = near[:MOST_VERSIONS]
+        named = [(partial(self.load_oracle, number), self._describe_version(number, has_adapters)) for number in older]
+        adapters = [partial(iterate_adapter_parts, [*parts, *fine], partial(self.load_oracle, 0))]
+        yield [
+            *(partial(iterate_fine_stale_parts, [*parts, *fine], load, text) for load, text in named),
+            partial(iterate_fine_parts, fine),
+            *(adapters if has_adapters and version != 0 else []),
+        ]
         yield [partial(iterate_scaled_parts, parts)]
         yield [
             partial(iterate_stale_sets, parts, partial(self.load_oracle, number), texts[number]) for number in earlier

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_grpo.verification.doctor.evidence import Evidence, join_spans
+from megatron_grpo.verification.doctor.evidence import Evidence, Rollout, join_spans
 from megatron_grpo.verification.doctor.law import compute_residual
 from megatron_grpo.verification.doctor.suspects.side import Cause, Side
 
@@ -213,6 +213,20 @@ def find_rollouts_apart(side: Side, base: Tensor, rounding: Distance) -> list[in
     ]
 
 
+def describe_engines(apart: Sequence[Rollout], rollouts: Sequence[Rollout]) -> str:
+    """Name the engines that sampled the rollouts that differ.
+
+    Empty if all engines sampled some of them.
+    """
+    engines, every = ({rollout.row.get("engine") for rollout in part} for part in (apart, rollouts))
+    if None in every or engines == every:
+        return ""
+    numbers = sorted(int(number) for number in engines if number is not None)
+    size = sum(rollout.row["engine"] in engines for rollout in rollouts)
+    share = "all" if size == len(apart) else f"{len(apart)} of the {size}"
+    return f": {share} of engine{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
 def describe_apart(lengths: Sequence[int], recorded: Tensor, base: Tensor, rounding: Distance) -> str:
     """Describe where a record differs; `lengths`: tokens of each rollout."""
     apart = compute_residual(recorded, base) > rounding.worst
@@ -253,3 +267,62 @@ def is_rounding(side: Side, base: Tensor, coarse: Tensor) -> bool:
     correlation = float(torch.corrcoef(torch.stack([gap, rounding]))[0, 1])
     enough = max(CORRELATION, 4 / len(gap) ** 0.5)
     return everywhere and BOTH_SIGNS < above < 1 - BOTH_SIGNS and correlation > enough
+
+
+def drop_repetitions(findings: list[Finding]) -> list[Finding]:
+    """Drop repeated findings; the one that explains a distance stays."""
+    findings_by_name: dict[tuple[str, bool], Finding] = {}
+    for finding in findings:
+        name = finding.name, finding.text.startswith("the trainer ")
+        if name not in findings_by_name or (findings_by_name[name].before is None and finding.before is not None):
+            findings_by_name[name] = finding
+    return list(findings_by_name.values())
+
+
+def describe_other_versions(evidence: Evidence) -> tuple[str, int]:
+    """Describe tokens of other versions, and count rollouts without examined tokens.
+
+    The text is empty if there are no such tokens.
+    """
+    counts: dict[int, int] = {}
+    dropped = 0
+    for row in evidence.rows:
+        dropped += all(version != evidence.version for _, _, version in row["spans"])
+        for start, end, version in row["spans"]:
+            if version != evidence.version:
+                counts[version] = counts.get(version, 0) + end - start
+    if not counts:
+        return "", 0
+    listed = ", ".join(f"{count} of version {version}" for version, count in sorted(counts.items()))
+    text = (
+        f"{sum(counts.values())} sampled tokens were not scored on both sides, because version {evidence.version} did "
+        f"not sample them: {listed}; {dropped} rollouts have no other tokens"
+    )
+    return text, dropped
+
+
+@dataclass(slots=True)
+class Diagnosis:
+    """The result of an examination."""
+
+    step: int
+    version: int
+    """Weight version that sampled the tokens."""
+    rollouts: int
+    tokens: int
+    """Rollouts and sampled tokens that were scored."""
+    unseen_rollouts: int = 0
+    """Rollouts of the step that were not scored because other versions sampled them."""
+    recorded_error: float | None = None
+    """`token_mult_prob_error` of the step, as the run recorded it; NaN: it was not finite; None: it is not recorded."""
+    recorded_worst: float | None = None
+    """`token_mult_prob_error_max` of the step, as the run recorded it."""
+    gap: Distance = field(default_factory=lambda: Distance(0.0, 0.0))
+    """Distance of the engine's log-probabilities from the trainer's, at the scored tokens."""
+    error: float = 1.0
+    """Mean of exp(abs(trainer - engine)) of the scored tokens, computed by this examination."""
+    sides: dict[str, tuple[Distance, Distance]] = field(default_factory=dict)
+    """Distance of each side from the oracle, and the distance that rounding explains."""
+    findings: list[Finding] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    """Facts that are not mistakes, and checks that could not be made, with the reason."""

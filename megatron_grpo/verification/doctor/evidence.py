@@ -234,7 +234,7 @@ def read_evidence(
         rows = [row for row in recorded if row["failure"] is None and row["spans"]]
         version = _find_most_frequent_version(rows)
         if version is not None and version in weights.versions:
-            scored = _select_scored(rows, version, config, most_tokens)
+            scored = select_scored(rows, version, config, most_tokens)
             if scored:
                 return Evidence(number, version, rows, scored, [(row["group"], row["sample"]) for row in recorded])
         if step is not None:
@@ -252,7 +252,8 @@ def _find_most_frequent_version(rows: Sequence[dict[str, Any]]) -> int | None:
     return max(counts, key=lambda version: (counts[version], version), default=None)
 
 
-def _select_scored(rows: Sequence[dict[str, Any]], version: int, config: Config, most_tokens: int) -> list[Rollout]:
+def select_scored(rows: Sequence[dict[str, Any]], version: int, config: Config, most_tokens: int) -> list[Rollout]:
+    """Select rollouts with tokens of a version, up to a number of tokens."""
     recomputed = config.training_loop.async_grpo.recompute_kv_cache_after_weight_updates
     chosen: list[Rollout] = []
     total = 0

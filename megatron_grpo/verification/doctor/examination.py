@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -18,17 +18,22 @@ from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.tokenizer_files import read_end_tokens
 from megatron_grpo.verification.doctor.causes import OTHER_WEIGHTS, Causes
+from megatron_grpo.verification.doctor.damage import find_damage, find_edits
 from megatron_grpo.verification.doctor.diagnosis import (
+    Diagnosis,
     Distance,
     Finding,
+    describe_other_versions,
+    drop_repetitions,
+    find_rollouts_apart,
     find_token_mistakes,
     find_unsampled_stops,
     measure_rounding,
 )
 from megatron_grpo.verification.doctor.end_reason import read_refused_refit
 from megatron_grpo.verification.doctor.engine_settings import list_differing_modes
-from megatron_grpo.verification.doctor.evidence import Evidence, Rollout, Weights, read_evidence
-from megatron_grpo.verification.doctor.law import OPTIONS, Law, build_engine_law, build_training_law, compute_residual
+from megatron_grpo.verification.doctor.evidence import Evidence, Rollout, Weights, read_evidence, select_scored
+from megatron_grpo.verification.doctor.law import Law, build_engine_law, build_training_law, compute_residual
 from megatron_grpo.verification.doctor.layer_outputs import run_trainer_again
 from megatron_grpo.verification.doctor.prompt_findings import Prompts
 from megatron_grpo.verification.doctor.recorded_figures import (
@@ -40,36 +45,13 @@ from megatron_grpo.verification.doctor.recorded_figures import (
     read_run_figures,
     replay_in_layout,
 )
-from megatron_grpo.verification.doctor.suspects.settings import PRECISION
 from megatron_grpo.verification.doctor.suspects.side import Side, SideName
 from megatron_grpo.verification.doctor.suspects.versions import REFIT
 
-
-@dataclass(slots=True)
-class Diagnosis:
-    """The result of an examination."""
-
-    step: int
-    version: int
-    """Weight version that sampled the tokens."""
-    rollouts: int
-    tokens: int
-    """Rollouts and sampled tokens that were scored."""
-    recorded_error: float | None = None
-    """`token_mult_prob_error` of the step, as the run recorded it; NaN: it was not finite; None: it is not recorded."""
-    recorded_worst: float | None = None
-    """`token_mult_prob_error_max` of the step, as the run recorded it."""
-    gap: Distance = field(default_factory=lambda: Distance(0.0, 0.0))
-    """Distance of the engine's log-probabilities from the trainer's, at the scored tokens."""
-    error: float = 1.0
-    """Mean of exp(abs(trainer - engine)) of the scored tokens, computed by this examination."""
-    sides: dict[str, tuple[Distance, Distance]] = field(default_factory=dict)
-    """Distance of each side from the oracle, and the distance that rounding explains."""
-    findings: list[Finding] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    """Facts that are not mistakes, and checks that could not be made, with the reason."""
-
-
+SMALL_EXCESS = 1e-3
+"""Error less 1 from which on the figures of run and record are compared."""
+CONFIRMED = 0.1
+"""Relative difference up to which they agree."""
 MORE_TOKENS = 16
 """Factor of the scored tokens in a second attempt, if the run recorded a larger error than the first one shows."""
 
@@ -121,6 +103,16 @@ def examine_run(
     examination = examine(tokens)
     if examination.shows_less_than_recorded and examination.can_score_more:
         examination = examine(MORE_TOKENS * tokens)
+    # In asynchronous runs other rollouts of the step may be of other versions; their engine is examined too.
+    evidence = examination.evidence
+    for version in examination.list_unseen_versions():
+        scored = select_scored(evidence.rows, version, config, tokens)
+        if version in weights.versions and scored:
+            further_evidence = replace(evidence, version=version, rollouts=scored)
+            further = Examination(
+                run_dir, config, model, weights, further_evidence, figures, may_start_engine=engine, timeout_s=timeout_s
+            )
+            examination.add_engine_of(version, further)
     examination.compare_with_record(suspicious)
     return examination.diagnosis
 
@@ -216,18 +208,80 @@ class Examination:
         engine = self._build_side(
             "engine", evidence.version, evidence.read_column("logprobs"), build_engine_law(self._config)
         )
-        diagnosis.findings += self._reach_verdict(engine, self._config.engine_dtype, evidence.version)
         trainer = self._build_side("trainer", version, recorded, build_training_law(self._config))
-        diagnosis.findings += self._reach_verdict(trainer, self._config.policy.precision, version)
         diagnosis.gap = Distance.measure(engine.recorded, trainer.recorded)
         diagnosis.error = float(compute_residual(engine.recorded, trainer.recorded).exp().mean())
+        self._causes.is_confirmed = self._is_confirmed()
+        checkpoint = None if diagnosis.findings else self._find_wrong_checkpoint(engine)
+        if checkpoint is None:
+            diagnosis.findings += self._reach_verdict(engine, self._config.engine_dtype, evidence.version)
+            diagnosis.findings += self._reach_verdict(trainer, self._config.policy.precision, version)
+        else:
+            diagnosis.findings.append(checkpoint)
+        remark, diagnosis.unseen_rollouts = describe_other_versions(evidence)
+        diagnosis.remarks += [remark] if remark else []
         # Both sides are correct, so a remaining gap comes from settings that differ between them.
         if not diagnosis.findings:
-            diagnosis.findings += self._find_configured_gaps(engine, trainer)
+            diagnosis.findings += self._causes.find_configured_gaps(engine, trainer, diagnosis.sides["engine"][1])
         if version != evidence.version:
             text = f"the trainer had version {version}: this part of the gap is the policy's own change"
             diagnosis.remarks.append(f"tokens were sampled by version {evidence.version}, and {text}")
-        diagnosis.findings = _without_repetitions(diagnosis.findings)
+        diagnosis.findings = drop_repetitions(diagnosis.findings)
+
+    def _is_confirmed(self) -> bool:
+        """True if the run computed the record's error itself."""
+        error = self._evidence.recorded_error
+        if error is None and self._is_comparable and self._evidence.is_whole:
+            error = self.diagnosis.error
+        if error is None or self._recorded.error is None or not math.isfinite(self._recorded.error):
+            return False
+        return error - 1 > SMALL_EXCESS and math.isclose(self._recorded.excess, error - 1, rel_tol=CONFIRMED)
+
+    def _find_wrong_checkpoint(self, engine: Side) -> Finding | None:
+        """Find that the loaded weights did not sample."""
+        if self._trainer_version != self._evidence.version or not self._is_comparable:
+            return None
+        base = engine.predict()
+        distance, limit = Distance.measure(engine.recorded, base), measure_rounding(base, None)
+        excess = float(compute_residual(engine.recorded, base).exp().mean()) - 1
+        if self._evidence.recorded_error is not None:
+            agreed = self.diagnosis.gap.mean < distance.mean / 10
+        else:
+            # The run's error is a mean over all tokens, of which the scored ones may differ most.
+            tokens = sum(len(row["logprobs"]) for row in self._evidence.rows)
+            share = len(base) / max(tokens, 1)
+            agreed = self._recorded.error is not None and is_beyond(excess * share, self._recorded.excess, limit.mean)
+        apart = find_rollouts_apart(engine, base, limit)
+        if not agreed or excess < SMALL_EXCESS or len(apart) <= len(engine.rollouts) / 2:
+            return None
+        if find_damage(engine, base, limit) is not None or find_edits(engine, base, limit) is not None:
+            return None
+        return self._causes.describe_wrong_checkpoint(engine, distance, limit, self._recorded.error)
+
+    @property
+    def evidence(self) -> Evidence:
+        return self._evidence
+
+    def list_unseen_versions(self) -> list[int]:
+        """List the versions of rollouts that have no token of the examined version."""
+        rows = [[version for *_, version in row["spans"]] for row in self._evidence.rows]
+        return sorted({versions[0] for versions in rows if self._evidence.version not in versions})
+
+    def add_engine_of(self, version: int, further: Examination) -> None:
+        """Add what the engine's record shows at the tokens of another version."""
+        evidence, diagnosis = further._evidence, self.diagnosis
+        recorded = evidence.read_column("logprobs")
+        side = further._build_side("engine", version, recorded, build_engine_law(self._config))
+        findings = further._reach_verdict(side, self._config.engine_dtype, version)
+        diagnosis.findings += [
+            replace(finding, text=f"{finding.text} (tokens of version {version})") for finding in findings
+        ]
+        diagnosis.findings = drop_repetitions(diagnosis.findings)
+        names = {(rollout.row["group"], rollout.row["sample"]) for rollout in evidence.rollouts}
+        unseen = [row for row in evidence.rows if self._evidence.version not in {span[2] for span in row["spans"]}]
+        scored = sum((row["group"], row["sample"]) in names for row in unseen)
+        diagnosis.unseen_rollouts -= scored
+        diagnosis.remarks.append(f"{len(side.recorded)} tokens of version {version} were scored for the engine alone")
 
     @cached_property
     def _ends(self) -> StopConditions:
@@ -263,23 +317,6 @@ class Examination:
                 yield stop
                 return
         yield self._causes.explain(side, base, version, rounding, self._stops)
-
-    def _find_configured_gaps(self, engine: Side, trainer: Side) -> Iterator[Finding]:
-        """Find reasons in the configuration for a gap between correct sides."""
-        law, law_of_training = engine.law, trainer.law
-        if law != law_of_training:
-            before, after = (
-                Distance.measure(engine.recorded, predicted)
-                for predicted in (engine.predict(law=law_of_training), engine.predict())
-            )
-            named = [f"generation.{name}" for name in OPTIONS if getattr(law, name) != getattr(law_of_training, name)]
-            text = "sampling removes or penalises tokens, and training sees the whole distribution of the model"
-            if not before.is_within(self.diagnosis.sides["engine"][1]):
-                yield Finding("sampling_options", "sampling", text, ", ".join(named), before, after)
-        types = self._config.engine_dtype, self._config.policy.precision
-        if types[0] != types[1]:
-            text = f"the engine computes in {types[0]} and the trainer in {types[1]}"
-            yield Finding("precision", "precision", text, PRECISION, self.diagnosis.gap)
 
     @property
     def _rounding(self) -> float:
@@ -379,13 +416,3 @@ class Examination:
         replay = replay_in_layout(self._run_dir, step, config, self._timeout_s)
         name = "layout_differs" if replay.differs else "recorded_error"
         return Finding(name, "layout", f"{text}; {replay.text}", replay.command)
-
-
-def _without_repetitions(findings: list[Finding]) -> list[Finding]:
-    """Drop repeated findings; the one that explains a distance stays."""
-    findings_by_name: dict[tuple[str, bool], Finding] = {}
-    for finding in findings:
-        name = finding.name, finding.text.startswith("the trainer ")
-        if name not in findings_by_name or (findings_by_name[name].before is None and finding.before is not None):
-            findings_by_name[name] = finding
-    return list(findings_by_name.values())

@@ -26,6 +26,8 @@ EXACT = 5e-6
 """Mean difference, in nats, that two programs in float32 leave when they compute the same."""
 MENTIONED = 0.2
 """Least share that another explanation removes to be mentioned."""
+NEARLY = 0.9
+"""Beside a cause that is named, others are mentioned that explain at least this share of what it explains."""
 MOST_OTHERS = 4
 """Most other explanations that are mentioned."""
 
@@ -119,9 +121,10 @@ class Search:
     def describe_mentioned(self, chosen: Explanation | None = None) -> list[str]:
         """Describe the next explanations, with the share that each explains."""
         texts: dict[str, float] = {}
+        least = MENTIONED if chosen is None else max(MENTIONED, NEARLY * self._share(chosen))
         for explanation in self.explanations:
             share, text = self._share(explanation), explanation.suspect.text
-            if share >= MENTIONED and (chosen is None or text != chosen.suspect.text):
+            if share >= least and (chosen is None or text != chosen.suspect.text):
                 texts.setdefault(text, share)
         return [f"{text}: {share:.1%}" for text, share in list(texts.items())[:MOST_OTHERS]]
 

@@ -52,6 +52,9 @@ class Law:
     frequency_penalty: float = 0.0
     bias: tuple[tuple[int, float], ...] = ()
     """Numbers that are added to logits, by token id; -inf: the token is never drawn."""
+    banned: tuple[int, ...] = ()
+    """Tokens that are never drawn among the first `banned_until` tokens of a response, such as its ends."""
+    banned_until: int = 0
     cap: float | None = None
     """Largest logit, to which tanh bends them; None: no limit."""
     rounds_logits: bool = False
@@ -91,6 +94,11 @@ class Law:
             logits = logits.bfloat16().float()
         for token, number in self.bias:
             logits = logits.index_add(1, torch.tensor([token]), torch.full((len(logits), 1), number))
+        if self.banned_until:
+            early = (tokens.chosen - tokens.begins < self.banned_until)[:, None]
+            is_banned = torch.zeros(logits.shape[1], dtype=torch.bool)
+            is_banned[list(self.banned)] = True
+            logits = logits.masked_fill(early & is_banned, -torch.inf)
         if self.has_penalties:
             logits = self._apply_penalties(logits, tokens)
         if self.temperature > GREEDY:

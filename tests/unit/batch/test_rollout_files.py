@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,15 @@ def test_rollouts_of_a_step_that_failed_before_it_had_advantages(tmp_path: Path)
     rows = list(read_rollouts(tmp_path, 3))
     assert [row["advantages"] for row in rows] == [None] * len(ROWS)
     assert [row["token_ids"].tolist() for row in rows] == [one.token_ids.tolist() for one in ROWS]
+
+
+def test_a_file_without_engines_is_read(tmp_path: Path) -> None:
+    file = locate_rollouts_file(tmp_path, 1)
+    write_rollouts(file, [(0, with_learnt(*(replace(one, engine=number) for number, one in enumerate(ROWS))))])
+    assert [row["engine"] for row in read_rollouts(tmp_path, 1)] == list(range(len(ROWS)))
+    pq.write_table(pq.read_table(file).drop_columns(["engine"]), file)
+    assert [row["group"] for row in read_rollouts(tmp_path, 1)] == [0] * len(ROWS)
+    assert Trajectory.from_row({**ROWS[0].to_row(), "engine": 1}).engine == 1
 
 
 def test_the_file_is_compressed_and_has_typed_columns(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ class FakeEngine:
     """Answers with two tokens; `trouble` says by seed what happens first: an exception, or "stuck"."""
 
     name: str = "generation engine 0"
+    number: int = 0
     load: int = 0
     trouble: dict[int, list[Any]] = field(default_factory=dict)
     asked: list[GenerationRequest] = field(default_factory=list)
@@ -176,6 +177,7 @@ def test_a_single_turn() -> None:
     assert one.token_ids.dtype == np.int32
     assert one.logprobs.tolist() == [-2.0, -1.0]
     assert one.spans == [Span(3, 4, 6), Span(4, 5, 7)]
+    assert one.engine == 0
     assert (one.response, one.reward, one.correct, one.reward_parts) == ("<2>", 3.0, True, {"length": 1.0})
     (job,) = environment.jobs
     assert [one.response for one in job] == ["<1>", "<2>", "<3>"]

@@ -18,7 +18,8 @@ from megatron_grpo import doctor
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.verification.doctor import layer_outputs as hidden_states
-from megatron_grpo.verification.doctor.examination import Diagnosis, examine_run
+from megatron_grpo.verification.doctor.diagnosis import Diagnosis
+from megatron_grpo.verification.doctor.examination import examine_run
 from megatron_grpo.verification.doctor.prompts import TEMPLATES
 from megatron_grpo.verification.doctor.suspects.weights import pursue
 from tests.support.rare import rare

@@ -46,8 +46,9 @@ RECORDED = BASE + numbers(1, 0.1)
 
 def test_what_reproduces_the_record_is_named_and_what_comes_near_is_mentioned() -> None:
     tried = search(RECORDED, BASE)
-    near = RECORDED + numbers(2, 0.03)
-    assert tried.try_groups([lambda _: iter([candidate("near", near), candidate("exact", RECORDED + 1e-6)])])
+    near, far = RECORDED + numbers(2, 0.003), BASE + 0.3 * (RECORDED - BASE)
+    tried_out = [candidate("near", near), candidate("far", far), candidate("exact", RECORDED + 1e-6)]
+    assert tried.try_groups([lambda _: iter(tried_out)])
     finding = tried.conclude()
     assert finding is not None
     assert (finding.name, round(finding.explained, 3)) == ("exact", 1.0)

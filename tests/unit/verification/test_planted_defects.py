@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,19 @@ from tests.support.planted_healthy import HEALTHY, Healthy
 from tests.support.planted_last import LAST
 from tests.support.planted_more import MORE, MORE_HEALTHY
 from tests.support.planted_others import RECORDS, TRAINERS
-from tests.support.recorded_runs import RecordedRun
+from tests.support.planted_parts import PARTS
+from tests.support.recorded_runs import RecordedRun, sampled
 
-DEFECTS = (*TENSORS, *SETTINGS, *TRAINERS, *RECORDS, *MORE, *LAST)
+DEFECTS = (*TENSORS, *SETTINGS, *TRAINERS, *RECORDS, *MORE, *LAST, *PARTS)
 HEALTHY_RUNS = (*HEALTHY, *MORE_HEALTHY)
 FAST = frozenset(
     {
         "stale head",
         "missing biases",
         "repetition penalty",
+        "three tokens biased",
+        "checkpoint of another version",
+        "least length of a response",
         "packed sequences leak",
         "a log-probability edited",
         "float32",
@@ -85,6 +90,28 @@ def test_a_healthy_run_is_clean(case: Healthy, make: MakeRun) -> None:
     answer = examine(run)
     assert answer.code == 0, answer.texts
     assert answer.found["findings"] == []
+
+
+def test_rollouts_of_a_version_that_is_gone_are_counted(make: MakeRun) -> None:
+    """Nothing is wrong in the rollouts that can be scored, and the exit code says that these are not all."""
+    run = make("dense")
+    newest = len(run.versions) - 1
+    drawn = sampled(run.versions[newest], run.prompts(), version=newest)
+    gone = [replace(one, spans=[span._replace(version=7) for span in one.spans]) for one in drawn[:3]]
+    run.write(newest + 1, [*gone, *drawn[3:]])
+    answer = examine(run)
+    assert (answer.code, answer.found["findings"], answer.found["unseen_rollouts"]) == (3, [], 3)
+    assert any("of version 7; 3 rollouts have no other tokens" in remark for remark in answer.found["remarks"])
+
+
+def test_the_engine_of_the_rollouts_that_differ_is_named(make: MakeRun) -> None:
+    run = make("dense")
+    newest = len(run.versions) - 1
+    right, behind = (sampled(run.versions[number], run.prompts(), version=newest) for number in (newest, newest - 1))
+    run.write(
+        newest + 1, [replace(one, engine=1) for one in behind[:4]] + [replace(one, engine=0) for one in right[4:]]
+    )
+    assert "(in 4 of 8 rollouts: all of engine 1)" in examine(run).texts
 
 
 def test_there_are_enough_kinds() -> None:

@@ -150,6 +150,33 @@ def list_experts(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
             yield Part(f"{stack}.{expert}", {name: (slice(expert, expert + 1),) for name in names})
 
 
+def list_heads(tensors: Mapping[str, Tensor], config: Any) -> Iterator[Part]:
+    """Yield each attention head of each projection of each layer."""
+    width = find_head_width(config)
+    for name, value in tensors.items():
+        match = re.search(r"self_attn\.([qkvo])_proj\.weight$", name)
+        if match is None:
+            continue
+        dim = int(match[1] == "o")  # heads are columns of the output's projection
+        count = value.shape[dim] // width
+        for head in range(count if value.shape[dim] % width == 0 and count > 1 else 0):
+            rows = slice(head * width, (head + 1) * width)
+            regions: dict[str, Region] = {name: (slice(None), rows) if dim else (rows,)}
+            bias = name.replace(".weight", ".bias")
+            if not dim and bias in tensors:
+                regions[bias] = (rows,)
+            yield Part(f"head {head} of {name}", regions)
+
+
+def list_kinds_within(tensors: Mapping[str, Tensor], bounds: Sequence[Part]) -> Iterator[Part]:
+    """Yield each kind of tensors within layers or stages."""
+    for bound in bounds:
+        inside = {name: tensors[name] for name in bound.regions}
+        for kind in list_kinds(inside):
+            if len(kind.regions) < len(inside):
+                yield Part(f"{kind.name} of {bound.name}", kind.regions)
+
+
 def find_head_width(config: Any) -> int:
     width = getattr(config, "head_dim", None)
     return int(width or config.hidden_size // config.num_attention_heads)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.verification.doctor.evidence import Rollout
-from megatron_grpo.verification.doctor.law import Law, Tokens, compute_residual
+from megatron_grpo.verification.doctor.law import GREEDY, Law, Tokens, compute_residual
 from megatron_grpo.verification.doctor.suspects.side import Candidate, Side, Suspect, fit_law
 
 LOGPROBS_MODE = "generation.engine_args.logprobs_mode must be processed_logprobs (the default)"
@@ -32,6 +32,12 @@ PENALTIES: Mapping[str, Sequence[float]] = {
 }
 CAPS = (2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0, 200.0)
 BIASES = (-20.0, -10.0, -5.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
+MOST_BIASED_TOGETHER, BIAS_STEPS, LARGEST_BIAS = 8, 12, 30.0
+"""Most tokens that are biased together, Gauss-Newton steps for each set of them, and the largest bias."""
+EXACT_BIASES = 2e-6
+"""Mean difference, in nats, at which no further token is taken for biased."""
+MOST_MINIMA, MINIMA = 64, (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Least lengths of responses: every one up to the first number is tried, else these are refined."""
 MOST_BIASED = 4
 """Most tokens that are tried with a bias: those with the largest differences."""
 
@@ -105,6 +111,16 @@ def _find_bias(side: Side, stops: frozenset[int]) -> Iterator[tuple[Suspect, Law
         text = "never draws the tokens that end a response (min_tokens, ignore_eos)"
         banned = tuple((token, -torch.inf) for token in sorted(stops))
         yield Suspect("token_bias", "sampling", text, key), replace(law, bias=banned)
+        # min_tokens bans the ends of a response in its first tokens alone.
+        ends = tuple(sorted(stops))
+        longest = max((int((tokens.chosen - tokens.begins).max()) + 1 for tokens in side.tokens), default=1)
+        lengths = range(longest + 1) if longest <= MOST_MINIMA else sorted({*MINIMA, longest})
+        best = fit_law(side, lengths, partial(_with_minimum, law, ends), rounds=1 if longest <= MOST_MINIMA else 8)
+        text = (
+            f"never draws the tokens that end a response in its first {round(best)} tokens (min_tokens={round(best)})"
+        )
+        suspect = Suspect("token_bias", "sampling", text, "generation.engine_args, min_tokens", assumes=2)
+        yield suspect, _with_minimum(law, ends, best)
     # A bias changes the biased token's own log-probability most, so only sampled tokens that differ are tried.
     base = side.predict()
     apart = compute_residual(side.recorded, base)
@@ -118,6 +134,13 @@ def _find_bias(side: Side, stops: frozenset[int]) -> Iterator[tuple[Suspect, Law
             "token_bias", "sampling", f"{text}, {equivalent}", OPTION_KEY.format(name="logit_bias"), assumes=2
         )
         yield suspect, _with_bias(law, token, number)
+    biases = _fit_biases(side, base, sampled)
+    if len(biases) > 1:
+        text = " and ".join(f"{number:.4g} to the logit of token {token}" for token, number in biases)
+        suspect = Suspect(
+            "token_bias", "sampling", f"adds {text}", OPTION_KEY.format(name="logit_bias"), assumes=1 + len(biases)
+        )
+        yield suspect, replace(law, bias=tuple(biases))
     token = _find_banned_token(side, base)
     text = f"never draws token {token}"
     yield (
@@ -128,6 +151,42 @@ def _find_bias(side: Side, stops: frozenset[int]) -> Iterator[tuple[Suspect, Law
 
 def _with_bias(law: Law, token: int, number: float) -> Law:
     return replace(law, bias=((token, number),))
+
+
+def _with_minimum(law: Law, ends: tuple[int, ...], number: float) -> Law:
+    return replace(law, banned=ends, banned_until=round(number))
+
+
+def _fit_biases(side: Side, base: Tensor, sampled: Tensor) -> list[tuple[int, float]]:
+    """Fit biases of several tokens together: pairs of token and bias."""
+    # With biases b the log-probability of the drawn token y changes by b_y - log(sum of p_v exp(b_v)), so its
+    # derivative by b_v is 1 at y less the biased probability of v. The token whose derivative fits the rest of the
+    # differences best is added, and the biases of all chosen tokens are fitted again by Gauss-Newton steps.
+    gap = side.recorded - base
+    if not gap.isfinite().all():
+        return []
+    probabilities = torch.cat(side.oracle.compute_probabilities(side.tokens, side.law)).double()
+    drawn = torch.nn.functional.one_hot(sampled, probabilities.shape[1]).double()
+    biases, chosen = torch.zeros(probabilities.shape[1], dtype=torch.float64), list[int]()
+
+    def compute_slopes() -> tuple[Tensor, Tensor]:
+        tilted = probabilities * biases.exp()
+        sums = tilted.sum(-1)
+        return gap - drawn @ biases + sums.log(), drawn - tilted / sums[:, None]
+
+    for _ in range(MOST_BIASED_TOGETHER):
+        rest, slopes = compute_slopes()
+        if float(rest.abs().mean()) < EXACT_BIASES:
+            break
+        fits = (rest @ slopes).abs() / slopes.square().sum(0).sqrt().clamp(min=1e-12)
+        chosen.append(int(fits.argmax()))
+        chosen = list(dict.fromkeys(chosen))
+        for _ in range(BIAS_STEPS):
+            rest, slopes = compute_slopes()
+            step = torch.linalg.lstsq(slopes[:, chosen], rest[:, None], driver="gelsd").solution[:, 0]
+            biases[chosen] = (biases[chosen] + step.clamp(-2.0, 2.0)).clamp(-LARGEST_BIAS, LARGEST_BIAS)
+    temperature = side.law.temperature if side.law.temperature > GREEDY else 1.0  # biases precede the temperature
+    return [(token, float(biases[token]) * temperature) for token in sorted(chosen)]
 
 
 def _find_banned_token(side: Side, base: Tensor) -> int:

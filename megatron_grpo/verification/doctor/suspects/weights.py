@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.verification.doctor.law import compute_residual
+from megatron_grpo.verification.doctor.suspects.effects import compute_effects, make_part_probe
 from megatron_grpo.verification.doctor.suspects.parts import (
     EMBEDDING,
     HEAD,
     Part,
     list_experts,
+    list_heads,
     list_kinds,
+    list_kinds_within,
     list_layers,
     list_shards,
     list_single_tensors,
@@ -29,6 +32,8 @@ FIRST_FACTOR = 1.05
 """First factor that is tried; the effect of it gives the next one."""
 ROUNDS = 5
 """Most corrections of a factor."""
+RANKED = 24
+"""Heads, and kinds of tensors within a layer or stage, that are tried exactly: those whose effects fit best."""
 MOST_STALE = 16
 """Most parts of a set; if more are stale, the version as a whole is suspect."""
 
@@ -50,6 +55,73 @@ def list_parts(oracle: Oracle, pipelines: Sequence[int], ranks: Sequence[int]) -
         *list_kinds(tensors),
         *list_shards(tensors, [2, *ranks]),
     ]
+
+
+def list_fine_parts(oracle: Oracle, pipelines: Sequence[int]) -> list[Part]:
+    """List heads, and kinds of tensors within a layer or stage.
+
+    Arguments are those of `list_parts`.
+    """
+    tensors, layers = oracle.list_tensors(), len(oracle.layers)
+    bounds = [*list_layers(tensors, layers), *list_stages(tensors, layers, [2, *pipelines])]
+    return [*list_heads(tensors, oracle.model.config), *list_kinds_within(tensors, bounds)]
+
+
+def iterate_fine_parts(parts: Sequence[Part], side: Side) -> Iterator[Candidate]:
+    """Yield heads and kinds that fit best, wrong or scaled."""
+    ours = side.oracle.list_tensors()
+    (effects,) = compute_effects(side, [make_part_probe(parts, ours)])
+    chosen = [parts[number] for number in effects.rank_multiples(RANKED)]
+    yield from iterate_missing_parts(chosen, side)
+    yield from _iterate_multiples(chosen, ours, side)
+
+
+def iterate_fine_stale_parts(
+    parts: Sequence[Part], load: Callable[[], Oracle], text: str, side: Side
+) -> Iterator[Candidate]:
+    """Yield the parts that fit best with another version's numbers.
+
+    Arguments are those of `iterate_stale_parts`.
+    """
+    ours, theirs = side.oracle.list_tensors(), load().list_tensors()
+    changes = {name: theirs[name] - ours[name] for name in ours if ours[name].is_floating_point()}
+    (effects,) = compute_effects(side, [make_part_probe(parts, changes)])
+    for number in effects.rank_changes(RANKED):
+        values = parts[number].mix(ours, theirs)
+        if values:
+            suspect = Suspect("stale_tensor", "weights", f"kept {parts[number].name} of {text}", REFIT)
+            yield suspect, partial(_with_values, values)
+
+
+def iterate_adapter_parts(parts: Sequence[Part], load: Callable[[], Oracle], side: Side) -> Iterator[Candidate]:
+    """Yield adapters of parts that fit best, times a number.
+
+    `load`: loads the model without adapters.
+    """
+    ours, bare = side.oracle.list_tensors(), load().list_tensors()
+    changes = {name: ours[name] - bare[name] for name in ours if not torch.equal(ours[name], bare[name])}
+    (effects,) = compute_effects(side, [make_part_probe(parts, changes)])
+    gap = side.recorded - side.predict()
+    for number in effects.rank_multiples(RANKED):
+        part = parts[number]
+
+        def predict(factor: float, tokens: Side, part: Part = part) -> Tensor:
+            return _with_values(_scale_adapters(part, ours, bare, factor), tokens)
+
+        factor = _fit_factor(partial(predict, tokens=side), side, side.predict(), gap)
+        if factor is not None:
+            text = f"has merged the adapters of {part.name} times {factor:.4g}"
+            key = "policy.lora.alpha and policy.lora.rank; " + REFIT
+            yield Suspect("adapters_scaled", "weights", text, key, assumes=2), partial(predict, factor)
+
+
+def _scale_adapters(part: Part, ours: Values, bare: Values, factor: float) -> dict[str, Tensor]:
+    values = {}
+    for name, region in part.regions.items():
+        value = ours[name].clone()
+        value[region] = bare[name][region] + factor * (ours[name][region] - bare[name][region])
+        values[name] = value
+    return values
 
 
 def iterate_stale_parts(
@@ -114,6 +186,18 @@ def iterate_scaled_parts(parts: Sequence[Part], side: Side) -> Iterator[Candidat
     """Yield each part times the number that explains most of the record."""
     ours, plain = side.oracle.list_tensors(), side.predict()
     gap = side.recorded - plain
+    yield from _iterate_multiples(parts, ours, side)
+    if side.oracle.is_tied:
+        for text, scaled in (
+            ("the head, tied to the embedding,", _with_head),
+            ("the embedding without the head", None),
+        ):
+            yield from _scale_end(text, scaled, side, plain, gap)
+
+
+def _iterate_multiples(parts: Sequence[Part], ours: Values, side: Side) -> Iterator[Candidate]:
+    plain = side.predict()
+    gap = side.recorded - plain
     for part in parts:
         predict_scaled = partial(_scale_part, part, ours, side)
         factor = _fit_factor(predict_scaled, side, plain, gap)
@@ -121,12 +205,6 @@ def iterate_scaled_parts(parts: Sequence[Part], side: Side) -> Iterator[Candidat
             text = f"has {part.name} times {factor:.4g}"
             suspect = Suspect("scaled_tensor", "weights", text, REFIT, assumes=2)
             yield suspect, partial(_with_values, part.scale(ours, factor))
-    if side.oracle.is_tied:
-        for text, scaled in (
-            ("the head, tied to the embedding,", _with_head),
-            ("the embedding without the head", None),
-        ):
-            yield from _scale_end(text, scaled, side, plain, gap)
 
 
 def _scale_part(part: Part, ours: Values, side: Side, factor: float) -> Tensor:
