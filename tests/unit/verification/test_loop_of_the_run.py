@@ -46,7 +46,7 @@ def test_tokens_behind_an_old_cache_are_scored_only_if_it_was_recomputed(
     recorded: Callable[..., Config], is_recomputed: bool
 ) -> None:
     config = recorded(enabled=True, recompute_kv_cache_after_weight_updates=is_recomputed)
-    (rollout,) = evidence._select_scored([ROW], 4, config, most_tokens=100)
+    (rollout,) = evidence.select_scored([ROW], 4, config, most_tokens=100)
     assert rollout.indices.tolist() == ([0, 1, 4] if is_recomputed else [0, 1])
 
 
