@@ -93,7 +93,7 @@ def make_rows() -> list[dict[str, Any]]:
 def make_pairs() -> list[dict[str, Any]]:
     """Right sums of various lengths as chosen responses, wrong ones as rejected."""
     return [
-        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": row["completion"][::-1] + "7" * (n % 4)}
+        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": row["completion"][::-1] + "7" * (1 + n % 4)}
         for n, row in enumerate(make_rows())
     ]
 

@@ -88,7 +88,7 @@ class Environment:
 class Engine:
     """Two tokens an answer: the length of the prompt, and 7."""
 
-    name, load = "generation engine 0", 2
+    name, number, load = "generation engine 0", 0, 2
 
     def __init__(self, trouble: Exception | None = None) -> None:
         self.asked: list[GenerationRequest] = []
@@ -239,6 +239,7 @@ class Branching:
     """An engine whose tokens are all different, so that each is recognised."""
 
     name = "generation engine 0"
+    number = 0
 
     def __init__(self) -> None:
         self.clock, self.load, self.sampled = RolloutClock(), 2, 0
