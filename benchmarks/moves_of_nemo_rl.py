@@ -2,14 +2,14 @@
 
 They are not as ours, so a plan of ours does not tell their seconds. Published of them:
 
-- Every rank of the policy gathers every weight, over pipeline stages, experts and tensor-parallel ranks; engines on other
-  GPUs then get them by a broadcast (https://github.com/NVIDIA-NeMo/RL/discussions/3315). The broadcast overlaps with the
+- Every rank of the policy gathers every weight, over pipeline stages, experts and tensor-parallel ranks; engines on
+  other GPUs then get them by a broadcast (https://github.com/NVIDIA-NeMo/RL/discussions/3315), which overlaps with the
   gathering (pull request 1379).
 - The optimizer's state goes tensor by tensor to pageable memory, at 1.8 GB/s on an H100; a plain copy from or to such
   memory reached 16.1 GB/s there (issue 3976). Their pull request 2248 has pinned memory as an option, off by default.
 
-That weights are gathered stage by stage first, then over experts or tensor-parallel ranks, and the speeds of links, which
-are those of every plan, are assumed; nothing here was adjusted to a row.
+Assumed: that weights are gathered over stages first, then over experts or tensor-parallel ranks; that other hosts copy
+as fast. Speeds of links are those of every plan. Nothing here was adjusted to a row.
 """
 
 from __future__ import annotations

@@ -109,10 +109,12 @@ class _Model:
         dry_tokens = most_tokens // longest * longest  # of a microbatch of the dry run
         alike = bool(np.all(totals == totals[0]))
         usable = most_tokens // totals[0] * totals[0] if alike else most_tokens * _FILL
-        if not policy.packing and not alike:  # padding fills the rest
-            usable *= float(totals.mean() / totals.max())
-        number = max(1, math.ceil(round(float(totals.sum()) / policy.parallel.data / usable, 6)))
-        tokens = float(totals.sum()) / policy.parallel.data / number
+        computed = float(totals.sum())
+        if not policy.packing and not alike:  # sequences are padded to the longest, and padding is computed, too
+            computed = float(totals.max() * len(totals))
+            usable = max(1, most_tokens // totals.max()) * totals.max()
+        number = max(1, math.ceil(round(computed / policy.parallel.data / usable, 6)))
+        tokens = computed / policy.parallel.data / number
         if policy.parallel.virtual_pipeline > 1:  # interleaved schedules take a multiple of the stages
             number += -number % policy.parallel.pipeline
         # A token attends to half of its sequence on average, so the mean over tokens weighs lengths by themselves.

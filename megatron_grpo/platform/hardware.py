@@ -41,8 +41,8 @@ class Efficiency:
     kernel_s: float = 3e-6
     """Seconds of the smallest kernel."""
     launch_s: float = 13.5e-6
-    """Seconds of the host for each operator; a pass takes at least as long as its launches. Published for a linear layer
-    of torch in a DGX H100, and for gb200's host in its profile (issue 2053 of Transformer Engine)."""
+    """Seconds of the host for each operator; a pass takes at least as long as its launches. Published for a
+    linear layer of torch in a DGX H100 (issue 2053 of Transformer Engine, which has gb200's number, too)."""
     message_s: float = 15e-6
     """Seconds of a collective in addition to its bytes."""
     hidden: float = 0.9
