@@ -15,9 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import yaml
 from header import header
+from moves_of_nemo_rl import slow_moves, time_gathered_refit
 from plan_rows import error_of, shape_of
 from rl_work import Kind, build_traces, choose_runs, pick_layers
 
@@ -44,6 +46,7 @@ def build_config(row: Mapping[str, Any]) -> Config:
     policy.logprob_microbatch_tokens = row["longest"] * row.get("logprob_micro", 1)
     policy.train_global_batch_samples = row.get("optimizer_samples")
     policy.activation_checkpointing = row["recompute"]
+    policy.packing = row.get("packing", True)
     generation.parallel = GenerationParallelConfig(tensor=engines["tensor"], data=engines["count"])
     generation.placement = "separate" if "steps_off" in row else "colocated"
     generation.engine.gpu_memory_utilization = engines["memory"]
@@ -55,12 +58,13 @@ def build_config(row: Mapping[str, Any]) -> Config:
     loop.seq_logprob_error_threshold = 1e9 if row["prev_logprobs"] else None
     config.loss_fn.reference_policy_kl_penalty = 0.01 if row["reference"] else 0.0
     config.plan.prompt_tokens, config.plan.response_tokens = row["prompt"], row["response"]
+    config.plan.response_sigma = row.get("sigma", config.plan.response_sigma)
     return config
 
 
 def list_dry_runs(row: Mapping[str, Any], shape: ModelShape) -> dict[Kind | None, tuple[Config, ModelShape]]:
     """List the dry runs that a row needs, on one pipeline stage."""
-    config = build_config({**row, "prev_logprobs": True, "reference": False})
+    config = build_config({**row, "prev_logprobs": True, "reference": False, "packing": True})
     parallel = replace(config.policy.parallel, pipeline=1, first_stage_layers=None, last_stage_layers=None)
     config.policy.parallel = parallel
     return {kind: (config, pick_layers(shape, layers)) for kind, layers in choose_runs(shape).items()}
@@ -95,7 +99,12 @@ def plan_case(row: Mapping[str, Any], shape: ModelShape, reports: Mapping[Kind |
     """Plan the step of a row without unstated numbers."""
     config, gpu = build_config(row), load_hardware(row["gpu"])
     traces = build_traces(config, shape, {kind: add_reference(report) for kind, report in reports.items()})
-    return build_step_times(config, shape, traces, gpu, find_lengths(config))
+    if row.get("moves") != "nemo_rl":
+        return build_step_times(config, shape, traces, gpu, find_lengths(config))
+    refit = time_gathered_refit(config, shape, gpu), 0
+    with patch("megatron_grpo.planning.step.time_refit", return_value=refit):
+        times = build_step_times(config, shape, traces, gpu, find_lengths(config))
+    return slow_moves(times, config, shape, gpu)
 
 
 def name_phases(times: StepTimes) -> dict[str, float]:

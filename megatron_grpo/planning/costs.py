@@ -22,6 +22,9 @@ _GRADIENTS = "reduce_scatter_tensor_coalesced_", "allreduce_coalesced_"
 _PARAMETERS = "allgather_into_tensor_coalesced_"
 _OF_TENSOR = "allgather", "reduce_scatter", "allreduce"
 """Messages of the linear layers among tensor-parallel ranks."""
+_RING_LAUNCHES = 8
+"""Operators of a turn of Transformer Engine's ring attention over packed sequences, counted in its code: send, receive,
+slices, lengths, attention, and corrections of the sum and of the output; as many back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +178,15 @@ def time_tree(ranks: int, domain: int) -> float:
     return 14e-6 + 2 * ((min(ranks, domain) - 1) * 1.25e-6 + math.ceil(math.log2(domains)) * 8.5e-6)
 
 
+def time_local_reduce(ranks: int) -> float:
+    """Seconds of an all-reduce of NCCL within a domain, besides its bytes.
+
+    As in `time_tree`, the faster of two: a ring with the protocol LL, 6.6 us and 0.6 us for each of 2 (n - 1) steps,
+    and the reduction by NVLink's switches (NVLS), 25 us.
+    """
+    return min(6.6e-6 + 2 * (ranks - 1) * 0.6e-6, 25e-6)
+
+
 def sum_phase(
     work: Mapping[Work, int], passes: Mapping[tuple[str, int], int], phase: str, hardware: Hardware, overlap: Overlap
 ) -> PhaseSeconds:
@@ -216,7 +228,8 @@ def sum_phase(
 def _add_work(
     total: PassSeconds, piece: Work, share: float, hardware: Hardware, overlap: Overlap, ring: list[float]
 ) -> None:
-    total.launch += share * hardware.efficiency.launch_s
+    launches = _RING_LAUNCHES * len(piece.ranks) if piece.name == "ring" else 1
+    total.launch += share * launches * hardware.efficiency.launch_s
     share *= overlap.expert_skew if piece.kind == "grouped_matmul" or "alltoall" in piece.name else 1.0
     if piece.kind != "collective":
         seconds = share * time_operator(hardware, piece)

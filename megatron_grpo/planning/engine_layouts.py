@@ -9,7 +9,8 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.planning.generation_cost import build_decoder, find_lengths, simulate_generation, size_engine
+from megatron_grpo.planning.generation_batches import find_room, simulate_generation
+from megatron_grpo.planning.generation_cost import build_decoder, find_lengths, size_engine
 from megatron_grpo.planning.refusals import Refusals
 from megatron_grpo.platform.hardware import Hardware
 from megatron_grpo.preflight.config_checks import find_problems
@@ -103,13 +104,8 @@ def _compute_lacking_gib(config: Config, shape: ModelShape, hardware: Hardware) 
 
 def _time_share(config: Config, shape: ModelShape, hardware: Hardware) -> float:
     """Seconds of an engine for its share of a step's prompts."""
-    lengths, size = find_lengths(config), size_engine(config, shape, hardware)
-    most_sequences = max(
-        1, min(config.generation.sequences_per_engine, size.count_sequences(float(lengths.totals.mean())))
-    )
+    lengths, room = find_lengths(config), find_room(config, size_engine(config, shape, hardware))
     # Responses are in the order of their lengths, so every data-th one makes a typical share of an engine.
     share = lengths.responses[:: config.generation.parallel.data]
     copies = config.training_loop.num_generations_per_prompt
-    return simulate_generation(
-        build_decoder(config, shape, hardware), lengths.prompt, share, most_sequences, copies
-    ).seconds
+    return simulate_generation(build_decoder(config, shape, hardware), lengths.prompt, share, room, copies).seconds

@@ -1,8 +1,7 @@
-"""Generation by vLLM: memory of an engine, seconds of prefill and decoding, and a simulation of its batches."""
+"""Generation by vLLM: memory of an engine, lengths of responses, seconds of prefill and decoding."""
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import MambaShape, ModelShape
-from megatron_grpo.planning.costs import time_collective, time_tree
+from megatron_grpo.planning.costs import time_collective, time_local_reduce, time_tree
 from megatron_grpo.planning.engine_shards import split_engine
 from megatron_grpo.platform.hardware import Hardware
 from megatron_grpo.preflight.refit_memory import estimate_slot_bytes
@@ -357,64 +356,21 @@ class Decoder:
         return (matrices - 1 + (features + self.hardware.efficiency.decode_inner) / features) / matrices
 
     def _time_reduce(self, tokens: float) -> float:
-        """Seconds of a layer's all-reduce: vLLM's own kernel within a domain, NCCL's between domains."""
+        """Seconds of a layer's all-reduce: vLLM's own kernel within a host, NCCL's between hosts."""
         if self.tensor == 1:
             return 0.0
         nbytes, efficiency = int(tokens * self.shape.hidden * self.width), self.hardware.efficiency
         ring = time_collective(self.hardware, "allreduce", nbytes, tuple(range(self.tensor)))
         if self.tensor > self.hardware.gpus_per_domain:
-            return ring - efficiency.message_s + time_tree(self.tensor, self.hardware.gpus_per_domain)
-        return ring - efficiency.message_s + efficiency.decode_message_s
+            latency = time_tree(self.tensor, self.hardware.gpus_per_domain)
+        elif self.tensor > (self.hardware.gpus_per_host or self.tensor):
+            latency = time_local_reduce(self.tensor)
+        else:
+            latency = efficiency.decode_message_s
+        return ring - efficiency.message_s + latency
 
 
 def build_decoder(config: Config, shape: ModelShape, hardware: Hardware) -> Decoder:
     """Build the model of a run's engines."""
     parallel = config.generation.parallel
     return Decoder(shape, hardware, parallel.tensor, *_find_widths(config), has_whole_experts=parallel.expert > 1)
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationSeconds:
-    """Time of an engine to answer its share of a step."""
-
-    seconds: float
-    """Until the last response is complete."""
-    busy: float
-    """Mean number of sequences that decode, over `seconds`."""
-
-
-def simulate_generation(
-    decoder: Decoder, prompt: float, responses: NDArray[np.float64], most_at_once: int, copies: int
-) -> GenerationSeconds:
-    """Simulate an engine's decoding; a response begins when another is complete.
-
-    Args:
-        decoder: the engine.
-        prompt: tokens of each prompt.
-        responses: [responses of the engine]: their lengths.
-        most_at_once: sequences that run at once.
-        copies: responses to the same prompt, which share its prefill (the prefix cache).
-    """
-    assert most_at_once > 0, "the engine holds no sequence"
-    waiting = [float(length) for length in responses][::-1]
-    clock, decoded, sequence_s = 0.0, 0.0, 0.0
-    running: list[tuple[float, float]] = []  # steps of the engine at the sequence's end, and at its beginning
-    start_sum = 0.0
-    # Between two completions the batch does not change, and every step takes as long as the one in their middle. The
-    # heap holds running sequences by the number of decoding steps of the engine at which they end: steps are counted
-    # from its start, so that a step changes one number, not every sequence. `start_sum` adds up the counts at which the
-    # sequences began, for the mean context.
-    while running or waiting:
-        while waiting and len(running) < most_at_once:
-            length = waiting.pop()
-            heapq.heappush(running, (decoded + length, decoded))
-            start_sum += decoded
-            clock += decoder.time_prefill(prompt / copies, prompt)
-        end = running[0][0]
-        steps, batch = end - decoded, len(running)
-        context = prompt + decoded + steps / 2 - start_sum / batch
-        seconds = steps * decoder.time_step(batch, context)
-        clock, sequence_s, decoded = clock + seconds, sequence_s + seconds * batch, end
-        while running and running[0][0] <= decoded:
-            start_sum -= heapq.heappop(running)[1]
-    return GenerationSeconds(clock, sequence_s / clock if clock else 0.0)

@@ -13,14 +13,8 @@ from numpy.typing import NDArray
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.costs import Overlap, PassSeconds, PhaseSeconds, sum_phase
-from megatron_grpo.planning.generation_cost import (
-    Decoder,
-    GenerationSeconds,
-    Lengths,
-    build_decoder,
-    simulate_generation,
-    size_engine,
-)
+from megatron_grpo.planning.generation_batches import GenerationSeconds, Room, find_room, simulate_generation
+from megatron_grpo.planning.generation_cost import Decoder, Lengths, build_decoder, size_engine
 from megatron_grpo.planning.pipeline import Timeline, run_schedule
 from megatron_grpo.planning.refit_summary import time_refit
 from megatron_grpo.platform.hardware import Hardware
@@ -115,10 +109,12 @@ class _Model:
         dry_tokens = most_tokens // longest * longest  # of a microbatch of the dry run
         alike = bool(np.all(totals == totals[0]))
         usable = most_tokens // totals[0] * totals[0] if alike else most_tokens * _FILL
-        if not policy.packing and not alike:  # padding fills the rest
-            usable *= float(totals.mean() / totals.max())
-        number = max(1, math.ceil(round(float(totals.sum()) / policy.parallel.data / usable, 6)))
-        tokens = float(totals.sum()) / policy.parallel.data / number
+        computed = float(totals.sum())
+        if not policy.packing and not alike:  # sequences are padded to the longest, and padding is computed, too
+            computed = float(totals.max() * len(totals))
+            usable = max(1, most_tokens // totals.max()) * totals.max()
+        number = max(1, math.ceil(round(computed / policy.parallel.data / usable, 6)))
+        tokens = computed / policy.parallel.data / number
         if policy.parallel.virtual_pipeline > 1:  # interleaved schedules take a multiple of the stages
             number += -number % policy.parallel.pipeline
         # A token attends to half of its sequence on average, so the mean over tokens weighs lengths by themselves.
@@ -350,26 +346,26 @@ def _time_generation(
 ) -> _Sampling:
     generation, responses = config.generation, lengths.responses
     size = size_engine(config, shape, hardware)
-    most_sequences = min(generation.sequences_per_engine, size.count_sequences(float(lengths.totals.mean())))
-    if most_sequences < 1:
+    if size.count_sequences(float(lengths.totals.mean())) < 1:
         raise ValueError(
             f"an engine of generation.parallel.tensor={generation.parallel.tensor} has no room for a sequence: weights "
             f"{size.weight_bytes / 2**30:.1f} GiB on each GPU of {hardware.memory_gib:g} GiB; use more ranks"
         )
     decoder, copies = build_decoder(config, shape, hardware), config.training_loop.num_generations_per_prompt
-    engines = generation.parallel.data
+    engines, room = generation.parallel.data, find_room(config, size)
     # The step waits for the fullest engine, so its share of the responses begins with the longest. Its responses start
     # in random order, because nobody knows their lengths.
     responses_of_engine = np.sort(responses)[::-1][::engines][::-1]
     responses_of_engine = np.random.default_rng(0).permutation(responses_of_engine)
-    alone = simulate_generation(decoder, lengths.prompt, responses_of_engine, most_sequences, copies)
-    model.assumptions.append(f"engines hold up to {most_sequences} sequences, and {alone.busy:.0f} decode on average")
-    is_set = most_sequences == generation.sequences_per_engine
-    limit = "generation.engine.max_num_seqs" if is_set else "the KV cache's room"
-    waits_for = limit if len(responses_of_engine) > most_sequences else None
+    alone = simulate_generation(decoder, lengths.prompt, responses_of_engine, room, copies)
+    text = f"engines decode up to {alone.most} sequences at once, and {alone.busy:.0f} on average"
+    model.assumptions.append(text + (f"; {alone.preempted} lose their room and begin again" if alone.preempted else ""))
+    is_full = alone.most == room.sequences and not alone.preempted
+    limit = "generation.engine.max_num_seqs" if is_full else "the KV cache's room"
+    waits_for = limit if alone.most < len(responses_of_engine) or alone.preempted else None
     model.limits.append(_explain_generation(decoder, lengths, alone, waits_for))
     batches = config.training_loop.async_grpo.max_trajectory_age_steps + 1
-    stream = simulate_generation(decoder, lengths.prompt, np.tile(responses_of_engine, batches), most_sequences, copies)
+    stream = simulate_generation(decoder, lengths.prompt, np.tile(responses_of_engine, batches), room, copies)
     # A response that is looked at in a random moment is a long one, in proportion to its length, and half complete.
     sampled = float((responses_of_engine**2).sum() / responses_of_engine.sum()) / 2
     in_flight = stream.busy * (lengths.prompt / copies + sampled)
@@ -383,7 +379,7 @@ def _explain_generation(decoder: Decoder, lengths: Lengths, batch: GenerationSec
     `waits_for`: what responses wait for before they begin; None: all are decoded at once.
     """
     longest = lengths.responses.max()
-    longest_s = simulate_generation(decoder, lengths.prompt, np.array([longest]), 1, 1).seconds
+    longest_s = simulate_generation(decoder, lengths.prompt, np.array([longest]), Room(1), 1).seconds
     share = longest_s / batch.seconds
     if share > _MOST_OF:
         return f"generation: the longest response, of {longest:.0f} tokens, takes {share:.0%} of it alone"

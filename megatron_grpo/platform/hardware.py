@@ -40,8 +40,9 @@ class Efficiency:
     """Of a port's speed, by collectives between domains."""
     kernel_s: float = 3e-6
     """Seconds of the smallest kernel."""
-    launch_s: float = 5e-6
-    """Seconds of the host for each operator; a pass takes at least as long as its launches."""
+    launch_s: float = 13.5e-6
+    """Seconds of the host for each operator; a pass takes at least as long as its launches. Published for a
+    linear layer of torch in a DGX H100 (issue 2053 of Transformer Engine, which has gb200's number, too)."""
     message_s: float = 15e-6
     """Seconds of a collective in addition to its bytes."""
     hidden: float = 0.9
@@ -85,6 +86,8 @@ class Hardware:
     gpus_per_domain: int
     """GPUs that NVLink joins, or without it a host; global ranks are numbered domain by domain."""
     sms: int
+    gpus_per_host: int = 0
+    """GPUs of a host, where NVLink joins those of several hosts; 0: a domain is a host."""
     pcie_bytes_per_s: float = 0.0
     """Speed between two GPUs of a host without NVLink; not used with NVLink."""
     capability: float = 0.0

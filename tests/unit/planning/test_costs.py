@@ -140,6 +140,21 @@ def test_a_pass_takes_as_long_as_the_host_launches_it() -> None:
     assert sum_phase(found, {("train", 0): 5}, "train", slow, Overlap()).passes[0, False].compute_seconds() == 2.0
 
 
+def test_ring_attention_is_launched_once_for_each_rank_of_the_ring() -> None:
+    slow = replace(H100, efficiency=replace(IDEAL, launch_s=1.0))
+    ring = work(kind="collective", name="ring", nbytes=8, ranks=tuple(range(0, 32, 4)))
+    attention = work(kind="attention", flops=1.0)
+    passes = sum_phase(Counter({ring: 3, attention: 3}), {("train", 0): 1}, "train", slow, Overlap()).passes
+    # Three layers on eight ranks: eight turns of eight operators each, and one operator that is the attention itself.
+    assert passes[0, False].compute_seconds() == 3 * (8 * 8 + 1)
+
+
+def test_hosts_of_grace_launch_more_slowly() -> None:
+    # Published for a linear layer of torch: 37.08 us on GB200, 13.48 us in a DGX H100.
+    seconds = {name: load_hardware(name).efficiency.launch_s for name in ("h100", "b200", "gb200")}
+    assert seconds == pytest.approx({"h100": 13.48e-6, "b200": 13.48e-6, "gb200": 37.08e-6}, rel=0.01)
+
+
 def test_profiles_are_complete_and_faster_from_one_to_the_next() -> None:
     profiles = [load_hardware(name) for name in ("a100", "h100", "h200", "b200", "gb200")]
     assert all({"float32", "bfloat16"} == set(one.flops) - {"fp8"} for one in profiles)

@@ -10,6 +10,7 @@ import pytest
 from megatron_grpo.config.generation_schema import GenerationParallelConfig, SpeculativeConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.families import parse_model_shape, read_model_shape
+from megatron_grpo.planning.generation_batches import Room, simulate_generation
 from megatron_grpo.planning.generation_cost import (
     BLOCK_TOKENS,
     Decoder,
@@ -17,7 +18,6 @@ from megatron_grpo.planning.generation_cost import (
     count_kv_bytes_per_token,
     count_state_bytes,
     make_log_normal_lengths,
-    simulate_generation,
     size_engine,
 )
 from megatron_grpo.platform.hardware import Hardware, load_hardware
@@ -166,6 +166,16 @@ def test_engines_over_nodes_wait_for_the_network_in_every_layer() -> None:
     assert difference == pytest.approx(messages, rel=1e-3)  # the slices of matrices are 2 ns smaller
 
 
+@pytest.mark.parametrize(("tensor", "latency"), [(4, 8e-6), (8, 6.6e-6 + 14 * 0.6e-6), (16, 24.6e-6), (32, 25e-6)])
+def test_engines_over_hosts_of_one_nvlink_domain_reduce_by_nccl(tensor: int, latency: float) -> None:
+    # A host of GB200 NVL72 has four GPUs: vLLM's own kernel works within it. NCCL's ring with LL has 2 (n - 1) steps of
+    # 0.6 us, NVLink's switches take 25 us for any number.
+    gb200 = load_hardware("gb200")
+    decoder = Decoder(DENSE, replace(gb200, efficiency=replace(gb200.efficiency, nvlink=1)), tensor, 2, 2)
+    nbytes = 5 * DENSE.hidden * 2
+    assert decoder._time_reduce(5) == pytest.approx(latency + 2 * nbytes * (tensor - 1) / tensor / 900e9)
+
+
 class Counted(Decoder):
     """A decoder whose steps take a second for each sequence, and whose prefill takes none."""
 
@@ -185,9 +195,43 @@ def test_the_batch_is_that_of_a_simulation_token_by_token(most: int) -> None:
             running.append(waiting.pop(0))
         seconds += len(running)
         running = [left - 1 for left in running if left > 1]
-    found = simulate_generation(Counted(DENSE, H100, 1, 2, 2), 4.0, lengths, most, copies=1)
+    found = simulate_generation(Counted(DENSE, H100, 1, 2, 2), 4.0, lengths, Room(most), copies=1)
     assert found.seconds == pytest.approx(seconds) == lengths.sum()
     assert found.busy <= most
+
+
+@pytest.mark.parametrize("room", [30, 44, 60, 90, 10_000])
+@pytest.mark.parametrize("most", [3, 100])
+def test_sequences_that_outgrow_the_cache_make_room_and_are_computed_again(room: int, most: int) -> None:
+    prefills: list[float] = []
+
+    class Watched(Counted):
+        def time_prefill(self, tokens: float, context: float) -> float:
+            prefills.append(tokens)
+            return 0.01 * tokens
+
+    prompt, lengths = 4, [int(length) for length in np.random.default_rng(2).integers(3, 20, 12)]
+    # Token by token: first come, first served; the one that began last goes when the next token of all has no room.
+    waiting, running = [(length, 0) for length in lengths], []
+    seconds, lost, peak = 0.0, 0, 0
+    while waiting or running:
+        while waiting and len(running) < most:
+            used = sum(prompt + had for _, had in running)
+            if running and used + prompt + waiting[0][1] + BLOCK_TOKENS * (len(running) + 1) > room:
+                break
+            running.append(waiting.pop(0))
+            seconds += 0.01 * (prompt + running[-1][1])
+        peak = max(peak, len(running))
+        if len(running) > 1 and sum(prompt + had + 1 for _, had in running) > room:
+            waiting.insert(0, running.pop())
+            lost += 1
+            continue
+        seconds += len(running)
+        running = [(length, had + 1) for length, had in running if had + 1 < length]
+    simulated = simulate_generation(Watched(DENSE, H100, 1, 2, 2), prompt, lengths, Room(most, room), copies=1)
+    assert (simulated.preempted, simulated.most) == (lost, peak)
+    assert simulated.seconds == pytest.approx(seconds)
+    assert len(prefills) == len(lengths) + lost
 
 
 def test_the_mean_context_is_that_of_the_running_responses() -> None:
@@ -198,6 +242,6 @@ def test_the_mean_context_is_that_of_the_running_responses() -> None:
             seen.append((sequences, context))
             return 1.0
 
-    simulate_generation(Watched(DENSE, H100, 1, 2, 2), 10.0, np.array([4.0, 2.0, 6.0]), 2, copies=1)
+    simulate_generation(Watched(DENSE, H100, 1, 2, 2), 10.0, np.array([4.0, 2.0, 6.0]), Room(2), copies=1)
     # Two at once for 2 steps; then 4's last two and the first two of 6; then 6 alone.
     assert seen == [(2, 11.0), (2, pytest.approx(10 + (3 + 1) / 2)), (1, pytest.approx(10 + 4))]

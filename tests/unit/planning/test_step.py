@@ -90,6 +90,17 @@ def test_samples_of_different_lengths_are_slower() -> None:
     assert seconds[1] == pytest.approx(2 * seconds[0])
 
 
+def test_padding_to_the_longest_sample_is_computed_too() -> None:
+    config, gpu = run_config(data=2), replace(H100, efficiency=replace(H100.efficiency, unequal=1.0))
+    config.policy.microbatch_tokens, config.policy.packing = 2500, False
+    lengths = Lengths(0.0, np.array([800.0, 200.0, 500.0, 500.0] * 4), "mixed")
+    # Three samples of 800 tokens are a microbatch of 2,400 of 2,500; eight of each replica take three microbatches, of
+    # 8 x 800 padded tokens together. The traced microbatch has 2 x 1,000 tokens and takes 1 + 2 seconds.
+    times = build_step_times(config, SHAPE, [rank(0, 1.0, 2.0)], gpu, lengths)
+    assert times.phase_s["train"] == pytest.approx(3.0 * 8 * 800 / 2000)
+    assert [times.train.seconds] == [times.phase_s["train"]]
+
+
 def test_teachers_compute_one_after_the_other_what_their_tasks_have_sampled() -> None:
     teachers = [(run_config(), [rank(0, 1.0, 0.0)]), (run_config(data=2), [rank(0, 3.0, 0.0)])]
     for chosen, seconds in ((teachers[:1], 16 * 1.0), (teachers, 8 * 1.0 + 4 * 3.0), ([], None)):
