@@ -21,11 +21,12 @@ from tests.support.planted_engines import SETTINGS, TENSORS
 from tests.support.planted_healthy import HEALTHY, Healthy
 from tests.support.planted_last import LAST
 from tests.support.planted_more import MORE, MORE_HEALTHY
+from tests.support.planted_orders import ORDERS
 from tests.support.planted_others import RECORDS, TRAINERS
 from tests.support.planted_parts import PARTS
 from tests.support.recorded_runs import RecordedRun, sampled
 
-DEFECTS = (*TENSORS, *SETTINGS, *TRAINERS, *RECORDS, *MORE, *LAST, *PARTS)
+DEFECTS = (*TENSORS, *SETTINGS, *TRAINERS, *RECORDS, *MORE, *LAST, *PARTS, *ORDERS)
 HEALTHY_RUNS = (*HEALTHY, *MORE_HEALTHY)
 FAST = frozenset(
     {
