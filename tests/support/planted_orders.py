@@ -198,10 +198,10 @@ ORDERS: Sequence[Case] = (
     Case(
         "rows of a router",
         "experts",
-        engine(reordered(PARTS_OF(1, "mlp.gate"), (1, 3, 0, 2))),
+        engine(reordered(PARTS_OF(3, "mlp.gate"), (1, 3, 0, 2))),
         WEIGHTS,
-        (r"layers\.1\.mlp\.(gate|experts)", "in the place of"),
-        r"layers\.1\.mlp\.(gate|experts)",
+        (r"layers\.3\.mlp\.(gate|experts)", "in the place of"),
+        r"layers\.3\.mlp\.(gate|experts)",
     ),
     Case(
         "scale of attention in one layer",

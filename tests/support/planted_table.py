@@ -15,6 +15,7 @@ from tests.support.planted_engines import SETTINGS, TENSORS
 from tests.support.planted_healthy import HEALTHY, Healthy
 from tests.support.planted_last import LAST
 from tests.support.planted_more import MORE, MORE_HEALTHY
+from tests.support.planted_options import OPTIONS
 from tests.support.planted_orders import ORDERS
 from tests.support.planted_others import RECORDS, TRAINERS
 from tests.support.planted_parts import PARTS
@@ -27,6 +28,7 @@ def main() -> None:
     cases: list[Case | Healthy] = [
         *HEALTHY,
         *MORE_HEALTHY,
+        *OPTIONS,
         *TENSORS,
         *SETTINGS,
         *TRAINERS,
