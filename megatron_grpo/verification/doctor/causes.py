@@ -36,7 +36,11 @@ from megatron_grpo.verification.doctor.prompt_findings import Prompts
 from megatron_grpo.verification.doctor.recorded_figures import replay_in_layout
 from megatron_grpo.verification.doctor.suspects.layer_settings import iterate_layer_settings
 from megatron_grpo.verification.doctor.suspects.permuted import iterate_permutations
-from megatron_grpo.verification.doctor.suspects.reordered import iterate_head_orders, iterate_orders
+from megatron_grpo.verification.doctor.suspects.reordered import (
+    iterate_head_orders,
+    iterate_orders,
+    iterate_token_orders,
+)
 from megatron_grpo.verification.doctor.suspects.sampling import iterate_prompt_suspects, iterate_sampling_suspects
 from megatron_grpo.verification.doctor.suspects.settings import (
     PRECISION,
@@ -269,7 +273,7 @@ class Causes:
             *(adapters if has_adapters and version != 0 else []),
         ]
         yield [partial(iterate_scaled_parts, parts), iterate_layer_settings]
-        yield [iterate_head_orders, iterate_orders]
+        yield [iterate_head_orders, iterate_token_orders, iterate_orders]
         yield [
             partial(iterate_stale_sets, parts, partial(self.load_oracle, number), texts[number]) for number in earlier
         ]

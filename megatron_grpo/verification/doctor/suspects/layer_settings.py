@@ -15,7 +15,7 @@ from megatron_grpo.verification.doctor.suspects.settings import EPSILONS, MODEL,
 from megatron_grpo.verification.doctor.suspects.side import Candidate, Side, Suspect, fit
 from megatron_grpo.verification.oracle import Oracle
 
-RANKED = 6
+RANKED = 3
 """Settings whose values are fitted: those whose effects fit best."""
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import permutations
+from itertools import chain, permutations
 from typing import Any
 
 import torch
@@ -31,7 +31,12 @@ MOST_UNITS = 160
 MOST_PERMUTED = 4
 """Most units of which every order is compared; of more, exchanges of two."""
 RANKED = 24
-"""Orders that are tried exactly in each round: those whose effects fit best."""
+"""Orders of many units that are tried exactly in each round: those whose effects fit best, by size and direction."""
+RANKED_BLOCKS = 64
+"""Orders of few units that are: they move more of a matrix, so that their effects are less linear."""
+RANKED_TOKENS = 600
+"""Exchanges of the embedding's rows that are, in a single rollout: another token is farther than linear."""
+FEW_UNITS = 8
 CONTINUED = 2
 """Axes from whose best order the search goes on."""
 ROUNDS = 5
@@ -110,27 +115,19 @@ class Axis:
         orders = torch.tensor(list(permutations(range(count)))[1:])
         return replacements[torch.arange(count), orders].sum(1)
 
-    def describe(self, order: Order) -> str:
-        moved = [(place, unit) for place, unit in zip(self.units, order, strict=True) if place != unit]
-        listed = ", ".join(f"{unit} in the place of {place}" for place, unit in moved[:MOST_LISTED])
-        more = f" and {len(moved) - MOST_LISTED} more" if len(moved) > MOST_LISTED else ""
-        return f"has {self.name} in another order: {listed}{more}"
 
+def list_axes(tensors: Mapping[str, Tensor], config: Any) -> list[Axis]:
+    """List what may stand in another order in the layers of a model.
 
-def list_axes(tensors: Mapping[str, Tensor], config: Any, used: Sequence[int]) -> list[Axis]:
-    """List what may stand in another order, in the whole model.
-
-    Args:
-        tensors: the weights.
-        config: the model's configuration in transformers.
-        used: token ids of the record, whose rows of the embedding it shows.
+    `config`: the model's configuration in transformers.
     """
     axes = list(_list_experts(tensors))
+    # Rows of a router in another order have the effect of experts in the inverse order, so these stand for both.
+    routed = {(axis.name.rpartition(".")[0], axis.count) for axis in axes}
     for name, value in tensors.items():
-        if value.dim() == 2 and name not in (EMBEDDING, HEAD):
+        is_router = (name.rpartition(".")[0].rpartition(".")[0], len(value)) in routed
+        if value.dim() == 2 and name not in (EMBEDDING, HEAD) and not is_router:
             axes += _list_matrix_axes(name, value, find_head_width(config))
-    if len(used) > 1:
-        axes.append(Axis(f"rows of {EMBEDDING}", {EMBEDDING: 0}, len(tensors[EMBEDDING]), tuple(used)))
     return axes
 
 
@@ -164,21 +161,46 @@ def _list_experts(tensors: Mapping[str, Tensor]) -> Iterator[Axis]:
 
 def iterate_orders(side: Side) -> Iterator[Candidate]:
     """Yield units in the order that a search from exchange to exchange reaches."""
-    ids, counts = torch.cat([tokens.ids for tokens in side.tokens]).unique(return_counts=True)
-    used = ids[counts.argsort(descending=True)][:MOST_UNITS].sort().values.tolist()
     tensors = side.oracle.list_tensors()
-    axes = list_axes(tensors, side.oracle.model.config, used)
+    axes = list_axes(tensors, side.oracle.model.config)
     closest: dict[str, tuple[float, Axis, Order]] = {}
     for distance, axis, order in _try_best(axes, {axis.name: axis.units for axis in axes}, tensors, side):
         closest.setdefault(axis.name, (distance, axis, order))
     for distance, axis, first in list(closest.values())[:CONTINUED]:
         order, distance = _continue_search(axis, first, distance, tensors, side)
-        moved = sum(place != unit for place, unit in zip(axis.units, order, strict=True))
-        text, values = axis.describe(order), axis.reorder(tensors, order)
-        suspect = Suspect("permuted_weights", "weights", text, REFIT, assumes=moved, only_exact=True)
-        yield suspect, partial(_with_values, values)
+        yield _make_candidate(axis, order, tensors)
         if distance <= FLOAT32.mean:
             return
+
+
+def _make_candidate(axis: Axis, order: Order, tensors: Mapping[str, Tensor]) -> Candidate:
+    moved = {place: unit for place, unit in zip(axis.units, order, strict=True) if place != unit}
+    is_stack = any(tensors[name].dim() == 3 for name in axis.dims)
+    name = f"{axis.name}, or inversely the rows of their router," if is_stack else axis.name
+    text = _describe_moves(name, moved)
+    suspect = Suspect("permuted_weights", "weights", text, REFIT, assumes=len(moved), only_exact=True)
+    return suspect, partial(_with_values, axis.reorder(tensors, order))
+
+
+def _describe_moves(name: str, moved: Mapping[int, int]) -> str:
+    """Describe units by the places in which they stand."""
+    listed = ", ".join(f"{unit} in the place of {place}" for place, unit in list(moved.items())[:MOST_LISTED])
+    more = f" and {len(moved) - MOST_LISTED} more" if len(moved) > MOST_LISTED else ""
+    return f"has {name} in another order: {listed}{more}"
+
+
+def iterate_token_orders(side: Side) -> Iterator[Candidate]:
+    """Yield the exchange of two of the embedding's rows that fits one rollout best."""
+    # Every rollout of the side differs, so each has a token whose row is another; one of many numbers is enough.
+    numbers = range(len(side.tokens))
+    longest = max(numbers, key=lambda number: (len(side.tokens[number].chosen), -len(side.tokens[number].ids)))
+    tensors = side.oracle.list_tensors()
+    ids, counts = torch.cat([tokens.ids for tokens in side.tokens]).unique(return_counts=True)
+    used = ids[counts.argsort(descending=True)][:MOST_UNITS].sort().values.tolist()
+    axis = Axis(f"rows of {EMBEDDING}", {EMBEDDING: 0}, len(tensors[EMBEDDING]), tuple(used))
+    if len(used) > MOST_PERMUTED and not side.oracle.is_tied:
+        _, _, order = _try_best([axis], {axis.name: axis.units}, tensors, side.select_rollouts([longest]))[0]
+        yield _make_candidate(axis, order, tensors)
 
 
 def _continue_search(
@@ -211,21 +233,29 @@ def _try_best(
     """
     present = {name: value for axis in axes for name, value in axis.reorder(tensors, start[axis.name]).items()}
 
-    def measure_effects(gradients: Gradients) -> Tensor:
-        return torch.cat([axis.predict_effects(gradients, present) for axis in axes])
-
+    groups: dict[int, list[Axis]] = {}
+    for axis in axes:
+        limit = RANKED if len(axis.units) > FEW_UNITS else RANKED_BLOCKS
+        groups.setdefault(limit if axis.movable is None else RANKED_TOKENS, []).append(axis)
+    probes = [partial(_predict_all, members, present) for members in groups.values()]
     with side.oracle.replaced(present):
-        (effects,) = compute_effects(side, [measure_effects], list(present))
-    choices = [(axis, number) for axis in axes for number in range(axis.count_orders())]
-    tried = []
-    for choice in dict.fromkeys([*effects.rank_changes(RANKED), *effects.rank_multiples(RANKED)]):
-        axis, number = choices[choice]
-        order = axis.change_order(start[axis.name], number)
-        predicted = _with_values(axis.reorder(tensors, order), side)
-        tried.append((float(compute_residual(side.recorded, predicted).mean()), axis, order))
-        if tried[-1][0] <= FLOAT32.mean:
-            break
+        effects = compute_effects(side, probes, list(present))
+    tried: list[tuple[float, Axis, Order]] = []
+    for (limit, members), group_effects in zip(groups.items(), effects, strict=True):
+        choices = [(axis, number) for axis in members for number in range(axis.count_orders())]
+        ranked = zip(group_effects.rank_multiples(limit), group_effects.rank_changes(limit), strict=True)
+        for choice in dict.fromkeys(chain.from_iterable(ranked)):
+            axis, number = choices[choice]
+            order = axis.change_order(start[axis.name], number)
+            predicted = _with_values(axis.reorder(tensors, order), side)
+            tried.append((float(compute_residual(side.recorded, predicted).mean()), axis, order))
+            if tried[-1][0] <= FLOAT32.mean:
+                return [tried[-1]]
     return sorted(tried, key=lambda entry: entry[0])
+
+
+def _predict_all(axes: Sequence[Axis], present: Mapping[str, Tensor], gradients: Gradients) -> Tensor:
+    return torch.cat([axis.predict_effects(gradients, present) for axis in axes])
 
 
 def _with_values(values: Mapping[str, Tensor], side: Side) -> Tensor:
@@ -237,39 +267,40 @@ def iterate_head_orders(side: Side) -> Iterator[Candidate]:
     """Yield rows of the head in the order that the recorded numbers say."""
     # Rows in another order leave the sum over the vocabulary as it is, so a recorded number is the log-probability of
     # the row that stands in the place of the sampled token. Which one that is can be read off, whatever the order is.
-    order = _match_head_rows(side)
-    if order is not None:
-        text = Axis(f"rows of {HEAD}", {}, len(order)).describe(order)
+    moved = _match_head_rows(side)
+    if moved:
+        text = _describe_moves(f"rows of {HEAD}", moved)
         yield Suspect("permuted_weights", "weights", text, REFIT, only_exact=True), _predict_matched
 
 
 def _predict_matched(side: Side) -> Tensor:
-    order = _match_head_rows(side)
-    if order is None:
-        return side.predict()
-    with side.oracle.other_head(side.oracle.model.get_output_embeddings().weight[list(order)]):
+    moved = _match_head_rows(side)
+    head = side.oracle.model.get_output_embeddings().weight
+    order = list(range(len(head)))
+    for place, row in moved.items():
+        order[place] = row
+    # Rows of tokens that were not sampled are unknown; the sum needs every row once, so each chain is closed.
+    for first in moved.keys() - set(moved.values()):
+        last = first
+        while last in moved:
+            last = moved[last]
+        order[last] = first
+    with side.oracle.other_head(head[order]):
         return side.predict()
 
 
-def _match_head_rows(side: Side) -> Order | None:
-    """Match each sampled token with the row that has its numbers; None: some have none."""
+def _match_head_rows(side: Side) -> dict[int, int]:
+    """Match sampled tokens with the rows that have their numbers: other rows than their own, by token.
+
+    Empty if a token matches none.
+    """
     logprobs = torch.cat(side.oracle.compute_probabilities(side.tokens, side.law)).log()
     sampled = torch.cat([tokens.ids[tokens.chosen] for tokens in side.tokens])
     rows: dict[int, int] = {}
     for token in sampled.unique().tolist():
         apart = (logprobs[sampled == token] - side.recorded[sampled == token][:, None]).abs().amax(0)
-        row = int(apart.argmin()) if apart[token] > FLOAT32.worst else token
+        row = int(apart.argmin()) if float(apart[token]) > FLOAT32.worst else token
         if float(apart[row]) > FLOAT32.worst or row in rows.values():
-            return None
+            return {}
         rows[token] = row
-    moved = {token: row for token, row in rows.items() if token != row}
-    if not moved:
-        return None
-    # The record does not show the rows of other tokens; those whose own row is taken get the rows that are left.
-    order = list(range(logprobs.shape[1]))
-    left = iter(sorted(set(moved) - set(moved.values())))
-    for token, row in moved.items():
-        order[token] = row
-    for token in sorted(set(moved.values()) - set(moved)):
-        order[token] = next(left)
-    return tuple(order)
+    return {token: row for token, row in rows.items() if token != row}
