@@ -186,12 +186,12 @@ class Oracle:
         finally:
             self._head = None
 
-    def other_scale(self, factor: float, layer: int | None = None) -> AbstractContextManager[None]:
+    def change_scale(self, factor: float, layer: int | None = None) -> AbstractContextManager[None]:
         """Compute attention, of one layer or all, with query-key products times a factor."""
         attentions = [attention for number, attention in self.attentions.items() if layer in (None, number)]
         return _with_attributes([(attention, "scaling", attention.scaling * factor) for attention in attentions])
 
-    def other_epsilon(self, epsilon: float, within: str = "") -> AbstractContextManager[None]:
+    def change_epsilon(self, epsilon: float, within: str = "") -> AbstractContextManager[None]:
         """Compute norms with another epsilon; `within`: the beginning of their names."""
         norms = [norm for name, norm in self.norms.items() if name.startswith(within)]
         return _with_attributes([(module, key, epsilon) for module, key in norms])
@@ -215,7 +215,7 @@ class Oracle:
             for name, value in before.items():
                 parameters[name].data = value
 
-    def other_rope(self, rope: Mapping[str, Any]) -> AbstractContextManager[None]:
+    def change_rope(self, rope: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Compute the body with other rotary embeddings; `rope`: transformers' rope_parameters."""
         config = copy.deepcopy(self.model.config)
         config.rope_parameters = dict(rope)
@@ -228,16 +228,16 @@ class Oracle:
         return _with_attributes(changes)
 
     @contextmanager
-    def other_rope_in(self, layer: int, rope: Mapping[str, Any]) -> Iterator[None]:
+    def change_rope_in(self, layer: int, rope: Mapping[str, Any]) -> Iterator[None]:
         """Compute one layer with other rotary embeddings; `rope`: transformers' rope_parameters."""
         config = copy.deepcopy(self.model.config)
         config.rope_parameters = dict(rope)
         # The model computes the embeddings once for all layers, so the layer's attention gets its own in their place.
         rotary = self.model.model.rotary_emb
-        other, computed = type(rotary)(config), list[Any]()
+        changed, computed = type(rotary)(config), list[Any]()
 
         def compute(_: Any, inputs: Any, options: dict[str, Any], _output: Any) -> None:
-            computed[:] = [other(*inputs, **options)]
+            computed[:] = [changed(*inputs, **options)]
 
         def exchange(_: Any, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             return inputs, {**options, "position_embeddings": computed[0]}

@@ -133,7 +133,7 @@ class Causes:
         return self._oracles[key]
 
     def measure_rounding(self, side: Side, base: Tensor, dtype: str, version: int) -> Distance:
-        """Measure the distance of a side from the oracle that rounding in its type explains."""
+        """Measure the distance that rounding in the side's type explains."""
         if dtype == "float32":
             return measure_rounding(base, None)
         return measure_rounding(base, side.predict(oracle=self.load_oracle(version, torch.bfloat16)))

@@ -59,23 +59,23 @@ def _with_values(setting: Setting, side: Side, values: Sequence[float]) -> Itera
 
 
 def list_layer_settings(oracle: Oracle) -> list[Setting]:
-    """List the settings of every norm, of the norms of a layer, and of every attention."""
+    """List the settings of norms, layers and attentions."""
     settings = []
     layers = [f"model.layers.{number}." for number in range(len(oracle.layers))]
     for name in [*layers, *oracle.norms]:
         text = f"computes the norms of layer {name.split('.')[2]}" if name in layers else f"computes {name}"
-        change = partial(oracle.other_epsilon, within=name)
+        change = partial(oracle.change_epsilon, within=name)
         settings.append(Setting(f"{text} with an epsilon of", f"rms_norm_eps of {MODEL}", EPSILONS, 1e-2, change))
     rope = getattr(oracle.model.config, "rope_parameters", None) or {}
     for layer in oracle.attentions:
         # Weights of queries or keys times a number have the same effect, and assume less of the program.
         text = f"multiplies the products of queries and keys in layer {layer} by"
-        change = partial(oracle.other_scale, layer=layer)
+        change = partial(oracle.change_scale, layer=layer)
         settings.append(Setting(text, f"attention_scale of {MODEL}", SCALES, 1.1, change, assumes=3))
         if "rope_type" in rope:  # one kind of rotary embeddings for all layers
 
             def set_base(base: float, layer: int = layer) -> AbstractContextManager[None]:
-                return oracle.other_rope_in(layer, {**rope, "rope_theta": base})
+                return oracle.change_rope_in(layer, {**rope, "rope_theta": base})
 
             text = f"has rotary embeddings in layer {layer} that are not of rope_theta={rope['rope_theta']:g} but of"
             settings.append(Setting(text, ROPE, list_bases(rope), 2 * float(rope["rope_theta"]), set_base))

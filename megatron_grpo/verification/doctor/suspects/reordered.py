@@ -73,14 +73,17 @@ class Axis:
         """Put units into another order; returns the changed tensors."""
         values = {}
         for name, dim in self.dims.items():
-            whole = torch.arange(self.count)
-            whole[list(self.units)] = torch.tensor(order)
+            numbers = torch.arange(self.count)
+            numbers[list(self.units)] = torch.tensor(order)
             pieces = tensors[name].unflatten(dim, (self.count, -1))
-            values[name] = pieces.index_select(dim, whole).flatten(dim, dim + 1)
+            values[name] = pieces.index_select(dim, numbers).flatten(dim, dim + 1)
         return values
 
     def _measure_replacements(self, gradients: Gradients, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Measure the effect of putting unit j in the place of unit i: [units, units], float32."""
+        """Measure the effect of unit j in the place of unit i.
+
+        They are [units, units], float32.
+        """
         products = torch.zeros(len(self.units), len(self.units))
         for name, dim in self.dims.items():
             if name in gradients:
@@ -93,12 +96,15 @@ class Axis:
         return rows if self.movable is None else rows[list(self.movable)]
 
     def count_orders(self) -> int:
-        """Count the orders that are compared: every one of few units, exchanges of two of many."""
+        """Count the orders that are compared.
+
+        Every one of few units, and exchanges of two of many.
+        """
         units = len(self.units)
         return math.factorial(units) - 1 if units <= MOST_PERMUTED else units * (units - 1) // 2
 
     def change_order(self, order: Order, number: int) -> Order:
-        """Make the order with this number, from 0 to `count_orders`, of those that follow from `order`."""
+        """Make one of the orders that follow from another; `number`: below `count_orders`."""
         if len(order) <= MOST_PERMUTED:
             return list(permutations(order))[number + 1]  # the first one is the order itself
         first, second = torch.triu_indices(len(order), len(order), 1)[:, number].tolist()
@@ -132,7 +138,7 @@ def list_axes(tensors: Mapping[str, Tensor], config: Any) -> list[Axis]:
 
 
 def _list_matrix_axes(name: str, value: Tensor, width: int) -> list[Axis]:
-    """List heads, blocks, rows and columns of a matrix, with `width` rows in a head."""
+    """List heads (`width` rows each), blocks, rows and columns of a matrix."""
     names: dict[tuple[int, int], str] = {}  # the first name of units of the same size stays
     if name.endswith(HEADS):
         dim = int(name.endswith("o_proj.weight"))  # heads are columns of the output's projection
@@ -174,7 +180,7 @@ def iterate_orders(side: Side) -> Iterator[Candidate]:
 
 
 def _make_candidate(axis: Axis, order: Order, tensors: Mapping[str, Tensor]) -> Candidate:
-    moved = {place: unit for place, unit in zip(axis.units, order, strict=True) if place != unit}
+    moved = {slot: unit for slot, unit in zip(axis.units, order, strict=True) if slot != unit}
     is_stack = any(tensors[name].dim() == 3 for name in axis.dims)
     name = f"{axis.name}, or inversely the rows of their router," if is_stack else axis.name
     text = _describe_moves(name, moved)
@@ -184,9 +190,9 @@ def _make_candidate(axis: Axis, order: Order, tensors: Mapping[str, Tensor]) -> 
 
 def _describe_moves(name: str, moved: Mapping[int, int]) -> str:
     """Describe units by the places in which they stand."""
-    listed = ", ".join(f"{unit} in the place of {place}" for place, unit in list(moved.items())[:MOST_LISTED])
-    more = f" and {len(moved) - MOST_LISTED} more" if len(moved) > MOST_LISTED else ""
-    return f"has {name} in another order: {listed}{more}"
+    listed = ", ".join(f"{unit} in the place of {slot}" for slot, unit in list(moved.items())[:MOST_LISTED])
+    ending = f" and {len(moved) - MOST_LISTED} more" if len(moved) > MOST_LISTED else ""
+    return f"has {name} in another order: {listed}{ending}"
 
 
 def iterate_token_orders(side: Side) -> Iterator[Candidate]:
@@ -277,8 +283,8 @@ def _predict_matched(side: Side) -> Tensor:
     moved = _match_head_rows(side)
     head = side.oracle.model.get_output_embeddings().weight
     order = list(range(len(head)))
-    for place, row in moved.items():
-        order[place] = row
+    for token, row in moved.items():
+        order[token] = row
     # Rows of tokens that were not sampled are unknown; the sum needs every row once, so each chain is closed.
     for first in moved.keys() - set(moved.values()):
         last = first
@@ -290,9 +296,9 @@ def _predict_matched(side: Side) -> Tensor:
 
 
 def _match_head_rows(side: Side) -> dict[int, int]:
-    """Match sampled tokens with the rows that have their numbers: other rows than their own, by token.
+    """Match sampled tokens with the rows that have their numbers.
 
-    Empty if a token matches none.
+    By token, rows other than its own; empty if a token matches none.
     """
     logprobs = torch.cat(side.oracle.compute_probabilities(side.tokens, side.law)).log()
     sampled = torch.cat([tokens.ids[tokens.chosen] for tokens in side.tokens])

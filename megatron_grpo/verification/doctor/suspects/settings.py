@@ -54,10 +54,10 @@ def iterate_settings(side: Side) -> Iterator[Candidate]:
     """Yield settings that programs get wrong: epsilon, scale, window, caps, experts."""
     config = side.oracle.model.config
     yield from _fit_setting(
-        side, "rms_norm_eps", "computes norms with an epsilon of", EPSILONS, side.oracle.other_epsilon
+        side, "rms_norm_eps", "computes norms with an epsilon of", EPSILONS, side.oracle.change_epsilon
     )
     text = "multiplies the products of queries and keys by"
-    yield from _fit_setting(side, "attention_scale", text, SCALES, side.oracle.other_scale)
+    yield from _fit_setting(side, "attention_scale", text, SCALES, side.oracle.change_scale)
     for name, values in _list_values(config).items():
         before = getattr(config, name)
         for value in values:
@@ -144,7 +144,7 @@ def iterate_ropes(side: Side) -> Iterator[Candidate]:
 
 
 def _with_rope(rope: Mapping[str, Any], side: Side) -> Tensor:
-    with side.oracle.other_rope(rope):
+    with side.oracle.change_rope(rope):
         return side.predict()
 
 
