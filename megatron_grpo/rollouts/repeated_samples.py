@@ -36,34 +36,46 @@ def record_repeated_samples(group: Sequence[Trajectory], temperature: float) -> 
         if trajectory.failure is None and trajectory.finite_logprobs:
             equal[trajectory.token_ids.tobytes()].append(trajectory)
     for trajectories in equal.values():
-        bound = _bound_probability(trajectories, sum(map(len, equal.values())))
+        sums = [float(trajectory.logprobs.sum(dtype="float64")) for trajectory in trajectories]
+        bound = bound_probability(sums, sum(map(len, equal.values())))
         if bound < 0:
             for trajectory in trajectories:
                 # A new mapping: environments may give several responses the same one.
                 trajectory.reward_metrics = trajectory.reward_metrics | {REPEATED: bound / math.log(10.0)}
 
 
-def _bound_probability(equal: Sequence[Trajectory], samples: int) -> float:
-    """Bound the probability that independent draws agree: its logarithm."""
+def bound_probability(equal: Sequence[float], samples: int) -> float:
+    """Bound the probability that independent draws agree: its logarithm.
+
+    Args:
+        equal: logarithm of the probability of each sample of those that have the same tokens.
+        samples: all samples of the prompt.
+    """
     if len(equal) == 1:
         return 0.0
     # Copies may be recorded with probabilities that differ by rounding, so the largest counts.
-    largest = max(float(trajectory.logprobs.sum(dtype="float64")) for trajectory in equal)
-    return math.log((samples - 1) * math.comb(samples, len(equal))) + (len(equal) - 1) * largest
+    return math.log((samples - 1) * math.comb(samples, len(equal))) + (len(equal) - 1) * max(equal)
+
+
+def bound_groups(bounds: Sequence[float]) -> float:
+    """Bound the probability that chance made all groups together so alike: its logarithm.
+
+    The negative logarithms of the groups' bounds are at most exponentially distributed by chance, so for the sum s of g
+    groups the probability is at most exp(g - s) (s / g)^g (Chernoff).
+    """
+    total, groups = -sum(bounds), len(bounds)
+    return groups - total + groups * math.log(total / groups) if total > groups else 0.0
 
 
 def find_copies(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Find the samples whose equality chance does not explain.
 
     In one group, or in all groups together: answers may be so short that no group alone shows that seeds are shared.
-    The negative logarithms of the groups' bounds are at most exponentially distributed by chance, so for the sum s of g
-    groups the probability is at most exp(g - s) (s / g)^g (Chernoff).
     """
     bounds: dict[tuple[int, int], float] = {}
     for outcome in outcomes:
         key = outcome.group, outcome.prompt_idx
         bounds[key] = min(bounds.get(key, 0.0), outcome.reward_metrics.get(REPEATED, 0.0) * math.log(10.0))
-    total, groups = -sum(bounds.values()), len(bounds)
-    is_common = total > groups and groups - total + groups * math.log(total / groups) < LIMIT
+    is_common = bound_groups(list(bounds.values())) < LIMIT
     limit = 0.0 if is_common else LIMIT / math.log(10.0)
     return [outcome for outcome in outcomes if outcome.reward_metrics.get(REPEATED, 0.0) < limit]

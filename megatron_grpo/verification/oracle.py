@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -111,17 +111,20 @@ class Oracle:
         return probabilities
 
     def compute_gradients(
-        self, sequences: Sequence[Tokens], law: Law, tensors: Mapping[str, Tensor] | None = None
+        self, sequences: Sequence[Tokens], law: Law, names: Collection[str] | None = None
     ) -> Iterator[dict[str, Tensor]]:
         """Yield the gradients of each chosen token's log-probability.
 
         Args:
             sequences: the tokens.
             law: the distribution.
-            tensors: tensors that the model computes with, by name; None: its weights.
+            names: weights to differentiate by; None: all.
         """
-        weights = {name: value for name, value in list_stored_tensors(self.model).items() if value.is_floating_point()}
-        by_name = weights if tensors is None else tensors
+        by_name = {
+            name: value
+            for name, value in list_stored_tensors(self.model).items()
+            if value.is_floating_point() and (names is None or name in names)
+        }
         for tensor in by_name.values():
             tensor.requires_grad_(True)
         try:
@@ -183,31 +186,21 @@ class Oracle:
         finally:
             self._head = None
 
-    @contextmanager
-    def other_scale(self, factor: float) -> Iterator[None]:
-        """Compute attention whose query-key products are multiplied by a factor."""
-        attentions = list(self._attentions.values())
-        scales = [attention.scaling for attention in attentions]
-        for attention, scale in zip(attentions, scales, strict=True):
-            attention.scaling = scale * factor
-        try:
-            yield
-        finally:
-            for attention, scale in zip(attentions, scales, strict=True):
-                attention.scaling = scale
+    def change_scale(self, factor: float, layer: int | None = None) -> AbstractContextManager[None]:
+        """Compute attention, of one layer or all, with query-key products times a factor."""
+        attentions = [attention for number, attention in self.attentions.items() if layer in (None, number)]
+        return _with_attributes([(attention, "scaling", attention.scaling * factor) for attention in attentions])
 
-    @contextmanager
-    def other_epsilon(self, epsilon: float) -> Iterator[None]:
-        """Compute norms with another epsilon."""
-        norms = [(module, name) for module in self.model.modules() for name in _EPSILONS if name in vars(module)]
-        before = [getattr(module, name) for module, name in norms]
-        for module, name in norms:
-            setattr(module, name, epsilon)
-        try:
-            yield
-        finally:
-            for (module, name), value in zip(norms, before, strict=True):
-                setattr(module, name, value)
+    def change_epsilon(self, epsilon: float, within: str = "") -> AbstractContextManager[None]:
+        """Compute norms with another epsilon; `within`: the beginning of their names."""
+        norms = [norm for name, norm in self.norms.items() if name.startswith(within)]
+        return _with_attributes([(module, key, epsilon) for module, key in norms])
+
+    @property
+    def norms(self) -> dict[str, tuple[Any, str]]:
+        """Norms, each with the name of its epsilon, by the names of the modules."""
+        modules = self.model.named_modules()
+        return {name: (module, key) for name, module in modules for key in _EPSILONS if key in vars(module)}
 
     @contextmanager
     def replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
@@ -222,30 +215,45 @@ class Oracle:
             for name, value in before.items():
                 parameters[name].data = value
 
-    @contextmanager
-    def other_rope(self, rope: Mapping[str, Any]) -> Iterator[None]:
+    def change_rope(self, rope: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Compute the body with other rotary embeddings; `rope`: transformers' rope_parameters."""
         config = copy.deepcopy(self.model.config)
         config.rope_parameters = dict(rope)
         # Transformers computes the frequencies when the module is built, so the module is built anew.
-        rotary = self.model.model.rotary_emb
-        by_layer = self._attentions
-        attentions = list(by_layer.values())
-        scales = [attention.scaling for attention in attentions]
-        self.model.model.rotary_emb = type(rotary)(config)
-        for number, attention in by_layer.items():
+        changes = [(self.model.model, "rotary_emb", type(self.model.model.rotary_emb)(config))]
+        for number, attention in self.attentions.items():
             # YaRN changes the scale of query-key products in some families; the module computes it when it is built.
             with torch.device("meta"):
-                attention.scaling = type(attention)(config, number).scaling
+                changes.append((attention, "scaling", type(attention)(config, number).scaling))
+        return _with_attributes(changes)
+
+    @contextmanager
+    def change_rope_in(self, layer: int, rope: Mapping[str, Any]) -> Iterator[None]:
+        """Compute one layer with other rotary embeddings; `rope`: transformers' rope_parameters."""
+        config = copy.deepcopy(self.model.config)
+        config.rope_parameters = dict(rope)
+        # The model computes the embeddings once for all layers, so the layer's attention gets its own in their place.
+        rotary = self.model.model.rotary_emb
+        changed, computed = type(rotary)(config), list[Any]()
+
+        def compute(_: Any, inputs: Any, options: dict[str, Any], _output: Any) -> None:
+            computed[:] = [changed(*inputs, **options)]
+
+        def exchange(_: Any, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            return inputs, {**options, "position_embeddings": computed[0]}
+
+        handles = [
+            rotary.register_forward_hook(compute, with_kwargs=True),
+            self.attentions[layer].register_forward_pre_hook(exchange, with_kwargs=True),
+        ]
         try:
             yield
         finally:
-            self.model.model.rotary_emb = rotary
-            for attention, scale in zip(attentions, scales, strict=True):
-                attention.scaling = scale
+            for handle in handles:
+                handle.remove()
 
     @property
-    def _attentions(self) -> dict[int, Any]:
+    def attentions(self) -> dict[int, Any]:
         """Attention modules by number of the layer; some layers may have none."""
         mixers: dict[int, Any] = {
             number: find_halves(layer).get("self_attn") for number, layer in enumerate(self.layers)
@@ -324,6 +332,19 @@ class Oracle:
             for handle in handles:
                 handle.remove()
         return {point: torch.cat(states[point]) for point in modules}
+
+
+@contextmanager
+def _with_attributes(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes, each (object, name, value), and put them back."""
+    before = [getattr(owner, name) for owner, name, _ in changes]
+    for owner, name, value in changes:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for (owner, name, _), value in zip(changes, before, strict=True):
+            setattr(owner, name, value)
 
 
 def _keep_tensors(point: str, states: dict[str, list[Tensor]]) -> Any:

@@ -287,6 +287,10 @@ RUNS: dict[str, Callable[[Path], RecordedRun]] = {
     "adapters": _run("qwen3", "policy.lora.rank=4", versions=3),
     "bfloat16": _run("qwen3", "policy.precision=bfloat16"),
     "bfloat16 experts": _run("qwen3_moe", "policy.precision=bfloat16"),
+    "bfloat16 adapters": _run("qwen3", "policy.precision=bfloat16", "policy.lora.rank=4"),
+    "gpt_oss": _run("gpt_oss"),
+    "glm4": _run("glm4"),
+    "mixtral": _run("mixtral"),
     "colder": _run("llama", "generation.temperature=0.7"),
 }
 """Runs by name: each makes models, versions and checkpoints in a folder."""

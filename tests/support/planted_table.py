@@ -15,6 +15,8 @@ from tests.support.planted_engines import SETTINGS, TENSORS
 from tests.support.planted_healthy import HEALTHY, Healthy
 from tests.support.planted_last import LAST
 from tests.support.planted_more import MORE, MORE_HEALTHY
+from tests.support.planted_options import OPTIONS
+from tests.support.planted_orders import ORDERS
 from tests.support.planted_others import RECORDS, TRAINERS
 from tests.support.planted_parts import PARTS
 from tests.support.recorded_runs import RecordedRun
@@ -26,6 +28,7 @@ def main() -> None:
     cases: list[Case | Healthy] = [
         *HEALTHY,
         *MORE_HEALTHY,
+        *OPTIONS,
         *TENSORS,
         *SETTINGS,
         *TRAINERS,
@@ -33,6 +36,7 @@ def main() -> None:
         *MORE,
         *LAST,
         *PARTS,
+        *ORDERS,
     ]
     patterns = sys.argv[1:]
     chosen = [one for one in cases if not patterns or any(re.search(pattern, one.name) for pattern in patterns)]

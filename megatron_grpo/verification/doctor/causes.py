@@ -34,7 +34,13 @@ from megatron_grpo.verification.doctor.layer_outputs import run_trainer_again
 from megatron_grpo.verification.doctor.packs import iterate_packing_suspects, read_packs
 from megatron_grpo.verification.doctor.prompt_findings import Prompts
 from megatron_grpo.verification.doctor.recorded_figures import replay_in_layout
+from megatron_grpo.verification.doctor.suspects.layer_settings import iterate_layer_settings
 from megatron_grpo.verification.doctor.suspects.permuted import iterate_permutations
+from megatron_grpo.verification.doctor.suspects.reordered import (
+    iterate_head_orders,
+    iterate_orders,
+    iterate_token_orders,
+)
 from megatron_grpo.verification.doctor.suspects.sampling import iterate_prompt_suspects, iterate_sampling_suspects
 from megatron_grpo.verification.doctor.suspects.settings import (
     PRECISION,
@@ -125,6 +131,12 @@ class Causes:
             }
             self._oracles[key] = Oracle(self._weights.find_folder(version), dtype)
         return self._oracles[key]
+
+    def measure_rounding(self, side: Side, base: Tensor, dtype: str, version: int) -> Distance:
+        """Measure the distance that rounding in the side's type explains."""
+        if dtype == "float32":
+            return measure_rounding(base, None)
+        return measure_rounding(base, side.predict(oracle=self.load_oracle(version, torch.bfloat16)))
 
     def explain(self, side: Side, base: Tensor, version: int, rounding: Distance, stops: frozenset[int]) -> Finding:
         """Explain a record that differs from the oracle beyond rounding.
@@ -260,7 +272,8 @@ class Causes:
             partial(iterate_fine_parts, fine),
             *(adapters if has_adapters and version != 0 else []),
         ]
-        yield [partial(iterate_scaled_parts, parts)]
+        yield [partial(iterate_scaled_parts, parts), iterate_layer_settings]
+        yield [iterate_head_orders, iterate_token_orders, iterate_orders]
         yield [
             partial(iterate_stale_sets, parts, partial(self.load_oracle, number), texts[number]) for number in earlier
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_grpo.rollouts.repeated_samples import LIMIT, bound_groups, bound_probability
 from megatron_grpo.verification.doctor.evidence import Evidence, Rollout, join_spans
 from megatron_grpo.verification.doctor.law import compute_residual
 from megatron_grpo.verification.doctor.suspects.side import Cause, Side
@@ -148,6 +150,31 @@ def _find_missing_rollouts(evidence: Evidence, samples: int) -> Iterator[Finding
         yield Finding("damaged_record", "record", f"{text}; group {group} has samples {recorded}", LOST)
 
 
+def find_repeated_samples(evidence: Evidence) -> Iterator[Finding]:
+    """Find samples of a prompt that are equal where chance does not explain it."""
+    groups: dict[int, dict[int, dict[str, Any]]] = {}
+    for row in evidence.rows:
+        groups.setdefault(row["group"], {})[row["sample"]] = row
+    bounds, largest, repeated = list[float](), 1, 0
+    for rows in groups.values():
+        equal: dict[tuple[int, ...], list[float]] = {}
+        for row in rows.values():
+            logprob = float(row["logprobs"].sum(dtype="float64"))
+            equal.setdefault(tuple(row["token_ids"].tolist()), []).append(logprob)
+        group_bounds = [bound_probability(sums, len(rows)) for sums in equal.values() if all(map(math.isfinite, sums))]
+        bounds.append(min([0.0, *group_bounds]))
+        repeated += bounds[-1] < 0
+        largest = max(largest, *(len(sums) for sums in equal.values()))
+    bound = min([0.0, *bounds, bound_groups(bounds)]) if bounds else 0.0
+    if bound < LIMIT:
+        text = (
+            f"samples of a prompt have the same tokens in {repeated} of {len(groups)} groups, up to {largest} samples "
+            f"in one; independent draws do so with a probability below e^{bound:.0f}: they are copies, or had one seed"
+        )
+        yield Finding("repeated_samples", "sampling", text, SEED)
+
+
+SEED = "what sets the seed of each request: an agent's `seed`, a changed engine or proxy; each sample needs its own"
 LOST = "rollouts were changed after they were sampled; record them again, and look at what an environment or agent adds"
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from megatron_grpo.batch.special_tokens import StopConditions, find_stop_conditions
@@ -25,15 +24,15 @@ from megatron_grpo.verification.doctor.diagnosis import (
     Finding,
     describe_other_versions,
     drop_repetitions,
+    find_repeated_samples,
     find_rollouts_apart,
     find_token_mistakes,
     find_unsampled_stops,
-    measure_rounding,
 )
 from megatron_grpo.verification.doctor.end_reason import read_refused_refit
 from megatron_grpo.verification.doctor.engine_settings import list_differing_modes
 from megatron_grpo.verification.doctor.evidence import Evidence, Rollout, Weights, read_evidence, select_scored
-from megatron_grpo.verification.doctor.law import Law, build_engine_law, build_training_law, compute_residual
+from megatron_grpo.verification.doctor.law import GREEDY, Law, build_engine_law, build_training_law, compute_residual
 from megatron_grpo.verification.doctor.layer_outputs import run_trainer_again
 from megatron_grpo.verification.doctor.prompt_findings import Prompts
 from megatron_grpo.verification.doctor.recorded_figures import (
@@ -196,14 +195,14 @@ class Examination:
         """Examine the rollouts, the prompts, the engine and the trainer."""
         version, recorded = self._compute_trainer_logprobs()
         self._trainer_version = version
-        diagnosis, evidence = self.diagnosis, self._evidence
+        diagnosis, evidence, config = self.diagnosis, self._evidence, self._config
         scored = evidence.rollouts
         diagnosis.rollouts, diagnosis.tokens = len(scored), sum(len(rollout.indices) for rollout in scored)
         stop_strings = bool(self._ends.strings)
-        samples = (
-            self._config.training_loop.num_generations_per_prompt if self._config.logger.rollouts == "all" else None
-        )
+        samples = config.training_loop.num_generations_per_prompt if config.logger.rollouts == "all" else None
         diagnosis.findings += find_token_mistakes(evidence, self._stops, stop_strings=stop_strings, samples=samples)
+        if self._config.generation.temperature > GREEDY:
+            diagnosis.findings += find_repeated_samples(evidence)
         diagnosis.findings += self._prompts.find_mistakes()
         engine = self._build_side(
             "engine", evidence.version, evidence.read_column("logprobs"), build_engine_law(self._config)
@@ -242,7 +241,8 @@ class Examination:
         if self._trainer_version != self._evidence.version or not self._is_comparable:
             return None
         base = engine.predict()
-        distance, limit = Distance.measure(engine.recorded, base), measure_rounding(base, None)
+        distance = Distance.measure(engine.recorded, base)
+        limit = self._causes.measure_rounding(engine, base, self._config.engine_dtype, self._evidence.version)
         excess = float(compute_residual(engine.recorded, base).exp().mean()) - 1
         if self._evidence.recorded_error is not None:
             agreed = self.diagnosis.gap.mean < distance.mean / 10
@@ -305,8 +305,7 @@ class Examination:
     def _reach_verdict(self, side: Side, dtype: str, version: int) -> Iterator[Finding]:
         """Explain a side's difference if it is beyond rounding."""
         base = side.predict()
-        rounded = None if dtype == "float32" else side.predict(oracle=self._causes.load_oracle(version, torch.bfloat16))
-        rounding = measure_rounding(base, rounded)
+        rounding = self._causes.measure_rounding(side, base, dtype, version)
         distance = Distance.measure(side.recorded, base)
         self.diagnosis.sides[side.name] = distance, rounding
         if distance.is_within(rounding):

@@ -98,18 +98,24 @@ class Search:
         return max(0.0, 1.0 - explanation.after.mean / before) if before else 0.0
 
     def _is_reproduced(self, explanation: Explanation) -> bool:
-        return explanation.after.is_within(self.rounding) and self._share(explanation) >= REPRODUCED
+        least = EXPLAINED if explanation.suspect.only_exact else REPRODUCED
+        return explanation.after.is_within(self.rounding) and self._share(explanation) >= least
 
     def conclude(self) -> Finding | None:
         """Make the finding of the best explanation; None: none explains enough."""
         # Of explanations that come equally close the one that assumes least is chosen, and the others are mentioned.
-        if not self.explanations:
+        candidates = [
+            explanation
+            for explanation in self.explanations
+            if self._is_reproduced(explanation) or not explanation.suspect.only_exact
+        ]
+        if not candidates:
             return None
-        closest = self.explanations[0]
+        closest = candidates[0]
         if not self._is_reproduced(closest) and self._share(closest) < EXPLAINED:
             return None
         limit = max(EQUAL * closest.after.mean, EXACT)
-        equals = [explanation for explanation in self.explanations if explanation.after.mean <= limit]
+        equals = [explanation for explanation in candidates if explanation.after.mean <= limit]
         chosen = min(equals, key=lambda explanation: explanation.suspect.assumes)
         suspect, name = chosen.suspect, self.side.name
         text = f"the {name} {suspect.text}"

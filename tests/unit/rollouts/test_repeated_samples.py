@@ -15,8 +15,7 @@ import pytest
 
 from megatron_grpo.algorithms.step_report import StepReport, log_step
 from megatron_grpo.batch.trajectory import Trajectory
-from megatron_grpo.rollouts import repeated_samples
-from megatron_grpo.rollouts.repeated_samples import REPEATED, find_copies, record_repeated_samples
+from megatron_grpo.rollouts.repeated_samples import REPEATED, bound_probability, find_copies, record_repeated_samples
 from megatron_grpo.rollouts.rollout_metrics import compute_reward_function_metrics
 from tests.support.grpo_run import Run
 from tests.support.trajectories import failed_trajectory, make_outcome, make_trajectory
@@ -84,8 +83,7 @@ def test_the_bound_is_above_the_probability_of_chance(probabilities: tuple[float
             for outcome in itertools.product(sequences, repeat=samples):
                 if any(chance[one] <= p and outcome.count(one) == equal for one in set(outcome)):
                     exact += math.prod(chance[one] for one in outcome)
-            trajectories = [make_trajectory(1, logprobs=[math.log(p)]) for _ in range(equal)]
-            assert exact <= math.exp(repeated_samples._bound_probability(trajectories, samples)) + 1e-9
+            assert exact <= math.exp(bound_probability([math.log(p)] * equal, samples)) + 1e-9
 
 
 def make_group(group: int, tokens: int, *, copies: bool) -> list[Trajectory]:

@@ -21,12 +21,14 @@ from tests.support.planted_engines import SETTINGS, TENSORS
 from tests.support.planted_healthy import HEALTHY, Healthy
 from tests.support.planted_last import LAST
 from tests.support.planted_more import MORE, MORE_HEALTHY
+from tests.support.planted_options import OPTIONS
+from tests.support.planted_orders import ORDERS
 from tests.support.planted_others import RECORDS, TRAINERS
 from tests.support.planted_parts import PARTS
 from tests.support.recorded_runs import RecordedRun, sampled
 
-DEFECTS = (*TENSORS, *SETTINGS, *TRAINERS, *RECORDS, *MORE, *LAST, *PARTS)
-HEALTHY_RUNS = (*HEALTHY, *MORE_HEALTHY)
+DEFECTS = (*TENSORS, *SETTINGS, *TRAINERS, *RECORDS, *MORE, *LAST, *PARTS, *ORDERS)
+HEALTHY_RUNS = (*HEALTHY, *MORE_HEALTHY, *OPTIONS)
 FAST = frozenset(
     {
         "stale head",
@@ -37,7 +39,12 @@ FAST = frozenset(
         "least length of a response",
         "packed sequences leak",
         "a log-probability edited",
+        "one seed for all samples",
+        "rotary base of one layer",
         "float32",
+        "greedy",
+        "a policy that is sure of itself",
+        "bfloat16",
         "asynchronous, two versions in a response",
     }
 )

@@ -10,7 +10,7 @@ linear, so the ranks decide what is tried, never what is named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,21 +56,26 @@ def _rank(scores: Tensor, limit: int) -> list[int]:
     return order
 
 
-def compute_effects(side: Side, probes: Sequence[Probe], tensors: Mapping[str, Tensor] | None = None) -> list[Effects]:
+def compute_effects(side: Side, probes: Sequence[Probe], names: Collection[str] | None = None) -> list[Effects]:
     """Compute the effects that each probe reads from the gradients of some tokens.
 
     Args:
         side: the record.
         probes: changes of the weights.
-        tensors: tensors or settings by name, in place of all weights.
+        names: weights that are changed; None: any.
     """
     part = _select_tokens(side)
     rows: list[list[Tensor]] = [[] for _ in probes]
-    for gradients in part.oracle.compute_gradients(part.tokens, part.law, tensors):
+    for gradients in part.oracle.compute_gradients(part.tokens, part.law, names):
         for row, probe in zip(rows, probes, strict=True):
             row.append(probe(gradients))
-    gap = (part.recorded - part.predict()).nan_to_num(0.0, CLIPPED_GAP, -CLIPPED_GAP).clamp(-CLIPPED_GAP, CLIPPED_GAP)
+    gap = clip_gap(part.recorded - part.predict())
     return [Effects(gap, torch.stack(row).nan_to_num(0.0)) for row in rows]
+
+
+def clip_gap(gap: Tensor) -> Tensor:
+    """Clip recorded differences to what is nearly linear."""
+    return gap.nan_to_num(0.0, CLIPPED_GAP, -CLIPPED_GAP).clamp(-CLIPPED_GAP, CLIPPED_GAP)
 
 
 def _select_tokens(side: Side) -> Side:

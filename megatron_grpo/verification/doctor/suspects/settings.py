@@ -54,10 +54,10 @@ def iterate_settings(side: Side) -> Iterator[Candidate]:
     """Yield settings that programs get wrong: epsilon, scale, window, caps, experts."""
     config = side.oracle.model.config
     yield from _fit_setting(
-        side, "rms_norm_eps", "computes norms with an epsilon of", EPSILONS, side.oracle.other_epsilon
+        side, "rms_norm_eps", "computes norms with an epsilon of", EPSILONS, side.oracle.change_epsilon
     )
     text = "multiplies the products of queries and keys by"
-    yield from _fit_setting(side, "attention_scale", text, SCALES, side.oracle.other_scale)
+    yield from _fit_setting(side, "attention_scale", text, SCALES, side.oracle.change_scale)
     for name, values in _list_values(config).items():
         before = getattr(config, name)
         for value in values:
@@ -137,14 +137,14 @@ def iterate_ropes(side: Side) -> Iterator[Candidate]:
         def set_base(base: float, kind: str = kind, rope: Mapping[str, Any] = rope) -> Mapping[str, Any]:
             return _replace_rope(rope_parameters, kind, {**rope, "rope_theta": base})
 
-        fitted = fit(side, _list_bases(rope), partial(_with_bases, set_base, side))
+        fitted = fit(side, list_bases(rope), partial(_with_bases, set_base, side))
         text = f"has rotary embeddings{kind} of rope_theta={fitted:.4g} instead of {rope['rope_theta']:g}"
         suspect = Suspect("rope_scaling", "layer", text, ROPE, assumes=2)
         yield suspect, partial(_with_rope, set_base(fitted))
 
 
 def _with_rope(rope: Mapping[str, Any], side: Side) -> Tensor:
-    with side.oracle.other_rope(rope):
+    with side.oracle.change_rope(rope):
         return side.predict()
 
 
@@ -156,7 +156,8 @@ def _replace_rope(rope_parameters: Mapping[str, Any], kind: str, rope: Mapping[s
     return {**rope_parameters, kind.removeprefix(" of "): rope} if kind else rope
 
 
-def _list_bases(rope: Mapping[str, Any]) -> list[float]:
+def list_bases(rope: Mapping[str, Any]) -> list[float]:
+    """List the bases of rotary embeddings that are tried first, ascending."""
     base = float(rope["rope_theta"])
     return sorted({base * factor for factor in (0.01, 0.1, 0.5, 1.0, 2.0, 10.0, 100.0)} | {1e4, 1e5, 5e5, 1e6, 1e7})
 

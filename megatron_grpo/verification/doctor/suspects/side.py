@@ -34,6 +34,8 @@ class Suspect:
     """The configuration key to change, or another remedy."""
     assumes: int = 1
     """Independent assumptions: parts of the model that are wrong together, and fitted numbers. Fewer are better."""
+    only_exact: bool = False
+    """Whether it counts only if it reproduces the record: of many thousand changes some come near by chance."""
 
 
 @dataclass(frozen=True, slots=True)
