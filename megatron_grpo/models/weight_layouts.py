@@ -81,3 +81,12 @@ def _assign_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ...]
         begin += size
     assert begin == count, f"{begin} of {count} layers are assigned"
     return [tuple(numbers) for numbers in layers]
+
+
+def list_engine_stages(layers: int, stages: int) -> list[range]:
+    """List the layers of each pipeline stage of an engine, as vLLM divides them."""
+    # vLLM gives the remainder to the stages before the last, from the back (vllm.distributed.utils).
+    sizes = [layers // stages] * stages
+    for stage in range(layers % stages):
+        sizes[-2 - stage] += 1
+    return [range(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(stages)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import RankShard, Split
+from megatron_grpo.models.weight_layouts import RankShard, Split, list_engine_stages
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry, index_tensors
 from megatron_grpo.weight_sync.boxes import Box, Cut, count_elements
 from megatron_grpo.weight_sync.pieces import find_ranges
@@ -18,18 +18,12 @@ def split_engine(parallel: GenerationParallelConfig, shape: ModelShape, *, has_d
     lacks that layer's matrix [hidden, 2 hidden], which joins an embedding and a hidden state.
     """
     tensor, stages, has_expert_parallelism = parallel.tensor, parallel.pipeline, parallel.expert > 1
-    # vLLM gives the remainder to the stages before the last, from the back (vllm.distributed.utils).
-    sizes = [shape.layers // stages] * stages
-    for stage in range(shape.layers % stages):
-        sizes[-2 - stage] += 1
     count = shape.experts.count if shape.experts is not None else 1
     # Each rank has consecutive experts; if there is a remainder, the first ranks have one more each.
     quotient, remainder = divmod(count, tensor)
     bounds = [rank * quotient + min(rank, remainder) for rank in range(tensor + 1)]
     shards = []
-    for stage in range(stages):
-        begin = sum(sizes[:stage])
-        layers = tuple(range(begin, begin + sizes[stage]))
+    for stage, layers in enumerate(list_engine_stages(shape.layers, stages)):
         draft = (shape.layers - 1,) if has_draft and stage == stages - 1 else ()
         shards += [
             RankShard(

@@ -9,6 +9,7 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.families import FAMILIES, build_weight_map
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_layouts import list_engine_stages
 from megatron_grpo.models.weight_map import can_travel_in_fp8
 from megatron_grpo.preflight.layout_checks import find_layout_problems
 from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
@@ -21,6 +22,11 @@ CPU_DELTA_SIZES = (128, 128)
 """Sizes of a delta net's keys and values that vLLM's CPU build has kernels for."""
 TORCHVISION_FAMILIES = ("qwen3_5", "qwen3_5_moe")
 """Families whose module in vLLM imports torchvision, as all models that see images do; its CPU build lacks it."""
+CPU_LATENT_SIZES = (512, 64)
+"""Lengths of latent attention's short vector and rotated part that vLLM's CPU build has a kernel for."""
+CPU_EXPERT_MULTIPLE = 32
+"""Least factor of the sizes of an expert's matrices in vLLM's CPU build."""
+_ELSEWHERE = "use GPUs, or generation.server.urls"
 
 
 @evaluate_rules
@@ -33,26 +39,81 @@ def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[R
         text = f"proposes tokens with layers of the model that vLLM has for {families}, and the model is {shape.family}"
         is_unsupported = not FAMILIES[shape.family].proposes_tokens
         yield is_unsupported, "generation.engine.speculative.method=", f"{text}; use ngram"
-    if config.cluster.gpus == 0 and shape is not None and shape.indexer is not None:
-        text = f"is a {shape.family} model, whose sparse attention vLLM has on GPUs alone; use them, or"
-        yield has_engines, "policy.model.path=", f"{text} generation.server.urls"
-    if config.cluster.gpus == 0 and shape is not None and shape.latent is None:
+    if has_engines and config.cluster.gpus == 0 and shape is not None:
+        yield from _check_cpu_attention(config, shape)
+        yield from _check_cpu_experts(config, shape)
+        yield from _check_cpu_stages(config, shape)
+        kind = "model that sees images" if shape.text_prefix else f"{shape.family} model"
+        text = f"is a {kind}, whose module in vLLM imports torchvision, and that is not installed"
+        text += "; run requirements/install_cpu.sh .venv, or install torchvision's build for this torch"
+        needs_torchvision = shape.family in TORCHVISION_FAMILIES or shape.text_prefix
+        yield needs_torchvision and find_spec("torchvision") is None, "policy.model.path=", text
+
+
+def _check_cpu_attention(config: Config, shape: ModelShape) -> Iterator[Rule]:
+    """Check that vLLM's CPU build has kernels for the model's attention, and for what stands in its place."""
+    subject = "policy.model.path="
+    text = f"is a {shape.family} model, whose sparse attention vLLM has on GPUs alone; {_ELSEWHERE}"
+    yield shape.indexer is not None, subject, text
+    if shape.latent is None:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
         for size in sorted({shape.find_heads(layer).head_dim for layer in range(shape.layers)}):
             text = f"has heads of {size}, for which vLLM has no attention on a CPU; it has {sizes}"
-            yield has_engines and size not in CPU_HEAD_SIZES, "policy.model.path=", text
-        if has_engines and (delta := shape.delta) is not None:
-            dims = f"{delta.key_dim} and {delta.value_dim}"
-            text = f"has delta nets with heads of {dims} (linear_key_head_dim, linear_value_head_dim), which vLLM"
-            is_unsupported = (delta.key_dim, delta.value_dim) != CPU_DELTA_SIZES
-            yield is_unsupported, "policy.model.path=", f"{text} computes on a CPU only for heads of 128"
-            text = "delta nets are computed by vLLM on a CPU only in bfloat16; use generation.engine.dtype=bfloat16"
-            yield config.engine_dtype != "bfloat16", f"generation.engine.dtype={config.engine_dtype}", text
-        if has_engines and (shape.family in TORCHVISION_FAMILIES or shape.text_prefix):
-            kind = "model that sees images" if shape.text_prefix else f"{shape.family} model"
-            text = f"is a {kind}, whose module in vLLM imports torchvision, and that is not installed"
-            text += "; run requirements/install_cpu.sh .venv, or install torchvision's build for this torch"
-            yield find_spec("torchvision") is None, "policy.model.path=", text
+            yield size not in CPU_HEAD_SIZES, subject, text
+    else:
+        sizes = f"{shape.latent.rank} and {shape.latent.rope_dim}"
+        text = f"has latent attention of {sizes} (kv_lora_rank, qk_rope_head_dim), which vLLM computes on a CPU only"
+        is_other = (shape.latent.rank, shape.latent.rope_dim) != CPU_LATENT_SIZES
+        yield is_other and shape.indexer is None, subject, f"{text} for 512 and 64; {_ELSEWHERE}"
+    if (delta := shape.delta) is not None:
+        dims = f"{delta.key_dim} and {delta.value_dim}"
+        text = f"has delta nets with heads of {dims} (linear_key_head_dim, linear_value_head_dim), which vLLM"
+        is_unsupported = (delta.key_dim, delta.value_dim) != CPU_DELTA_SIZES
+        yield is_unsupported, subject, f"{text} computes on a CPU only for heads of 128"
+        text = "delta nets are computed by vLLM on a CPU only in bfloat16; use generation.engine.dtype=bfloat16"
+        yield config.engine_dtype != "bfloat16", f"generation.engine.dtype={config.engine_dtype}", text
+
+
+def _check_cpu_experts(config: Config, shape: ModelShape) -> Iterator[Rule]:
+    """Check that vLLM's CPU build has kernels for the model's experts."""
+    experts, subject = shape.experts, "policy.model.path="
+    if experts is None:
+        return
+    text = f"has experts without gates, for which vLLM has no kernel on a CPU; {_ELSEWHERE}"
+    yield not shape.has_gates, subject, text
+    if not shape.has_gates:
+        return
+    multiples = f"vLLM's kernel on a CPU takes multiples of {CPU_EXPERT_MULTIPLE}"
+    text = f"has experts that read vectors of {shape.hidden} (hidden_size), and {multiples}; {_ELSEWHERE}"
+    yield shape.hidden % CPU_EXPERT_MULTIPLE, subject, text
+    if shape.activation != "clamped_swiglu":  # vLLM fills up the matrices of other experts
+        return
+    rows, parallel = experts.ffn_hidden, config.generation.parallel
+    text = f"has experts of {rows} rows (intermediate_size), and {multiples} for {shape.family}; {_ELSEWHERE}"
+    yield rows % CPU_EXPERT_MULTIPLE, subject, text
+    rows_of_rank = rows if parallel.expert > 1 else rows // parallel.tensor
+    text = f"leaves {rows_of_rank} rows of each expert to a rank, and {multiples} for {shape.family}; use 1, or"
+    is_cut = rows % CPU_EXPERT_MULTIPLE == 0 and rows_of_rank % CPU_EXPERT_MULTIPLE
+    yield is_cut, "generation.parallel.tensor=", f"{text} generation.parallel.expert={parallel.tensor}"
+
+
+def _check_cpu_stages(config: Config, shape: ModelShape) -> Iterator[Rule]:
+    """Check that every pipeline stage of a hybrid has attention, or none has."""
+    # A worker without attention asks for another layout of the caches than those with it, and vLLM then gives up.
+    kinds = [shape.list_kinds(layer) for layer in range(shape.layers)]
+    has_attention = ["mixer" in layer_kinds and not layer_kinds & {"delta", "mamba"} for layer_kinds in kinds]
+    stages = config.generation.parallel.pipeline
+
+    def find_lacking(count: int) -> range | None:
+        ranges = list_engine_stages(shape.layers, count)
+        return next((layers for layers in ranges if not any(has_attention[layer] for layer in layers)), None)
+
+    if 1 < stages <= shape.layers and any(has_attention) and (lacking := find_lacking(stages)) is not None:
+        usable = max(count for count in range(1, stages) if find_lacking(count) is None)
+        text = (
+            f"has a stage without attention, of the layers {lacking[0]} to {lacking[-1]}, which vLLM does not have on"
+        )
+        yield True, "generation.parallel.pipeline=", f"{text} a CPU beside stages with attention; use {usable}"
 
 
 @evaluate_rules
