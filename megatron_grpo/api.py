@@ -123,7 +123,7 @@ def _check_arguments(
     overrides += make_environment_overrides(environments)
     is_streamed = composed.config.data.streaming
     overrides += _make_data_overrides(files, run_dir, *datasets, bool(rewards), is_streamed=is_streamed)
-    checked = check_overrides(overrides)
+    checked = check_overrides(overrides, functions)
     checked.problems = [files.name_arguments(problem) for problem in checked.problems]
     checked.remarks = [files.name_arguments(remark) for remark in checked.remarks]
     files.settle_paths(checked.require())

@@ -47,12 +47,12 @@ def _run_task(overrides: Sequence[str], task: str) -> int:
     checked = check_overrides(overrides)
     if task == "show" and checked.values:
         print(yaml.safe_dump(checked.values, sort_keys=False, allow_unicode=True), end="")
-    # A run can be planned for GPUs that this machine lacks.
-    can_plan = task == "check" and {problem.key for problem in checked.problems} <= {"cluster.gpus_per_node"}
-    if can_plan and checked.config is not None and checked.config.cluster.gpu is not None:
+    # A run can be planned for GPUs and files that this machine lacks.
+    planned = checked.config if task == "check" and not checked.has_conflicts else None
+    if planned is not None and planned.cluster.gpu is not None:
         from megatron_grpo.planning.check import check_fit  # here, because NumPy takes long to import
 
-        for remark in check_fit(checked.config):
+        for remark in check_fit(planned):
             print(f"{remark.subject} {remark.text}", flush=True)
     config = checked.require()
     for remark in [] if task == "show" else checked.remarks:

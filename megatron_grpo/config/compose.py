@@ -124,6 +124,8 @@ class ComposedConfig:
     problems: list[Problem] = dataclasses.field(default_factory=list)
     defaulted: set[str] = dataclasses.field(default_factory=set)
     """Keys with a wrong value, which have their default in `config`."""
+    has_conflicts: bool = False
+    """Whether settings are wrong, or do not fit each other or the model; other problems are of the machine."""
     written_names: dict[str, str] = dataclasses.field(default_factory=dict)
     """By shared key, the other algorithm's name under which it was set."""
     remarks: list[Problem] = dataclasses.field(default_factory=list)
@@ -140,6 +142,11 @@ class ComposedConfig:
     def problem_keys(self) -> set[str]:
         """Keys that already have a problem; later checks skip them."""
         return {problem.key for problem in self.problems}
+
+    def add_problems(self, problems: Sequence[Problem]) -> None:
+        """Add problems of keys that have none yet."""
+        keys = self.problem_keys
+        self.problems += [problem for problem in self.rename_problems(problems) if problem.key not in keys]
 
     def rename_problems(self, problems: Sequence[Problem]) -> list[Problem]:
         """Name problems by the fields or keys that the user wrote."""

@@ -23,6 +23,19 @@ def check_scoring(
     """Import all code that scores, and check its options, parameters and columns.
 
     Raises ConfigError if code cannot be imported or called, or does not fit, or if a folder is not a reward model.
+    The arguments are those of `find_scoring_problems`.
+    """
+    problems = find_scoring_problems(config, sets, rewards)
+    if problems:
+        raise ConfigError(problems)
+
+
+def find_scoring_problems(
+    config: Config,
+    sets: Sequence[DatasetConfig] | None = None,
+    rewards: Mapping[str, functions.RewardFunction] | None = None,
+) -> list[Problem]:
+    """Import all code that scores, and find problems of its options, parameters and columns.
 
     Args:
         sets: sets of prompts whose responses are scored; None: the training and validation sets.
@@ -39,8 +52,7 @@ def check_scoring(
             problems += _find_column_problems(config, task, sets)
         for task in config.env:
             problems += _find_reward_problems(config, task, sets, rewards or {})
-    if problems:
-        raise ConfigError(problems)
+    return problems
 
 
 def _find_class_problems(config: Config, task: str) -> Iterator[Problem]:

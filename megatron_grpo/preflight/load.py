@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -67,17 +67,23 @@ def _describe_ranks(parallel: ParallelConfig) -> str:
     return format_count("rank", parallel.world_size) + (f" ({layout})" if layout else "")
 
 
-def check_overrides(overrides: Sequence[str]) -> ComposedConfig:
-    """Check the configuration of a command line, then this machine.
+def check_overrides(
+    overrides: Sequence[str], rewards: Mapping[str, Callable[..., Any]] | None = None
+) -> ComposedConfig:
+    """Check the configuration of a command line, and this machine.
 
-    `overrides`: as on the command line, "+exp=quickstart", "grpo.max_num_steps=3" or "job=FILE".
+    Args:
+        overrides: as on the command line, "+exp=quickstart", "grpo.max_num_steps=3" or "job=FILE".
+        rewards: reward functions passed by a script, by their entry in reward_funcs.
     """
     if (run_dir := find_recorded_run(overrides)) is not None:
         return _check_resume(run_dir, overrides)
-    composed = compose_checked(overrides)
-    if not composed.problems:
-        problems, remarks = _check_machine(composed.require())
-        composed.problems, composed.remarks = composed.rename_problems(problems), composed.rename_problems(remarks)
+    composed = compose_typed(overrides)
+    # After a wrong name or value, settings are not what was meant, and their files are not examined.
+    is_as_meant = not composed.problems
+    _check_settings(composed)
+    if is_as_meant:
+        _check_machine(composed, rewards or {})
     return composed
 
 
@@ -109,9 +115,9 @@ def _check_resume(run_dir: Path, overrides: Sequence[str]) -> ComposedConfig:
 
 def check_config(config: Config) -> ComposedConfig:
     """Check a configuration that a script made, and this machine."""
-    checked = ComposedConfig(Job(), config, asdict(config), _find_model_and_config_problems(config))
-    if not checked.problems:
-        checked.problems, checked.remarks = _check_machine(config)
+    checked = ComposedConfig(Job(), config, asdict(config))
+    _check_settings(checked)
+    _check_machine(checked, {})
     return checked
 
 
@@ -130,46 +136,58 @@ def compose_config(overrides: Sequence[str]) -> Config:
     return compose_checked(overrides).require()
 
 
-def _check_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
-    """Find problems and remarks; settles max_num_steps=-1 by max_num_epochs, or by the recorded run."""
+def compose_checked(overrides: Sequence[str]) -> ComposedConfig:
+    """Check the configuration of a command line, without files and GPUs."""
+    composed = compose_typed(overrides)
+    _check_settings(composed)
+    return composed
+
+
+def _check_settings(composed: ComposedConfig) -> None:
+    """Add problems of settings beside each other and the model."""
+    config = composed.config
+    if config is not None:
+        fill_in_address(config.cluster)
+        fill_in_gpus(config.cluster)
+        if config.training_loop.max_num_steps == -1:
+            config.training_loop.max_num_steps = _UNCOUNTED_STEPS
+        # A wrong value has been replaced by its default, whose problems are not the user's.
+        composed.problems += [
+            problem
+            for problem in [*_resolve_checkpoints(config), *find_problems(config, find_model_shape(config))]
+            if problem.key not in composed.problem_keys and not any(key in problem.text for key in composed.defaulted)
+        ]
+    composed.problems = composed.rename_problems(composed.problems)
+    composed.has_conflicts = bool(composed.problems)
+
+
+def _check_machine(checked: ComposedConfig, rewards: Mapping[str, Callable[..., Any]]) -> None:
+    """Add problems and remarks of the machine; settles max_num_steps=-1 by max_num_epochs, or by the recorded run."""
+    config = checked.config
+    assert config is not None
     problems, remarks = examine_machine(config)
+    checked.add_problems(problems)
+    if checked.problems and config.needs_generation:
+        # Without other problems the start looks for these; it takes longer, and imports the user's code.
+        from megatron_grpo.preflight.environment_checks import find_scoring_problems
+
+        checked.add_problems(find_scoring_problems(config, rewards=rewards))
     loop = config.training_loop
-    if not problems and loop.max_num_steps == _UNCOUNTED_STEPS:
+    if not checked.problems and loop.max_num_steps == _UNCOUNTED_STEPS:
         if not config.reads_prompts:
             loop.max_num_steps = read_recorded_max_num_steps(config)
         elif config.data.streaming:
             text = "needs rows that can be counted, and they are streamed; give a number of steps"
-            problems.append(Problem(f"{config.loop_name}.max_num_steps=-1", text))
+            checked.add_problems([Problem(f"{config.loop_name}.max_num_steps=-1", text)])
         else:
             # The run is shorter if prompts are too long, or if dynamic sampling takes more prompts for a step.
             per_epoch = count_training_rows(config) // config.prompts_per_generation_batch
             loop.max_num_steps = max(per_epoch * loop.max_num_epochs, 1)
+    if checked.has_conflicts:  # remarks on memory are for layouts that fit the model
+        return
     shape = find_model_shape(config)
     memory_remarks = [*find_refit_remarks(config, shape, find_hardware(config)), *find_routed_remarks(config, shape)]
-    return problems, [*find_remarks(config), *memory_remarks, *remarks]
-
-
-def compose_checked(overrides: Sequence[str]) -> ComposedConfig:
-    """Check the configuration of a command line, without files and GPUs."""
-    composed = compose_typed(overrides)
-    if composed.config is not None:
-        # A wrong value has been replaced by its default, whose problems are not the user's.
-        composed.problems += [
-            problem
-            for problem in _find_model_and_config_problems(composed.config)
-            if problem.key not in composed.problem_keys and not any(key in problem.text for key in composed.defaulted)
-        ]
-    composed.problems = composed.rename_problems(composed.problems)
-    return composed
-
-
-def _find_model_and_config_problems(config: Config) -> list[Problem]:
-    fill_in_address(config.cluster)
-    fill_in_gpus(config.cluster)
-    unresolved = list(_resolve_checkpoints(config))
-    if config.training_loop.max_num_steps == -1:
-        config.training_loop.max_num_steps = _UNCOUNTED_STEPS
-    return unresolved or find_problems(config, find_model_shape(config))
+    checked.remarks = checked.rename_problems([*find_remarks(config), *memory_remarks, *remarks])
 
 
 def _resolve_checkpoints(config: Config) -> Iterator[Problem]:

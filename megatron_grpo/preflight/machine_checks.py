@@ -119,21 +119,20 @@ def find_sandbox_problems(config: Config) -> Iterator[Problem]:
 
 def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     """Check what a run needs of this machine; returns problems and remarks."""
-    # A machine without the GPUs is not the run's, so its files and packages are not checked.
-    problems = list(_find_launcher_problems()) or list(find_gpu_problems(config))
+    problems = list(_find_launcher_problems())
     if problems:
         return problems, []
     # The checks below are independent of each other, so that one message has all their problems.
     files, remarks = check_prompt_files(config) if config.reads_prompts else check_recording(config)
+    lacking_gpus = list(find_gpu_problems(config))
     problems = [
+        *lacking_gpus,
         *find_cluster_problems(config),
-        *find_package_problems(config),
+        # Nodes with GPUs may have other packages than a machine without them.
+        *(() if lacking_gpus else _find_installation_problems(config)),
         *find_login_problems(config),
-        *find_fp8_machine_problems(config),
-        *(find_sandbox_problems(config) if config.needs_generation else ()),
         *find_model_problems(config),
         *find_teacher_tokenizer_problems(config),
-        *find_library_problems(select_passed_fields(config)),
         *files,
         *find_folder_problems(config),
     ]
@@ -148,6 +147,15 @@ def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
         text = f"is not among the versions that megatron_grpo was tried with, {tried_versions}"
         remarks.append(Problem(f"{name} {version}", text))
     return problems, remarks
+
+
+def _find_installation_problems(config: Config) -> Iterator[Problem]:
+    """Check packages, the sandbox, and settings against the installed libraries and GPUs."""
+    yield from find_package_problems(config)
+    yield from find_fp8_machine_problems(config)
+    if config.needs_generation:
+        yield from find_sandbox_problems(config)
+    yield from find_library_problems(select_passed_fields(config))
 
 
 def _find_launcher_problems() -> Iterator[Problem]:

@@ -36,13 +36,14 @@ def test_every_recipe_composes() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["qwen3_8b_8gpu", "llama3_70b_slurm", "qwen3_1_7b_one_gpu"])
-def test_without_gpus_one_line_says_so(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gpus_the_first_line_says_so(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ConfigError) as caught:
         load_config([f"+exp={recipe}"])
-    (problem,) = caught.value.problems
+    problem, *others = caught.value.problems
     assert problem.text.startswith("this machine has no CUDA GPU")
+    assert {other.key for other in others} >= {"data.train_path", "data.val_path"}, "files of the recipe's user"
 
 
 def test_the_message_is_aligned() -> None:
