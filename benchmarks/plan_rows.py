@@ -270,7 +270,7 @@ def evaluate(row: Mapping[str, Any], models: Mapping[str, Any], pool: Any) -> di
     shape, began, ends = shape_of(row["model"], models), time.monotonic(), []
     for case in cases(row):
         runs = time_runs(case, shape) | memory_runs(case, shape)
-        futures = {place: pool.submit(_run_dry, *run, 1.0, False) for place, run in runs.items()}
+        futures = {place: pool.submit(_run_dry, *run, False, 1.0, False) for place, run in runs.items()}
         reports = {place: one.result(DEADLINE_S) for place, one in futures.items()}
         ends.append(planned(case, shape, traces_of(case, shape, reports), memory_of(case, shape, reports)))
     published = row["published"]

@@ -41,7 +41,7 @@ class GenerationSeconds:
     """Until the last response is complete."""
     busy: float
     """Mean number of sequences that decode, over `seconds`."""
-    most: int = 0
+    peak: int = 0
     """Most sequences that decode at once."""
     preempted: int = 0
     """How often a sequence lost its room, and was computed again later."""
@@ -75,7 +75,7 @@ class _Batch:
     """Decoding steps of the engine since its start."""
     sequence_s: float = 0.0
     start_sum: float = 0.0
-    most: int = 0
+    peak: int = 0
     preempted: int = 0
 
     @property
@@ -85,12 +85,12 @@ class _Batch:
         return number * (self.prompt + self.room.tokens_of_sequence + self.step) - self.start_sum
 
     def admit(self) -> None:
-        """Let waiting sequences begin, in their order, for which there is room as they are now."""
-        own = self.prompt + self.room.tokens_of_sequence
+        """Let sequences begin in their order while they have room as they are."""
+        first_tokens = self.prompt + self.room.tokens_of_sequence
         while self.waiting and len(self.running) < self.room.sequences:
             sequence = self.waiting[0]
             margin = BLOCK_TOKENS * (len(self.running) + 1)  # the next block of each
-            if self.running and self.used + own + sequence.decoded + margin > self.room.tokens:
+            if self.running and self.used + first_tokens + sequence.decoded + margin > self.room.tokens:
                 break
             self.waiting.popleft()
             # Copies share the prompt's prefill; what a sequence had when it lost its room is computed again.
@@ -101,30 +101,32 @@ class _Batch:
             self.running[self.begun] = sequence
             heapq.heappush(self.ends, (sequence.start + sequence.length, self.begun))
             self.begun += 1
-        self.most = max(self.most, len(self.running))
+        self.peak = max(self.peak, len(self.running))
 
     def decode(self) -> None:
-        """Decode until a sequence ends, or until the cache is full and the youngest sequence loses its room."""
+        """Decode until a sequence ends or the last one loses its room."""
         while self.ends[0][1] not in self.running:
             heapq.heappop(self.ends)
         number, end = len(self.running), self.ends[0][0]
         steps = end - self.step
-        left = math.floor((self.room.tokens - self.used) / number) if math.isfinite(self.room.tokens) else math.inf
-        is_full = left < steps and number > 1
-        steps = max(0.0, left) if is_full else steps
+        until_full = (
+            math.floor((self.room.tokens - self.used) / number) if math.isfinite(self.room.tokens) else math.inf
+        )
+        is_full = until_full < steps and number > 1
+        steps = max(0.0, until_full) if is_full else steps
         # Between two such events the batch does not change, and every step takes as long as the one in their middle.
         context = self.prompt + self.step + steps / 2 - self.start_sum / number
         seconds = steps * self.decoder.time_step(number, context)
         self.clock, self.sequence_s = self.clock + seconds, self.sequence_s + seconds * number
         self.step = self.step + steps if is_full else end
         if is_full:
-            self._preempt()
+            self._take_room()
             return
         while self.ends and self.ends[0][0] <= self.step:
             ended = self.running.pop(heapq.heappop(self.ends)[1], None)
             self.start_sum -= ended.start if ended else 0.0
 
-    def _preempt(self) -> None:
+    def _take_room(self) -> None:
         _, youngest = self.running.popitem()
         youngest.decoded = self.step - youngest.start
         self.start_sum -= youngest.start
@@ -150,4 +152,4 @@ def simulate_generation(
         batch.admit()
         batch.decode()
     busy = batch.sequence_s / batch.clock if batch.clock else 0.0
-    return GenerationSeconds(batch.clock, busy, batch.most, batch.preempted)
+    return GenerationSeconds(batch.clock, busy, batch.peak, batch.preempted)

@@ -358,11 +358,11 @@ def _time_generation(
     responses_of_engine = np.sort(responses)[::-1][::engines][::-1]
     responses_of_engine = np.random.default_rng(0).permutation(responses_of_engine)
     alone = simulate_generation(decoder, lengths.prompt, responses_of_engine, room, copies)
-    text = f"engines decode up to {alone.most} sequences at once, and {alone.busy:.0f} on average"
+    text = f"engines decode up to {alone.peak} sequences at once, and {alone.busy:.0f} on average"
     model.assumptions.append(text + (f"; {alone.preempted} lose their room and begin again" if alone.preempted else ""))
-    is_full = alone.most == room.sequences and not alone.preempted
+    is_full = alone.peak == room.sequences and not alone.preempted
     limit = "generation.engine.max_num_seqs" if is_full else "the KV cache's room"
-    waits_for = limit if alone.most < len(responses_of_engine) or alone.preempted else None
+    waits_for = limit if alone.peak < len(responses_of_engine) or alone.preempted else None
     model.limits.append(_explain_generation(decoder, lengths, alone, waits_for))
     batches = config.training_loop.async_grpo.max_trajectory_age_steps + 1
     stream = simulate_generation(decoder, lengths.prompt, np.tile(responses_of_engine, batches), room, copies)
