@@ -115,15 +115,20 @@ TRIALS = (
     Trial("healthy, experts", None, recipe="quickstart_moe", overrides=()),
     Trial("healthy, asynchronous", None, recipe="quickstart_async"),
     Trial("healthy, adapters on two replicas", None, overrides=(*DATA, *ADAPTERS)),
+    Trial("healthy, bfloat16", None, overrides=(*ALONE, "policy.precision=bfloat16")),
     Trial("matrix of the engine 5% off", "matrix_off", WEIGHTS, (r"layers\.1\.mlp\.(down|up)_proj",)),
     Trial("stale tied head", "stale_embedding", STALE, ("embed_tokens|lm_head|head", r"version [12]")),
     Trial("stale stage", "stale_stage", STALE, (r"stage|layers?[ .]2", r"version [12]"), overrides=()),
     Trial("keys and values exchanged", "keys_and_values", WEIGHTS, ("k_proj|keys", "v_proj|values", r"layers?[ .]1")),
     Trial("query heads permuted", "heads_permuted", WEIGHTS, (r"heads|q_proj", r"layers?[ .]0")),
+    Trial(
+        "two rows exchanged", "rows_exchanged", WEIGHTS, ("rows", r"layers\.1\.mlp\.down_proj", "17 in the place of 3")
+    ),
     Trial("experts exchanged", "experts_exchanged", WEIGHTS, ("expert", r"layers?[ .]1"), (), "quickstart_moe"),
     Trial("adapters missing in the engine", "adapters_missing", STALE, ("adapter|version 0",), (*DATA, *ADAPTERS)),
     Trial("asynchronous engine behind", "stale_engine", STALE, ("version 1",), recipe="quickstart_async"),
     Trial("top_p in the engine alone", "top_p", ("sampling",), ("top_p",)),
+    Trial("one seed for all samples", "one_seed", ("sampling",), ("copies|seed",)),
     Trial("repetition penalty in the engine alone", "repetition_penalty", ("sampling",), ("repetition_penalty",)),
     Trial(
         "another epsilon in engine_args",

@@ -61,6 +61,15 @@ def _heads(writer: Any, to: Any, values: Tensor, _: Tensor | None) -> tuple[Any,
     return to, values.roll(writer._layers[to.module].head_size, 0)
 
 
+def _rows(_: Any, to: Any, values: Tensor, __: Tensor | None) -> tuple[Any, Tensor]:
+    """Rows 3 and 17 of a matrix of layer 1 are in each other's place."""
+    if not to.module.endswith("layers.1.mlp.down_proj") or to.ranges[0].begin != 0:
+        return to, values
+    order = list(range(len(values)))
+    order[3], order[17] = 17, 3
+    return to, values[order]
+
+
 def _experts(_: Any, to: Any, values: Tensor, __: Tensor | None) -> tuple[Any, Tensor]:
     """Experts 0 and 1 of layer 1 are in each other's place."""
     slot, *parts = to.ranges
@@ -79,6 +88,7 @@ WRITERS: dict[str, Spoil] = {
     "keys_and_values": _keys_and_values,
     "heads_permuted": _heads,
     "experts_exchanged": _experts,
+    "rows_exchanged": _rows,
 }
 
 
@@ -173,8 +183,12 @@ def _weaker(_module: Any, _given: Any, output: Any) -> Any:
 
 def spoil_requests(module: ModuleType, defect: str) -> None:
     """Engines are asked for other sampling than the configuration says."""
-    if defect not in ("top_p", "repetition_penalty"):
+    changes: dict[str, dict[str, float]] = {
+        "top_p": {"top_p": 0.7},
+        "repetition_penalty": {"repetition_penalty": 1.3},
+        "one_seed": {"seed": 1},
+    }
+    if defect not in changes:
         return
     arguments = module.make_sampling_arguments
-    changed = {"top_p": {"top_p": 0.7}, "repetition_penalty": {"repetition_penalty": 1.3}}[defect]
-    vars(module)["make_sampling_arguments"] = lambda *given: {**arguments(*given), **changed}
+    vars(module)["make_sampling_arguments"] = lambda *given: {**arguments(*given), **changes[defect]}

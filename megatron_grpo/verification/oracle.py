@@ -255,8 +255,10 @@ class Oracle:
     @property
     def attentions(self) -> dict[int, Any]:
         """Attention modules by number of the layer; some layers may have none."""
-        mixers: dict[int, Any] = {
-            number: find_halves(layer).get("self_attn") for number, layer in enumerate(self.layers)
+        # Not by `find_halves`: behind Gemma's attention stands the norm that joins the residual stream.
+        mixers = {
+            number: getattr(layer, "self_attn", getattr(layer, "mixer", None))
+            for number, layer in enumerate(self.layers)
         }
         return {number: mixer for number, mixer in mixers.items() if hasattr(mixer, "scaling")}
 

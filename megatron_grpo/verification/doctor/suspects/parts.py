@@ -178,5 +178,5 @@ def list_kinds_within(tensors: Mapping[str, Tensor], bounds: Sequence[Part]) -> 
 
 
 def find_head_width(config: Any) -> int:
-    width = getattr(config, "head_dim", None)
-    return int(width or config.hidden_size // config.num_attention_heads)
+    values = config.to_dict()  # an attribute that differs by layer, as in Gemma 4, cannot be read
+    return int(values.get("head_dim") or config.hidden_size // config.num_attention_heads)

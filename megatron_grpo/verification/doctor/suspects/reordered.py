@@ -157,7 +157,7 @@ def _list_matrix_axes(name: str, value: Tensor, width: int) -> list[Axis]:
 def _list_experts(tensors: Mapping[str, Tensor]) -> Iterator[Axis]:
     stacks: dict[str, list[str]] = {}
     for name, value in tensors.items():
-        if value.dim() == 3:
+        if value.dim() == 3 and ".experts." in name:
             stacks.setdefault(name.rpartition(".")[0], []).append(name)
     for stack, names in stacks.items():
         count = len(tensors[names[0]])
