@@ -12,6 +12,7 @@ from megatron_grpo.models.families import FAMILIES, UnknownFamilyError, parse_mo
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PROOFS, DRY_RUNS, ON_GPU = "*_model_proofs.json", "*_dry_recipes*.json", "*_gpu_check_h100_families.json"
+WHOLE_RUNS = "*_family_runs.json"
 
 RELEASED = {
     "qwen3": "Qwen3, dense",
@@ -44,8 +45,8 @@ RELEASED = {
 _INTRODUCTION = """\
 # Models
 
-Made by `make docs` from what tests and dry runs showed (`benchmarks/model_proofs.py`, `benchmarks/dry_recipes.py`,
-`make gpu-check`); edit `docs/models_page.py`, not this page.
+Made by `make docs` from what tests and dry runs showed (`benchmarks/model_proofs.py`, `benchmarks/family_runs.py`,
+`benchmarks/dry_recipes.py`, `make gpu-check`); edit `docs/models_page.py`, not this page.
 
 - *CPU*: a tiny random model of the family in float32, by Megatron-Core, in so many combinations of layout and
   packing; the largest differences of log-probabilities (absolute) and of gradients (relative norm of a tensor) from
@@ -55,6 +56,9 @@ Made by `make docs` from what tests and dry runs showed (`benchmarks/model_proof
 - *engine*: vLLM on a CPU serves log-probabilities of transformers before and after refits; cases. "-": not run for
   this table. Delta nets run there in bfloat16 only. MiniMax-M2 and experts without gates (Nemotron 3) have no kernel
   there.
+- *whole run*: three steps of `megatron_grpo.train` with vLLM on a CPU and all checks of refits as they are by default
+  (all weights after the first step, a canary at every refit), in minutes, and the canary's largest difference; or why
+  no such run starts. "refused": before the start, since vLLM has no kernel there.
 - *cuda-check*: a refit fills vLLM's class for CUDA, in bfloat16 and FP8, on a device that computes nothing; cases.
   [gpu.md](gpu.md) lists what else `make cuda-check` holds for every family.
 - *H100*: the same tiny model on one GPU, in float32, by torch's layers. [gpu.md](gpu.md) says why three failed there,
@@ -68,8 +72,8 @@ Any model is checked by one command, which names the nearest family of a model t
 
     python -m megatron_grpo.verify model=FOLDER shrink=true
 
-| Family | Models | CPU | refit traced | engine | cuda-check | H100 | recipe (dry run) |
-|---|---|---|---|---|---|---|---|"""
+| Family | Models | CPU | refit traced | engine | whole run | cuda-check | H100 | recipe (dry run) |
+|---|---|---|---|---|---|---|---|---|"""
 
 
 def read_newest(pattern: str) -> dict[str, Any]:
@@ -114,6 +118,7 @@ def find_family(hub_name: str) -> str | None:
 def format_page() -> str:
     """Format the page docs/models.md."""
     columns, recipes = read_newest(PROOFS).get("columns", {}), list_recipes()
+    runs = read_newest(WHOLE_RUNS).get("runs", {})
     on_gpu = read_newest(ON_GPU).get("checks", {}).get("families", {}).get("tests", {})
     lines = [_INTRODUCTION]
     for family in FAMILIES:
@@ -121,6 +126,7 @@ def format_page() -> str:
         verified = f"{cpu['passed']}: {cpu['logprob']:.0e}, {cpu['gradient']:.0e}" if "logprob" in cpu else "-"
         gpu = next((entry["verdict"] for test, entry in on_gpu.items() if test.endswith(f"[{family}]")), "-")
         cases = [format_cases(columns.get(column, {}).get(family)) for column in ("trace", "engine", "cuda")]
+        cases.insert(2, format_run(runs.get(family)))
         cells = [f"`{family}`", RELEASED[family], verified, *cases, gpu, ", ".join(recipes.get(family, ["-"]))]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
@@ -131,6 +137,13 @@ def format_cases(entry: dict[str, int] | None) -> str:
     if entry is None:
         return "-"
     return f"{entry['passed']}" + (f", {entry['failed']} failed" if entry["failed"] else "")
+
+
+def format_run(run: dict[str, Any] | None) -> str:
+    """Format how long a whole run took, and how far the canary was off; or that it was refused or failed."""
+    if run is None:
+        return "-"
+    return f"{run['minutes']:.1f}: {run['canary']:.0e}" if run["verdict"] == "passed" else run["verdict"]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from megatron_grpo.config.command_line import FAILED, as_command, parse_argument
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.config.section import NonNegative, Positive, Seconds
-from megatron_grpo.models.families import FAMILIES, UnknownFamilyError, read_model_shape
+from megatron_grpo.models.families import FAMILIES, read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight.layout_checks import check_split
 from megatron_grpo.preflight.model_file_checks import find_weight_problems
@@ -111,16 +111,11 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
         RunError: a rank failed.
     """
     # Imported here, because torch takes seconds to import.
-    from megatron_grpo.verification.nearest_family import describe_nearest_family
     from megatron_grpo.verification.problem import compute_truth, make_batch, prepare_model
     from megatron_grpo.verification.ranks import Task, compare_layout, run_layout
 
     model = prepare_model(request.model, request.shrink, folder / "model", request.seed)
-    try:
-        shape = read_model_shape(model)
-    except UnknownFamilyError as error:
-        text = str(error).removeprefix(f"{model / 'config.json'}: ")
-        raise ValueError(f"model={request.model}: {text}.{describe_nearest_family(model)}") from None
+    shape = read_model_shape(model)
     for text in find_weight_problems(model, shape):
         raise ValueError(f"model={request.model}: {text}")
     # Before the tokens are computed, so that a layout that does not fit is refused at once.

@@ -53,6 +53,9 @@ def make_cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
     if {"ssm_state_size", "linear_key_head_dim"} & (model.keys() | model.get("text_config", {}).keys()):
         # vLLM caches states (of Mamba, of delta nets) of a prefix only where prompts may be prefilled in parts.
         arguments["enable_prefix_caching"] = False
+    if "kv_lora_rank" in model:
+        # Of processors with matrix tiles (AMX) vLLM would use them, in bfloat16 alone, with copies that no refit fills.
+        arguments["attention_backend"] = "CPU_MLA"
     return arguments
 
 

@@ -13,6 +13,8 @@ from megatron_grpo.models.stored_tensors import StoredTensor
 
 FP8, MXFP4 = "fp8", "mxfp4"
 """`quant_method` of the forms that are read."""
+_FORMATS = (None, "e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn")
+"""Names of the one format of FP8 numbers that is read, as released models have them under `fmt`."""
 SCALES = "_scale_inv"  # behind the name of an FP8 tensor
 BLOCKS, EXPONENTS = "_blocks", "_scales"  # behind the name of an MXFP4 tensor
 _INPUT_SCALE = ".activation_scale"  # of a layer that computes in FP8
@@ -39,7 +41,7 @@ def read_quantization(raw: Mapping[str, Any], family: str | None = None) -> Quan
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     if method == MXFP4 and family in (None, "gpt_oss"):
         return Quantization(MXFP4)
-    if method != FP8 or settings.get("fmt", "e4m3") != "e4m3":
+    if method != FP8 or settings.get("fmt") not in _FORMATS:
         refuse_quantized(settings, "quantization_config")
     block = settings.get("weight_block_size")
     if block is None:

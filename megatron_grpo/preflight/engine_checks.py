@@ -83,6 +83,8 @@ def _check_cpu_experts(config: Config, shape: ModelShape) -> Iterator[Rule]:
     yield not shape.has_gates, subject, text
     if not shape.has_gates:
         return
+    text = f"is a {shape.family} model, whose way to choose experts vLLM has on GPUs alone; {_ELSEWHERE}"
+    yield shape.family == "minimax_m2", subject, text  # by sigmoid scores, without groups
     multiples = f"vLLM's kernel on a CPU takes multiples of {CPU_EXPERT_MULTIPLE}"
     text = f"has experts that read vectors of {shape.hidden} (hidden_size), and {multiples}; {_ELSEWHERE}"
     yield shape.hidden % CPU_EXPERT_MULTIPLE, subject, text

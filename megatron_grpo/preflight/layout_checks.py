@@ -54,7 +54,9 @@ def _check_mamba(section: str, parallel: ParallelConfig, shape: ModelShape) -> I
 
 def _find_undivided(tensor: int, shape: ModelShape, *, is_engine: bool) -> str | None:
     """Describe the first size that `tensor` ranks cannot split; None: none."""
-    sizes = [(shape.attention_heads, "attention heads"), (shape.ffn_hidden, "feed-forward width")]
+    sizes = [(shape.attention_heads, "attention heads")]
+    if shape.count_layers("dense"):
+        sizes.append((shape.ffn_hidden, "feed-forward width"))
     if shape.mamba is not None:
         sizes.append((shape.mamba.groups, "groups of Mamba"))
     if shape.experts is not None and shape.experts.shared_ffn_hidden:

@@ -94,7 +94,8 @@ def _check_fp8_sizes(config: Config, shape: ModelShape) -> Iterator[Rule]:
     sides |= {f"width of {side}": (size, parallel.tensor) for side, size in _list_head_widths(shape).items()}
     if (latent := shape.latent) is not None:
         sides |= {"q_lora_rank": (latent.query_rank or 0, 1), "kv_lora_rank": (latent.rank, 1)}
-    sides["feed-forward width"] = (shape.ffn_hidden, parallel.tensor)
+    if shape.count_layers("dense"):
+        sides["feed-forward width"] = (shape.ffn_hidden, parallel.tensor)
     if (delta := shape.delta) is not None:
         outputs = delta.value_heads * delta.value_dim
         sides["width of delta nets' input"] = (delta.channels + outputs + 2 * delta.value_heads, parallel.tensor)

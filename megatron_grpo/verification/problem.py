@@ -11,17 +11,16 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
-from transformers import __version__ as transformers_version
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field
-from megatron_grpo.config.errors import RunError, to_text
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LossConfig, MoeConfig
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.models.families import add_text_prefix, find_model_type, read_model_shape
+from megatron_grpo.models.families import UnknownFamilyError, add_text_prefix, find_model_type, read_model_shape
 from megatron_grpo.models.shape import ExpertShape, ModelShape
 from megatron_grpo.models.source import download_config, fetch_model_folder, find_local_folder, is_hub_name
 from megatron_grpo.verification.double_precision import DoublePrecision
@@ -47,7 +46,7 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
         seed: seed of a random model's weights.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: there is no such model, or it has no support; with `shrink` the text is the same.
         RunError: the model cannot be downloaded.
     """
     if model.startswith("tiny:"):
@@ -58,13 +57,17 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     path = _find_folder(model, weights=not shrink)
     if not (path / "config.json").is_file():
         raise ValueError(f"model={model} has no config.json; give a model's folder, a hub name, or tiny: and a family")
-    if not shrink:
-        return path
+    try:
+        shape = read_model_shape(path)
+    except UnknownFamilyError as error:
+        text = str(error).removeprefix(f"{path / 'config.json'}: ")
+        raise ValueError(f"model={model}: {text}.{describe_nearest_family(path)}") from None
+    return _make_small_copy(path, shape, folder, seed) if shrink else path
+
+
+def _make_small_copy(path: Path, shape: ModelShape, folder: Path, seed: int) -> Path:
+    """Make a small random model of a folder's own configuration."""
     config_values = json.loads((path / "config.json").read_text())
-    if find_model_type(config_values) not in CONFIG_MAPPING:
-        model_type = to_text(config_values.get("model_type"))
-        text = f"transformers {transformers_version} does not know model_type={model_type}, so it makes no small model"
-        raise ValueError(f"model={model}: {text}.{describe_nearest_family(path)}")
     part = config_values.get("text_config") or config_values  # the language model of one that also sees images
     raw = {name: value for name, value in part.items() if name not in _LEFT_OUT}
     # Families name the number of experts differently; only the names that the configuration has are used below.
@@ -78,13 +81,15 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     required = ("pad_token_id", "vocab_size")
     sizes = {name: size for name, size in small.items() if raw.get(name) is not None or name in required}
     sizes |= {name: size for name, size in WINDOW.items() if raw.get(name)}
+    if shape.experts is not None and shape.experts.groups == 1:
+        sizes |= {name: 1 for name in ("n_group", "topk_group") if name in sizes}
     layers = raw.get("num_hidden_layers") or len(raw.get("layers_block_type") or ())
     per_layer: dict[str, Any] = {
-        # Every kind of layer once, then the kinds of the first layers, and that of the last.
-        name: [*[*dict.fromkeys(value), *value][: SMALL["num_hidden_layers"] - 1], value[-1]]
-        for name, value in raw.items()
-        if isinstance(value, list) and len(value) == layers
+        name: _choose_kinds(value) for name, value in raw.items() if isinstance(value, list) and len(value) == layers
     }
+    if shape.indexer is not None and not all(shape.indexer.layers):
+        kinds = ["F" if has_indexer else "S" for has_indexer in shape.indexer.layers]
+        per_layer["index_topk_pattern"] = "".join(_choose_kinds(kinds))
     if isinstance(pattern := raw.get("hybrid_override_pattern"), str):  # a letter for each layer
         per_layer["hybrid_override_pattern"] = "".join(
             [*dict.fromkeys(pattern), *pattern][: SMALL["num_hidden_layers"]]
@@ -93,6 +98,11 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
         sizes["num_key_value_heads"] = SMALL["num_attention_heads"]
     raw["model_type"] = find_model_type(raw)
     return make_model({**raw, **per_layer, **sizes, **_cut_factors(raw)}, folder, seed)
+
+
+def _choose_kinds(layers: list[Any]) -> list[Any]:
+    """Choose every kind of layer once, then the kinds of the first layers, and that of the last."""
+    return [*[*dict.fromkeys(layers), *layers][: SMALL["num_hidden_layers"] - 1], layers[-1]]
 
 
 def _cut_factors(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,7 +150,7 @@ def make_model(config: dict[str, Any], folder: Path, seed: int) -> Path:
 
 
 # Entries of config.json without which transformers makes the weights in float32, by its own code, and for all layers.
-_LEFT_OUT = ("quantization_config", "auto_map", "moe_layers", "per_layer_config", "mlp_layer_types")
+_LEFT_OUT = ("quantization_config", "auto_map", "moe_layers", "per_layer_config", "mlp_layer_types", "indexer_types")
 MOE = MoeConfig(aux_loss_coeff=0.05, z_loss_coeff=0.01)
 """Settings of the experts' balancing losses, which are part of every layout's gradient."""
 

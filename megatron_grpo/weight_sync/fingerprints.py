@@ -134,8 +134,10 @@ def name_boxes(boxes: Sequence[Box]) -> Iterator[tuple[str, Box]]:
 def _split_experts(box: Box) -> Iterator[tuple[str, Box]]:
     # The first dimension of the parameter counts the rank's experts, and so may a dimension of the tensor.
     axis = box.cut.order[0]
-    if axis < 0:  # the tensor of one expert, such as "experts.3.up_proj.weight"
-        yield box.tensor.rsplit(".", 2)[0], box
+    if axis < 0:  # the tensor of one expert, such as "experts.3.up_proj.weight", or one expert of a packed tensor
+        packed = set(range(len(box.cut.tensor))).difference(box.cut.order)
+        numbers = [box.cut.tensor[axis].begin for axis in packed]
+        yield f"{box.tensor.rpartition('.')[0]}.{numbers[0]}" if numbers else box.tensor.rsplit(".", 2)[0], box
         return
     for index in range(box.cut.parameter[0].size):
         ranges = box.cut.tensor[axis], box.cut.parameter[0]

@@ -176,13 +176,14 @@ def test_a_model_without_a_family_is_told_the_nearest_and_the_tensors_that_do_no
     assert re.search(r"The nearest family is \w+; without a row in its tables: .*model.norm.bias", text), text
 
 
+@pytest.mark.parametrize("shrink", [False, True])
 def test_a_model_that_transformers_does_not_know_is_told_the_nearest_family(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shrink: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = random_model(LlamaConfig(**SIZES), tmp_path)
     file = folder / "config.json"
     file.write_text(file.read_text().replace('"llama"', '"strange"').replace("Llama", "Strange"))
-    assert verify.main([f"model={folder}", "shrink=true"]) == 2
+    assert verify.main([f"model={folder}", f"shrink={str(shrink).lower()}"]) == 2
     text = capsys.readouterr().err
-    assert "does not know model_type=strange" in text
+    assert f"model={folder}: architecture StrangeForCausalLM is not supported" in text
     assert "All of its tensors have names of llama" in text

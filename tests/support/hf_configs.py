@@ -23,6 +23,7 @@ HF_CONFIGS = {
     "zai-org/GLM-4.5-Air": "glm_4_5_air",
     "zai-org/GLM-4.6": "glm_4_6",
     "zai-org/GLM-5": "glm_5",
+    "MiniMaxAI/MiniMax-M2": "minimax_m2",
     "deepseek-ai/DeepSeek-V3.2": "deepseek_v3_2",
     "moonshotai/Kimi-K2-Instruct": "kimi_k2",
     "moonshotai/Moonlight-16B-A3B-Instruct": "moonlight_16b_a3b",

@@ -26,3 +26,17 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_every_family_has_a_row_with_its_released_models() -> None:
     assert load_page().RELEASED.keys() == FAMILIES.keys()
+
+
+def test_the_page_says_what_whole_runs_showed() -> None:
+    page = load_page()
+    runs = page.read_newest(page.WHOLE_RUNS)["runs"]
+    assert FAMILIES.keys() <= runs.keys(), "benchmarks/family_runs.py runs every family"
+    rows = {line.split("`")[1]: line.split(" | ") for line in page.format_page().splitlines() if line.startswith("| `")}
+    for family in FAMILIES:
+        run, cell = runs[family], rows[family][5]
+        assert cell == (f"{run['minutes']:.1f}: {run['canary']:.0e}" if run["verdict"] == "passed" else run["verdict"])
+        if run["verdict"] == "passed":
+            assert run["steps"] == run["canaries"] == 3, "a canary at every refit"
+            assert run["comparisons"] >= 1
+            assert run["canary"] < (0.1 if "qwen3_5" in family or family == "qwen3_next" else 1e-4)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig, GlmMoeDsaConfig
 
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.families import count_forward_flops, is_carried, parse_model_shape
+from megatron_grpo.models.families import count_forward_flops, is_carried, parse_model_shape, read_model_shape
 from megatron_grpo.planning.generation_cost import count_kv_bytes_per_token
 from megatron_grpo.preflight.engine_checks import find_engine_problems
 from megatron_grpo.preflight.layout_checks import check_engines
@@ -42,6 +43,21 @@ def test_what_config_json_leaves_out_is_what_transformers_takes(raw: dict[str, A
     assert parse_model_shape({key: value for key, value in filled.items() if key not in names}) == parse_model_shape(
         filled
     )
+
+
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+def test_no_library_reads_the_length_of_heads_of_glm(head_dim: int, tmp_path: Path) -> None:
+    """GLM-5 states the rotated part, GLM-5.2 the part without rotation; others the sum."""
+    from vllm.transformers_utils.config import get_config  # here: vLLM takes long to import
+
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(GLM | {"head_dim": head_dim}))
+    assert read_model_shape(tmp_path) == parse_model_shape(GLM)
+    readers = (AutoConfig.from_pretrained(tmp_path), get_config(tmp_path, trust_remote_code=False))
+    assert {config.head_dim for config in readers} == {GLM["qk_rope_head_dim"]}
+    file.write_text(json.dumps(GLM | {"head_dim": None}))
+    with pytest.raises(ValueError, match="head_dim=null is not supported"):
+        read_model_shape(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,18 @@ def test_released_forms_are_accepted(tmp_path: Path, family: str) -> None:
         torch.testing.assert_close(tensor.float(), stored[name], rtol=0.26, atol=0.05)
 
 
+@pytest.mark.parametrize("name", ["e4m3", "float8_e4m3fn", "e4m3fn", None])
+def test_names_of_one_format_of_fp8(tmp_path: Path, name: str | None) -> None:
+    """MiniMax-M2 says `e4m3`, MiniMax-M2.5 and M2.7 `float8_e4m3fn`; neither transformers nor vLLM reads it."""
+    settings = {**FP8_BLOCKS, "fmt": name, "activation_scheme": "dynamic", "modules_to_not_convert": ["gate"]}
+    plain = prepare_model("tiny:minimax_m2", False, tmp_path / "plain", 0)
+    folder = quantize_folder(plain, tmp_path / "quantized", settings)
+    assert list(find_weight_problems(folder, read_model_shape(folder))) == []
+    name = "model.layers.0.self_attn.q_proj.weight"
+    stored, values = (dict(HFFolderReader(path).iterate())[name] for path in (plain, folder))
+    torch.testing.assert_close(values.float(), stored, rtol=0.07, atol=0.01)
+
+
 @pytest.mark.parametrize(
     ("family", "tensor", "change", "reason"),
     [
@@ -132,6 +144,8 @@ def test_faults_of_scales_are_named(
     [
         ({"quant_method": "gptq", "bits": 4}, r"quantization_config \(gptq\): weights that are quantized so"),
         ({**FP8_BLOCKS, "fmt": "e5m2"}, r"quantization_config \(fp8\)"),
+        ({**FP8_BLOCKS, "fmt": "float8_e5m2"}, r"quantization_config \(fp8\)"),
+        ({**FP8_BLOCKS, "fmt": ["e4m3"]}, r"quantization_config \(fp8\)"),
         ({**FP8_BLOCKS, "weight_block_size": [128]}, r"weight_block_size=\[128\] of quantization_config must be two"),
         (MXFP4, r"quantization_config \(mxfp4\)"),
         ("fp8", "quantization_config: weights"),

@@ -92,9 +92,7 @@ def test_experts_are_refused_for_which_vllm_finds_no_kernel(activation: str, dty
 
 
 def test_messages_name_the_size_and_the_way_out() -> None:
-    text = (
-        "has experts that read vectors of 48 (hidden_size), and vLLM's kernel on a CPU takes multiples of 32; use"
-    )
+    text = "has experts that read vectors of 48 (hidden_size), and vLLM's kernel on a CPU takes multiples of 32; use"
     assert find_texts("mixtral", hidden_size=48)[MODEL].startswith(text)
     text = "has experts of 48 rows (intermediate_size), and vLLM's kernel on a CPU takes multiples of 32 for gpt_oss"
     assert find_texts("gpt_oss", intermediate_size=48)[MODEL].startswith(text)

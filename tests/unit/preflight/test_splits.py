@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.config.schema import ParallelConfig
+from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.shape import DeltaShape, ExpertShape, IndexerShape, LatentShape, ModelShape
-from megatron_grpo.preflight.layout_checks import check_split
+from megatron_grpo.preflight.layout_checks import check_engines, check_split
 
 DENSE = ModelShape(
     family="qwen3",
@@ -159,3 +159,22 @@ def test_what_does_not_fit_is_told_with_what_does(
 def test_a_layout_that_delta_nets_exclude_is_told_once() -> None:
     for layout in ({"tensor": 4}, {"context": 4}, {"tensor": 2, "context": 2}, {"tensor": 4, "context": 4}):
         assert len(problems(DELTA, **layout)) == 1
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_a_dense_width_that_no_layer_has_is_split_by_nobody(tensor: int) -> None:
+    """Qwen3's and other mixtures state one whether or not a layer is dense."""
+    whole = replace(EXPERTS, ffn_hidden=97)
+    layout = {"tensor": tensor, "sequence": True, "expert": 2}
+    assert problems(whole, **layout) == problems(EXPERTS, **layout)
+    assert not [problem for problem in check_engines_of(whole, tensor) if "feed-forward width" in problem]
+    assert whole.experts is not None
+    mixed = replace(whole, experts=replace(whole.experts, layers=(False,) + (True,) * 11))
+    for texts in (problems(mixed, **layout).values(), check_engines_of(mixed, tensor)):
+        assert any("does not divide the model's 97 feed-forward width" in text for text in texts)
+
+
+def check_engines_of(shape: ModelShape, tensor: int) -> list[str]:
+    config = Config()
+    config.generation.parallel.tensor = tensor
+    return [text for is_broken, _, text in check_engines(config, shape) if is_broken]

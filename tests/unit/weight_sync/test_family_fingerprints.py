@@ -81,9 +81,11 @@ def trace_engine(folder: Path, sizes: dict[str, tuple[int, ...]]) -> list[Box]:
     """Trace vLLM's loaders of an engine of one rank."""
     from vllm.config import set_current_vllm_config
 
-    with build_rank(folder, 0, GenerationParallelConfig(), "float32") as (model, config):
-        with set_current_vllm_config(config):
-            trace = trace_model(model, sizes, torch.float32)
+    with (
+        build_rank(folder, 0, GenerationParallelConfig(), "float32") as (model, config),
+        set_current_vllm_config(config),
+    ):
+        trace = trace_model(model, sizes, torch.float32)
     assert trace.unexplained == {}
     return list(trace.boxes)
 
@@ -107,7 +109,8 @@ def compute_experts(model: nn.Module) -> Iterator[tuple[tuple[int, int], Tensor]
         hidden = weight.shape[-1] if is_llama4 or "GptOss" in type(module).__name__ else weight.shape[1]
         probes = draw_probes(hidden, torch.device("cpu"))
         if is_llama4:  # which takes the tokens of all experts, one behind the other
-            yield from (((layer, number), part) for number, part in enumerate(module(probes.repeat(count, 1)).split(PROBES)))
+            parts = module(probes.repeat(count, 1)).split(PROBES)
+            yield from (((layer, number), part) for number, part in enumerate(parts))
             continue
         for number in range(count):
             chosen = torch.full((PROBES, 1), number)
