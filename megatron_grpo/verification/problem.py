@@ -88,8 +88,8 @@ def _make_small_copy(path: Path, shape: ModelShape, folder: Path, seed: int) -> 
         name: _choose_kinds(value) for name, value in raw.items() if isinstance(value, list) and len(value) == layers
     }
     if shape.indexer is not None and not all(shape.indexer.layers):
-        kinds = ["F" if has_indexer else "S" for has_indexer in shape.indexer.layers]
-        per_layer["index_topk_pattern"] = "".join(_choose_kinds(kinds))
+        letters = ["F" if has_indexer else "S" for has_indexer in shape.indexer.layers]
+        per_layer["index_topk_pattern"] = "".join(_choose_kinds(letters))
     if isinstance(pattern := raw.get("hybrid_override_pattern"), str):  # a letter for each layer
         per_layer["hybrid_override_pattern"] = "".join(
             [*dict.fromkeys(pattern), *pattern][: SMALL["num_hidden_layers"]]
@@ -101,7 +101,10 @@ def _make_small_copy(path: Path, shape: ModelShape, folder: Path, seed: int) -> 
 
 
 def _choose_kinds(layers: list[Any]) -> list[Any]:
-    """Choose every kind of layer once, then the kinds of the first layers, and that of the last."""
+    """Choose kinds of layers for a small copy.
+
+    Each stands once, then come those of the first layers, and at the end that of the last.
+    """
     return [*[*dict.fromkeys(layers), *layers][: SMALL["num_hidden_layers"] - 1], layers[-1]]
 
 
