@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config.errors import Problem
 from megatron_grpo.preflight import load
 from megatron_grpo.preflight.load import check_overrides, compose_config, find_recorded_run
 from megatron_grpo.run.directory import record_start
@@ -19,8 +18,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     settings = ["ppo.max_num_steps=17", "ppo.seed=5", "checkpointing.save_period=3"]
     record_start(folder, compose_config(["+exp=quickstart_ppo", f"run_dir={folder}", *settings]))
-    no_problems: tuple[list[Problem], list[Problem]] = ([], [])
-    monkeypatch.setattr(load, "_check_machine", lambda config: no_problems)
+    monkeypatch.setattr(load, "_check_machine", lambda checked, rewards: None)
     return folder
 
 
