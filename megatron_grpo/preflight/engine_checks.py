@@ -51,7 +51,7 @@ def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[R
 
 
 def _check_cpu_attention(config: Config, shape: ModelShape) -> Iterator[Rule]:
-    """Check that vLLM's CPU build has kernels for the model's attention, and for what stands in its place."""
+    """Check for kernels of the model's attention, latent attention and delta nets."""
     subject = "policy.model.path="
     text = f"is a {shape.family} model, whose sparse attention vLLM has on GPUs alone; {_ELSEWHERE}"
     yield shape.indexer is not None, subject, text
