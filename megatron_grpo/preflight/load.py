@@ -162,9 +162,9 @@ def _check_settings(composed: ComposedConfig) -> None:
 
 
 def _check_machine(checked: ComposedConfig, rewards: Mapping[str, Callable[..., Any]]) -> None:
-    """Add problems and remarks of the machine.
+    """Add problems and remarks of the machine; settles max_num_steps=-1.
 
-    Settles max_num_steps=-1 by max_num_epochs, or by the recorded run.
+    The steps follow from max_num_epochs, or from the recorded run.
     """
     config = checked.config
     assert config is not None
