@@ -56,6 +56,8 @@ def make_cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
     if "kv_lora_rank" in model:
         # Of processors with matrix tiles (AMX) vLLM would use them, in bfloat16 alone, with copies that no refit fills.
         arguments["attention_backend"] = "CPU_MLA"
+        # vLLM's kernel reads the heads of such queries in wrong places; torch's operations do not.
+        arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     return arguments
 
 

@@ -28,3 +28,19 @@ def test_states_of_prefixes_are_not_cached(model: dict[str, Any], is_cached: boo
         model_path=str(tmp_path), config=GenerationConfig(), precision="bfloat16", max_total_sequence_length=8
     )
     assert make_cpu_arguments(settings).get("enable_prefix_caching", True) == is_cached
+
+
+@pytest.mark.parametrize(
+    ("model", "backend"),
+    [({"model_type": "qwen3"}, None), ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "CPU_MLA")],
+)
+def test_latent_attention_is_computed_in_every_dtype(
+    model: dict[str, Any], backend: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    settings = VllmSettings(
+        model_path=str(tmp_path), config=GenerationConfig(), precision="float32", max_total_sequence_length=8
+    )
+    arguments = make_cpu_arguments(settings)
+    assert arguments.get("attention_backend") == backend
+    assert arguments.get("compilation_config") == (backend and {"custom_ops": ["-rotary_embedding"]})
