@@ -48,7 +48,7 @@ def _run_task(overrides: Sequence[str], task: str) -> int:
     if task == "show" and checked.values:
         print(yaml.safe_dump(checked.values, sort_keys=False, allow_unicode=True), end="")
     # A run can be planned for GPUs and files that this machine lacks.
-    planned = checked.config if task == "check" and not checked.has_conflicts else None
+    planned = checked.config if task == "check" and not checked.conflicts else None
     if planned is not None and planned.cluster.gpu is not None:
         from megatron_grpo.planning.check import check_fit  # here, because NumPy takes long to import
 

@@ -124,8 +124,8 @@ class ComposedConfig:
     problems: list[Problem] = dataclasses.field(default_factory=list)
     defaulted: set[str] = dataclasses.field(default_factory=set)
     """Keys with a wrong value, which have their default in `config`."""
-    has_conflicts: bool = False
-    """Whether settings are wrong, or do not fit each other or the model; other problems are of the machine."""
+    conflicts: set[str] = dataclasses.field(default_factory=set)
+    """Keys that are wrong, or do not fit each other or the model; other problems are of the machine."""
     written_names: dict[str, str] = dataclasses.field(default_factory=dict)
     """By shared key, the other algorithm's name under which it was set."""
     remarks: list[Problem] = dataclasses.field(default_factory=list)

@@ -157,8 +157,8 @@ def _check_settings(composed: ComposedConfig) -> None:
             for problem in [*_resolve_checkpoints(config), *find_problems(config, find_model_shape(config))]
             if problem.key not in composed.problem_keys and not any(key in problem.text for key in composed.defaulted)
         ]
+    composed.conflicts = composed.problem_keys
     composed.problems = composed.rename_problems(composed.problems)
-    composed.has_conflicts = bool(composed.problems)
 
 
 def _check_machine(checked: ComposedConfig, rewards: Mapping[str, Callable[..., Any]]) -> None:
@@ -168,9 +168,11 @@ def _check_machine(checked: ComposedConfig, rewards: Mapping[str, Callable[..., 
     """
     config = checked.config
     assert config is not None
-    problems, remarks = examine_machine(config)
+    # Wrong settings of the rows would show again in each row.
+    reads_rows = not any(key.startswith(("data.", "env.")) for key in checked.conflicts)
+    problems, remarks = examine_machine(config, reads_rows=reads_rows)
     checked.add_problems(problems)
-    if checked.problems and config.needs_generation:
+    if checked.problems and config.needs_generation and reads_rows:
         # Without other problems the start looks for these; it takes longer, and imports the user's code.
         from megatron_grpo.preflight.environment_checks import find_scoring_problems
 
@@ -186,7 +188,7 @@ def _check_machine(checked: ComposedConfig, rewards: Mapping[str, Callable[..., 
             # The run is shorter if prompts are too long, or if dynamic sampling takes more prompts for a step.
             per_epoch = count_training_rows(config) // config.prompts_per_generation_batch
             loop.max_num_steps = max(per_epoch * loop.max_num_epochs, 1)
-    if checked.has_conflicts:  # remarks on memory are for layouts that fit the model
+    if checked.conflicts:  # remarks on memory are for layouts that fit the model
         return
     shape = find_model_shape(config)
     memory_remarks = [*find_refit_remarks(config, shape, find_hardware(config)), *find_routed_remarks(config, shape)]

@@ -117,13 +117,19 @@ def find_sandbox_problems(config: Config) -> Iterator[Problem]:
         yield Problem(subject, str(error).removeprefix(subject).strip())
 
 
-def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
-    """Check what a run needs of this machine; returns problems and remarks."""
+def examine_machine(config: Config, *, reads_rows: bool = True) -> tuple[list[Problem], list[Problem]]:
+    """Check what a run needs of this machine; returns problems and remarks.
+
+    `reads_rows`: whether rows and recorded rollouts are read.
+    """
     problems = list(_find_launcher_problems())
     if problems:
         return problems, []
     # The checks below are independent of each other, so that one message has all their problems.
-    files, remarks = check_prompt_files(config) if config.reads_prompts else check_recording(config)
+    files: list[Problem] = []
+    remarks: list[Problem] = []
+    if reads_rows:
+        files, remarks = check_prompt_files(config) if config.reads_prompts else check_recording(config)
     lacking_gpus = list(find_gpu_problems(config))
     problems = [
         *lacking_gpus,

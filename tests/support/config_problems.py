@@ -12,7 +12,7 @@ import pytest
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.models.families import build_weight_map, parse_model_shape
 from megatron_grpo.models.weight_map import iter_entries
-from megatron_grpo.preflight.load import load_config
+from megatron_grpo.preflight.load import compose_checked, load_config
 
 SMALL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -33,6 +33,11 @@ def problems_of(overrides: list[str]) -> dict[str, str]:
     with pytest.raises(ConfigError) as caught:
         load_config(overrides)
     return {problem.subject: problem.text for problem in caught.value.problems}
+
+
+def setting_problems_of(overrides: list[str]) -> dict[str, str]:
+    """Problems of settings beside each other and the model, without those of this machine: subject -> text."""
+    return {problem.subject: problem.text for problem in compose_checked(overrides).problems}
 
 
 def write_weights(file: Path, config: dict[str, Any]) -> None:

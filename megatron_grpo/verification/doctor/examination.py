@@ -204,9 +204,8 @@ class Examination:
         if self._config.generation.temperature > GREEDY:
             diagnosis.findings += find_repeated_samples(evidence)
         diagnosis.findings += self._prompts.find_mistakes()
-        engine = self._build_side(
-            "engine", evidence.version, evidence.read_column("logprobs"), build_engine_law(self._config)
-        )
+        sampled = evidence.read_column("logprobs")
+        engine = self._build_side("engine", evidence.version, sampled, build_engine_law(self._config))
         trainer = self._build_side("trainer", version, recorded, build_training_law(self._config))
         diagnosis.gap = Distance.measure(engine.recorded, trainer.recorded)
         diagnosis.error = float(compute_residual(engine.recorded, trainer.recorded).exp().mean())
@@ -269,10 +268,8 @@ class Examination:
 
     def add_engine_of(self, version: int, further: Examination) -> None:
         """Add what the engine's record shows at the tokens of another version."""
-        evidence, diagnosis = further._evidence, self.diagnosis
-        recorded = evidence.read_column("logprobs")
-        side = further._build_side("engine", version, recorded, build_engine_law(self._config))
-        findings = further._reach_verdict(side, self._config.engine_dtype, version)
+        evidence, diagnosis = further.evidence, self.diagnosis
+        side, findings = further.examine_engine(version)
         diagnosis.findings += [
             replace(finding, text=f"{finding.text} (tokens of version {version})") for finding in findings
         ]
@@ -282,6 +279,12 @@ class Examination:
         scored = sum((row["group"], row["sample"]) in names for row in unseen)
         diagnosis.unseen_rollouts -= scored
         diagnosis.remarks.append(f"{len(side.recorded)} tokens of version {version} were scored for the engine alone")
+
+    def examine_engine(self, version: int) -> tuple[Side, list[Finding]]:
+        """Compare the engine's record with a version of the weights."""
+        recorded = self._evidence.read_column("logprobs")
+        side = self._build_side("engine", version, recorded, build_engine_law(self._config))
+        return side, list(self._reach_verdict(side, self._config.engine_dtype, version))
 
     @cached_property
     def _ends(self) -> StopConditions:

@@ -10,7 +10,7 @@ import pytest
 from megatron_grpo.config.overrides import RECIPES, list_config_groups
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import compose_config, load_config
-from tests.support.config_problems import problems_of
+from tests.support.config_problems import problems_of, setting_problems_of
 
 
 def test_composed_defaults_are_the_defaults_of_the_schema(given: list[str]) -> None:
@@ -83,7 +83,7 @@ def test_training_sets_on_the_command_line_take_the_place_of_the_recipes_single_
     sets = "data.train_sets={sums:{path:a.jsonl}}"
     recipe = ["+exp=qwen3_8b_8gpu", "policy.model.path=m"]
     assert list(compose_config([*recipe, sets]).data.training_sets) == ["data.train_sets.sums.path"]
-    problems = problems_of([*recipe, sets, "data.train_path=b.jsonl"])
+    problems = setting_problems_of([*recipe, sets, "data.train_path=b.jsonl"])
     assert problems == {"data.train_path=b.jsonl": "and data.train_sets say the same; give one of them"}
 
 

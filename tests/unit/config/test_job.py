@@ -120,7 +120,7 @@ def test_data_of_its_own_is_not_validated_with_the_recipes(tmp_path: Path) -> No
         config = compose_config([recipe, job])
         assert (config.data.val_path, config.ranked_checkpointing.metric_name) == (None, "reward")
         own = compose_config([recipe, job, "data.val_path=mine.jsonl"])
-        assert (own.data.val_path, own.ranked_checkpointing.metric_name) == ("mine.jsonl", "val_accuracy")
+        assert (own.data.val_path, own.ranked_checkpointing.metric_name) == ("mine.jsonl", "val_reward")
 
 
 def test_all_mistakes_come_under_the_fields_names(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from megatron_grpo.config.compose import compose_typed
 from megatron_grpo.config.passthrough import OWNED
 from megatron_grpo.preflight.load import check_overrides, compose_config
-from tests.support.config_problems import problems_of
+from tests.support.config_problems import problems_of, setting_problems_of
 
 ARGS = "generation.engine_args"
 SETTINGS = [
@@ -160,9 +160,9 @@ def test_settings_of_gpus(given: list[str]) -> None:
     on_gpus = [*given, "cluster.gpus_per_node=8", "generation.engine.batch_invariant=true"]
     assert compose_config([*on_gpus, "generation.engine.max_num_batched_tokens=300"]).generation.engine.batch_invariant
     unchunked = [*on_gpus, "generation.engine.max_num_batched_tokens=300"]
-    (text,) = problems_of([*unchunked, "generation.engine.enable_chunked_prefill=false"]).values()
+    (text,) = setting_problems_of([*unchunked, "generation.engine.enable_chunked_prefill=false"]).values()
     assert "prompts are not cut into pieces" in text
-    (text,) = problems_of([*on_gpus, "generation.engine.max_num_batched_tokens=255"]).values()
+    (text,) = setting_problems_of([*on_gpus, "generation.engine.max_num_batched_tokens=255"]).values()
     assert "the 256 responses decoded together" in text
 
 

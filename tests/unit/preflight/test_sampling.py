@@ -12,7 +12,7 @@ from megatron_grpo.preflight.engine_checks import CPU_HEAD_SIZES
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.preflight.remarks import find_remarks
 from megatron_grpo.trainer.messages import make_training_filter
-from tests.support.config_problems import problems_of, write_weights
+from tests.support.config_problems import problems_of, setting_problems_of, write_weights
 
 ON_GPUS = "cluster.gpus_per_node=8"
 MTP = ("generation.engine.speculative.num_speculative_tokens=1", "generation.engine.speculative.method=mtp")
@@ -102,7 +102,7 @@ ICEPOP = (
     ],
 )
 def test_refused_before_anything_starts(given: list[str], overrides: list[str], subject: str, text: str) -> None:
-    ((found, message),) = problems_of([*given, *overrides]).items()
+    ((found, message),) = setting_problems_of([*given, *overrides]).items()
     assert found == subject
     assert text in message
 
@@ -114,7 +114,7 @@ def test_n_grams_need_a_single_stage(given: list[str]) -> None:
         "generation.engine.speculative.num_speculative_tokens=3",
         "generation.parallel.pipeline=2",
     ]
-    ((subject, text),) = problems_of(overrides).items()
+    ((subject, text),) = setting_problems_of(overrides).items()
     assert subject == "generation.parallel.pipeline=2"
     assert text.endswith("use 1")
 

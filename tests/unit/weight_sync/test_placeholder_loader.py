@@ -64,8 +64,10 @@ def build_model(folder: Path, *, awaits_refit: bool, **engine_args: Any) -> tupl
     """Start vLLM's model of an engine as its worker does; return it with vLLM's configuration."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader import get_model
 
+    rotary_embedding._ROPE_DICT.clear()  # a dry run in this process leaves modules without data
     settings = VllmSettings(
         model_path=str(folder),
         config=GenerationConfig(engine_args=engine_args),
