@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from megatron_grpo.weight_sync.fingerprints import (
     measure_difference,
     name_boxes,
 )
-from megatron_grpo.weight_sync.rank_checks import _ACTIVATIONS, _ExpertOutput
+from megatron_grpo.weight_sync.rank_checks import _ExpertOutput, apply_activation
 
 ROWS, INPUTS = [96, 32], 300
 
@@ -86,7 +87,7 @@ def test_an_expert_is_applied_to_the_probes() -> None:
         upper = box("w13", slot, Range(32, 64), columns)
         gate_box = box("w13", slot, Range(0, 32), columns)
         lower = box("w2", slot, columns, Range(0, 32))
-        expert = _ExpertOutput(hidden, _ACTIVATIONS["silu"])
+        expert = _ExpertOutput(hidden, partial(apply_activation, "silu"))
         for part in (gate_box, upper, lower):
             expert.expect(part)
         assert expert.add(upper, up[None, rows]) is None  # whichever comes first
