@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,7 @@ from megatron_grpo.weight_sync.fingerprints import (
     measure_difference,
     name_boxes,
 )
-from megatron_grpo.weight_sync.rank_checks import _ExpertOutput, apply_activation
+from megatron_grpo.weight_sync.rank_checks import _ExpertOutput
 
 ROWS, INPUTS = [96, 32], 300
 
@@ -87,7 +86,7 @@ def test_an_expert_is_applied_to_the_probes() -> None:
         upper = box("w13", slot, Range(32, 64), columns)
         gate_box = box("w13", slot, Range(0, 32), columns)
         lower = box("w2", slot, columns, Range(0, 32))
-        expert = _ExpertOutput(hidden, partial(apply_activation, "silu"))
+        expert = _ExpertOutput(hidden, "silu")
         for part in (gate_box, upper, lower):
             expert.expect(part)
         assert expert.add(upper, up[None, rows]) is None  # whichever comes first
@@ -118,7 +117,7 @@ def test_experts_of_one_tensor_have_biases_and_names_of_their_own() -> None:
         boxes.append(Box(f"experts.{parameter}", name, Cut((experts, *rest), (slots, *rest[::-1]), order)))
     named = list(name_boxes(boxes))
     assert [name for name, _ in named] == ["experts.1", "experts.2"] * 4
-    outputs = {name: _ExpertOutput(hidden, _multiply_by_turns) for name, _ in named}
+    outputs = {name: _ExpertOutput(hidden, "clamped_swiglu") for name, _ in named}
     for name, box in named:
         outputs[name].expect(box)
     outputs_by_name = {}
@@ -136,7 +135,9 @@ def test_experts_of_one_tensor_have_biases_and_names_of_their_own() -> None:
 
 
 def _multiply_by_turns(projected: torch.Tensor) -> torch.Tensor:
-    return projected[:, ::2].sigmoid() * projected[:, 1::2]
+    """GPT-OSS' activation, whose gate and up are rows by turns, as transformers has it."""
+    gate, up = projected[:, ::2].clamp(max=7.0), projected[:, 1::2].clamp(min=-7.0, max=7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
 
 @pytest.fixture
