@@ -28,7 +28,14 @@ from megatron_grpo.planning.costs import Overlap
 from megatron_grpo.planning.dry.work import Work
 from megatron_grpo.planning.generation_cost import Lengths
 from megatron_grpo.planning.step import build_step_times
-from megatron_grpo.planning.trace import RankTrace, _extrapolate_work, _run_dry, extrapolate_report, start_trace_pool
+from megatron_grpo.planning.trace import (
+    RankTrace,
+    _extrapolate_work,
+    _run_dry,
+    extrapolate_report,
+    start_trace_pool,
+    submit_traces,
+)
 from megatron_grpo.platform.hardware import load_hardware
 
 if TYPE_CHECKING:
@@ -265,14 +272,27 @@ def memory_of(case: Mapping[str, Any], shape: ModelShape, reports: Mapping[Place
     return found
 
 
+def trace_stages(
+    case: Mapping[str, Any], shape: ModelShape, pool: Any
+) -> tuple[Sequence[RankTrace], dict[int, DryReport]]:
+    """The work of the stages, and the reports whose memory is compared.
+
+    Layers that are unlike run whole, stage by stage, as in a plan.
+    """
+    if shape.mamba_layers or shape.windowed:
+        deadline = time.monotonic() + DEADLINE_S
+        traces = [pending.wait(deadline) for pending in submit_traces(pool, config_of(case), shape, moves=False)]
+        return traces, {trace.stage: trace.report for trace in traces}
+    runs = time_runs(case, shape) | memory_runs(case, shape)
+    futures = {place: pool.submit(_run_dry, *run, False, 1.0, False) for place, run in runs.items()}
+    reports = {place: one.result(DEADLINE_S) for place, one in futures.items()}
+    return traces_of(case, shape, reports), memory_of(case, shape, reports)
+
+
 def evaluate(row: Mapping[str, Any], models: Mapping[str, Any], pool: Any) -> dict[str, Any]:
     """A row's planned numbers, at either end of unstated ones, and its errors."""
-    shape, began, ends = shape_of(row["model"], models), time.monotonic(), []
-    for case in cases(row):
-        runs = time_runs(case, shape) | memory_runs(case, shape)
-        futures = {place: pool.submit(_run_dry, *run, False, 1.0, False) for place, run in runs.items()}
-        reports = {place: one.result(DEADLINE_S) for place, one in futures.items()}
-        ends.append(planned(case, shape, traces_of(case, shape, reports), memory_of(case, shape, reports)))
+    shape, began = shape_of(row["model"], models), time.monotonic()
+    ends = [planned(case, shape, *trace_stages(case, shape, pool)) for case in cases(row)]
     published = row["published"]
     values = {name: [value for one in ends for value in one[name]] for name in published}
     return {
@@ -280,6 +300,7 @@ def evaluate(row: Mapping[str, Any], models: Mapping[str, Any], pool: Any) -> di
         "source": row["source"],
         "fitted": row.get("fitted", False),
         "ranking": row.get("ranking"),
+        "unlike": row.get("unlike"),
         "published": published,
         "planned": {name: [round(value, 3) for value in values[name]] for name in published},
         "error": {name: round(error_of(name, value, values[name]), 4) for name, value in published.items()},
@@ -292,8 +313,9 @@ def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     whose sources state all numbers; and the rankings."""
     found: dict[str, Any] = {}
     for title, names in (("memory", ("memory_gib", "memory_gib_device")), ("time", ("tokens", "tflops", "step_s"))):
-        held_out = [one for one in results if not one["fitted"]]
-        for which, rows in (("all", results), ("held_out", held_out), ("held_out_all_stated", held_out)):
+        alike = [one for one in results if not one["unlike"]]
+        held_out = [one for one in alike if not one["fitted"]]
+        for which, rows in (("all", alike), ("held_out", held_out), ("held_out_all_stated", held_out)):
             stated = which.endswith("stated")
             errors = [
                 abs(value)

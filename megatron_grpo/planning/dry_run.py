@@ -141,7 +141,7 @@ def run_tracked(
     destroy_parallel()
     initialize_parallel(parallel, rank=rank, store=FakeStore(), seed=0, timeout_s=60, platform=platform)
     try:
-        with replaced_names(expert_skew, mode.log), fake or nullcontext(), mode:
+        with replaced_names(expert_skew, mode), fake or nullcontext(), mode:
             with mode.phase("build"):
                 policy = _build_rank(config, shape, platform, is_teacher=is_teacher)
                 if config.reference.offload:

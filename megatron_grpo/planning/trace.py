@@ -72,7 +72,7 @@ def find_distinct_stages(config: Config, shape: ModelShape, *, few: bool = False
     ranks_per_stage = parallel.world_size // parallel.pipeline
     stages: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}
     for stage, shard in enumerate(split_policy(parallel, shape)[::ranks_per_stage]):
-        kinds = tuple((shape.has_experts(layer), layer in _find_bf16_layers(config, shape)) for layer in shard.layers)
+        kinds = tuple((shape.list_kinds(layer), layer in _find_bf16_layers(config, shape)) for layer in shard.layers)
         # Of stages that are alike the first holds activations of the most microbatches.
         stages.setdefault((shard.has_embedding and not few, shard.has_output, kinds), (stage, shard.layers))
     return dict(stages.values())
@@ -94,10 +94,10 @@ def _list_depths(config: Config, shape: ModelShape, layers: Sequence[int]) -> li
     parallel, chunks, full = config.policy.parallel, config.policy.parallel.virtual_pipeline, len(layers)
     with_experts = [shape.has_experts(layer) for layer in layers]
     dense = with_experts.index(True) if True in with_experts else 0
-    alike = all(with_experts[dense:]) or not any(with_experts)
+    alike = len({shape.list_kinds(layer) for layer in layers[dense:]}) == 1
     share = config.policy.optimizer.cpu_offload
     uneven = chunks > 1 and (dense or parallel.count_embedding or parallel.count_loss)
-    differ = shape.windowed or shape.delta_layers or _find_bf16_layers(config, shape)
+    differ = shape.windowed or _find_bf16_layers(config, shape)
     irregular = uneven or not alike or differ or share not in (0.0, 1.0)
     if irregular or full - dense <= (_SHALLOW + 2) * chunks:
         return [_Depth(full, config, shape)]

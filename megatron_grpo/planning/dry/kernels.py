@@ -18,8 +18,9 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.planning.dry.tracker import kind
-from megatron_grpo.planning.dry.work import WorkKind, WorkLog, count_bytes, name_of, note, note_message, note_product
+from megatron_grpo.planning.dry.recomputation import recompute_without_bytes
+from megatron_grpo.planning.dry.tracker import DryMode, kind
+from megatron_grpo.planning.dry.work import WorkKind, count_bytes, name_of, note, note_message, note_product
 from megatron_grpo_kernels.head import CHUNK_NUMBERS, BackwardInput, Head, Statistics
 
 TensorSpec = tuple[Sequence[int], torch.dtype]
@@ -393,7 +394,7 @@ REPLACED: dict[str, Any] = {
 
 
 @contextmanager
-def replaced_names(expert_skew: float, log: WorkLog) -> Iterator[None]:
+def replaced_names(expert_skew: float, mode: DryMode) -> Iterator[None]:
     """Replace the names of `REPLACED`, and methods of Megatron-Core, meanwhile."""
     with ExitStack() as stack:
         for target, value in REPLACED.items():
@@ -402,6 +403,7 @@ def replaced_names(expert_skew: float, log: WorkLog) -> Iterator[None]:
         counts = partialmethod(_count_tokens, skew=expert_skew)
         stack.enter_context(patch.object(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", counts))
         for name in ("forward_step", "backward_step"):
-            marked = partial(getattr(log, name), getattr(schedules, name))
+            marked = partial(getattr(mode.log, name), getattr(schedules, name))
             stack.enter_context(patch.object(schedules, name, marked))
+        stack.enter_context(recompute_without_bytes(mode))
         yield

@@ -103,6 +103,12 @@ class MemoryTracker(TorchDispatchMode):
             self._discounted.discard(key)
             self._resize(key, size)
 
+    def count_resized(self, tensors: Iterable[Tensor]) -> None:
+        """Count storages anew that were resized, which no operator tells."""
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            if storage._cdata in self._storages:
+                self._resize(storage._cdata, storage.nbytes())
+
     def forget_peaks(self) -> None:
         """Restart the peaks at the bytes that are alive now."""
         self.peak, self.holders, self.peaks, self.moments, self._fullest = 0, {}, {}, {}, {}

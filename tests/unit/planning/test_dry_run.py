@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from megatron_grpo.config.policy_schema import RecomputeModule
 from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
 from megatron_grpo.models.families import as_value_model, measure_tensors, parse_model_shape
 from megatron_grpo.models.shape import ModelShape
@@ -188,6 +189,17 @@ def test_a_step_leaves_nothing_of_recomputed_experts(change: Callable[[Config], 
     change(config)
     report = run_dry(config, EXPERTS, 0)
     assert report.end_bytes["train"] <= report.end_bytes["logprobs"] + 8 * GRANULE
+
+
+@pytest.mark.parametrize("modules", [["layernorm"], ["moe_act"], ["layernorm", "moe_act"]], ids=str)
+def test_parts_that_transformer_engine_recomputes_take_less_memory(modules: list[RecomputeModule]) -> None:
+    """A plan of them needs neither a GPU nor the package."""
+    peaks = []
+    for chosen in ([], modules):
+        config = small_run()
+        config.policy.microbatch_tokens, config.policy.recompute_modules = 8192, chosen
+        peaks.append(run_dry(config, EXPERTS, 0).phases["train"])
+    assert peaks[0] - peaks[1] >= 8192 * 2 * EXPERTS.hidden, "the outputs of one part, in bfloat16"
 
 
 @pytest.mark.slow
