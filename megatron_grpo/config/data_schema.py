@@ -6,12 +6,12 @@ from dataclasses import field
 from pathlib import PurePath
 from typing import Annotated, Literal
 
+from megatron_grpo.config.gym_schema import GymConfig
 from megatron_grpo.config.section import (
     IMPORTS,
     LOOSENS,
     MISSING,
     EnvironmentOptions,
-    GymOptions,
     ImportPath,
     NonNegativeFloat,
     PathText,
@@ -20,7 +20,6 @@ from megatron_grpo.config.section import (
     PositiveShare,
     Seconds,
     Section,
-    Seed,
     Starts,
     TemplateArguments,
     TemplateFile,
@@ -88,36 +87,6 @@ class DatasetConfig(Section):
     def count_visits(self, rows: int) -> int:
         """Count the visits of one epoch to a set of this size."""
         return int(self.weight) * rows + round(self.weight % 1 * rows)
-
-
-class GymTaskConfig(Section):
-    """One task of reasoning_gym."""
-
-    weight: PositiveFloat = 1.0
-    """Share of the rows, relative to the other tasks."""
-
-    options: GymOptions = field(default_factory=dict)
-    """Difficulty and further parameters of the task, such as min_digits; the library's documentation has them."""
-
-
-class GymConfig(Section):
-    """Rows of reasoning_gym, which data.train_path=reasoning_gym makes; docs/connectors.md."""
-
-    tasks: dict[str, GymTaskConfig] = field(default_factory=dict)
-    """The tasks, by their names in the library, such as chain_sum."""
-
-    rows: Positive = 4096
-    """Training rows of each level. None of them has the question of a held-out row."""
-
-    held_out_rows: Positive = 256
-    """Rows of each level with the split test (data.val_split), made from other seeds than the training rows."""
-
-    seed: Seed = 0
-    """Seed of all rows."""
-
-    levels: Positive | None = None
-    """Levels of the library's curricula, from the easiest, each with its own rows; data.curriculum.column=level begins
-    with the first. null: rows of the options alone."""
 
 
 class CurriculumConfig(Section):
