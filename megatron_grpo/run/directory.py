@@ -17,6 +17,7 @@ import yaml
 from megatron_grpo.cluster.process_log import LOGS_FOLDER
 from megatron_grpo.config.conversion import convert_values
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, to_text
+from megatron_grpo.config.hiding import hide_secrets
 from megatron_grpo.config.keys import flatten
 from megatron_grpo.config.loop_schema import LOOPS, translate_key
 from megatron_grpo.config.overrides import OPTION, SEARCH_KEY, list_config_groups
@@ -180,7 +181,8 @@ def compare_with_last_start(folder: Path, config: Config) -> list[str]:
     if reason is not None:
         raise ConfigError([Problem(subject, f"holds another run: {reason}; choose another run_dir")])
     remarks = compare_data(folder, config)
-    return [*(f"{key}: {before.get(key)} -> {now.get(key)}" for key in changed_keys), *remarks]
+    # An earlier version may have recorded a secret.
+    return [*(hide_secrets(f"{key}: {before.get(key)} -> {now.get(key)}") for key in changed_keys), *remarks]
 
 
 def _describe_model_difference(folder: Path, before: Mapping[str, Any], config: Config) -> str | None:
