@@ -12,6 +12,7 @@ from megatron_grpo.algorithms.dispatch import run_algorithm
 from megatron_grpo.config.command_line import FAILED, MISTAKE, answer_help, report_interruption
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.help import format_help
+from megatron_grpo.config.hiding import hide_values
 from megatron_grpo.config.keys import find_key, is_section
 from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.overrides import OPTION
@@ -46,7 +47,7 @@ def _run_task(overrides: Sequence[str], task: str) -> int:
     """Train, check or show the configuration, as `action` says; return the exit code."""
     checked = check_overrides(overrides)
     if task == "show" and checked.values:
-        print(yaml.safe_dump(checked.values, sort_keys=False, allow_unicode=True), end="")
+        print(yaml.safe_dump(hide_values(checked.values), sort_keys=False, allow_unicode=True), end="")
     # A run can be planned for GPUs and files that this machine lacks.
     planned = checked.config if task == "check" and not checked.conflicts else None
     if planned is not None and planned.cluster.gpu is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config.command_line import FAILED, as_command, parse_arguments, silence_packages
 from megatron_grpo.config.section import Positive, Seconds
+from megatron_grpo.config.started_values import TRUST
 from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.run.directory import CONFIG_FILE, load_run_config
 from megatron_grpo.verification.doctor.end_reason import read_end_reason
@@ -35,12 +36,22 @@ when something is found, 3 when nothing is and rollouts of other versions were n
   engine     true: if nothing else explains its error, start an engine with the same weights and compare its layers
              (false)
   timeout_s  seconds after which no further causes are tried for generation or training; deadline of a replay (900)
+  trust_run  true: the run's config.yaml may start the code that it names (false)
   key=value  keys of the run's configuration that differ now, such as policy.model.path
   --json     one JSON object instead of a table
 """
 PARTLY_SEEN = 3
 """Exit code if nothing was found, and rollouts of other versions were not scored."""
-_OPTIONS: dict[str, Any] = {"step": Positive, "tokens": Positive, "engine": bool, "timeout_s": Seconds, "--json": bool}
+_OPTIONS: dict[str, Any] = {
+    "step": Positive,
+    "tokens": Positive,
+    "engine": bool,
+    "timeout_s": Seconds,
+    TRUST: bool,
+    "--json": bool,
+}
+# Keys of a run that start something here: ranks of a replay, rendered prompts, an engine.
+_SECTIONS = ("policy.", "data.", "generation.engine_args.")
 
 
 @as_command("doctor", USAGE)
@@ -55,7 +66,8 @@ def main(arguments: Sequence[str]) -> int:
     # A run that ended at its start has recorded the reason, which says more than the missing file.
     if not (run_dir / CONFIG_FILE).exists() and (reason := read_end_reason(run_dir)) is not None:
         raise ValueError(f"{run_dir} has no configuration, because the run ended before its first step: {reason}")
-    config = load_run_config(run_dir, parsed.overrides)
+    is_trusted = parsed.options.pop(TRUST, False)
+    config = load_run_config(run_dir, parsed.overrides, is_trusted=is_trusted, sections=_SECTIONS)
     model = fetch_model_folder(config.policy.model.path)
     if not (model / "config.json").is_file():
         raise ValueError(f"policy.model.path={model} has no model; add policy.model.path=FOLDER if it has moved")

@@ -24,6 +24,7 @@ Samples responses with vLLM, scores them as validation does, and writes DIR/resu
   temperature    0 is greedy; by default 0 for one sample, and generation.temperature for more
   k              of pass@k and cons@k, such as [1,4] ([1])
   compare        output of an earlier evaluation to compare with, prompt by prompt
+  trust_run      true: the run's config.yaml may start the programs, code and connections that it names (false)
   section.key    any other key of the configuration, such as generation.max_new_tokens=512
 """
 _TESTS = {"wilcoxon_p": "Wilcoxon", "mcnemar_p": "McNemar"}

@@ -13,6 +13,7 @@ from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import Config
+from megatron_grpo.config.started_values import split_trust
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.planning.advice import with_advice
@@ -37,10 +38,10 @@ python -m megatron_grpo.plan +exp=NAME cluster.gpu=h100 [cluster.nodes=N] [key=v
   --json         print one JSON object instead of a table
   --html FILE    also write one page with pictures of memory and time
 
-python -m megatron_grpo.plan calibrate RUN_DIR [cluster.gpu=h100] [--out FILE.yaml]
+python -m megatron_grpo.plan calibrate RUN_DIR [cluster.gpu=h100] [trust_run=true] [--out FILE.yaml]
 
   fits the profile to a run's metrics and lengths, says by how much the plan was off, and writes the profile for
-  plan.hardware=FILE.yaml
+  plan.hardware=FILE.yaml; with trust_run=true the run's config.yaml may name code to import
 
 Says whether a run fits, and how long a step takes, from dry runs of its ranks; needs no GPU and no weights, only the
 model's config.json. Exit code 1: the run does not fit.
@@ -145,11 +146,11 @@ def _fit_profile(words: Sequence[str], file: Path | None) -> int:
     if len(folders) != 1:
         raise ValueError("calibrate takes one RUN_DIR, the folder of a run that recorded its rollouts")
     (run_dir,) = folders
-    overrides = [word for word in words if "=" in word]
+    is_trusted, overrides = split_trust([word for word in words if "=" in word])
     for override in overrides:
         if override.partition("=")[0] not in ("cluster.gpu", "policy.model.path"):
-            raise ValueError(f"{override}: calibrate takes cluster.gpu and policy.model.path")
-    config = load_run_config(run_dir, overrides)
+            raise ValueError(f"{override}: calibrate takes cluster.gpu, policy.model.path and trust_run")
+    config = load_run_config(run_dir, overrides, is_trusted=is_trusted, sections=("policy.", "generation.engine_args."))
     # With the lengths that the run recorded, plan and run differ by the profile alone.
     config.plan.lengths_from = str(run_dir)
     shape, path = find_model_shape(config), config.policy.model.path

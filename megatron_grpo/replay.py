@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
@@ -39,6 +40,7 @@ differ; 2: a mistake.
   device         cpu, or gpu: a GPU for each rank; auto: GPUs where there are any (auto)
   hidden_tokens  tokens whose hidden states are compared, of the first sequences (4096)
   timeout_s      deadline of one replay (600)
+  trust_run      true: the run's configuration may start the code that it names (false)
   --json         results as JSON
 """
 # Sections whose keys a replay can change; what other sections decide is recorded.
@@ -59,6 +61,7 @@ class ReplayRequest:
     device: Literal["auto", "cpu", "gpu"] = "auto"
     hidden_tokens: Positive = 4096
     timeout_s: Seconds = 600.0
+    trust_run: bool = False
     json: bool = False
 
 
@@ -92,8 +95,9 @@ def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
     from megatron_grpo.verification.replay.record import open_step
     from megatron_grpo.verification.replay.replayed_step import replay_step
 
-    changed = open_step(request.run_dir, request.step, request.overrides) if request.overrides else None
-    record = open_step(request.run_dir, request.step)
+    open_recorded = partial(open_step, request.run_dir, request.step, is_trusted=request.trust_run)
+    changed = open_recorded(request.overrides) if request.overrides else None
+    record = open_recorded()
     if changed is not None:
         _require_loadable(record, changed.config.policy)
     sides = {RECORDED: (read_recorded(record), record.config.policy)}

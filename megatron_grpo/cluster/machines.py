@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.config.run_schema import ClusterConfig
+from megatron_grpo.config.run_schema import ADDRESS_VARIABLE, ClusterConfig
 
 
 def count_visible_gpus() -> int:
@@ -23,8 +23,6 @@ def count_visible_gpus() -> int:
     return min(devices, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
 
 
-# Ray's environment variable with the address of the cluster that a driver joins; `ray job submit` sets it.
-ADDRESS_VARIABLE = "RAY_ADDRESS"
 LOCAL = "local"  # value of ADDRESS_VARIABLE with which the driver starts its own Ray
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import field
 from pathlib import PurePath
-from typing import Literal
+from typing import Annotated, Literal
 
+from megatron_grpo.config.gym_schema import GymConfig
 from megatron_grpo.config.section import (
+    IMPORTS,
+    LOOSENS,
     MISSING,
     EnvironmentOptions,
-    GymOptions,
+    ImportPath,
     NonNegativeFloat,
     PathText,
     Positive,
@@ -17,15 +20,16 @@ from megatron_grpo.config.section import (
     PositiveShare,
     Seconds,
     Section,
-    Seed,
+    Starts,
     TemplateArguments,
+    TemplateFile,
 )
 
 
 class PromptConfig(Section):
     """How the rows of a task become prompts."""
 
-    processor: str | None = None
+    processor: ImportPath | None = None
     """Function that turns rows into prompts: gsm8k, math, dapo_math, openmathinstruct2, tldr, countdown, or the import
     path of your own (docs/data.md); null: rows already have a prompt and an answer."""
 
@@ -38,7 +42,7 @@ class PromptConfig(Section):
     system_prompt_file: PathText | None = None
     """Text file with the system message, instead of system_prompt."""
 
-    chat_template: PathText | None = None
+    chat_template: TemplateFile | None = None
     """File with the chat template (Jinja) to use instead of the tokenizer's."""
 
     chat_template_kwargs: TemplateArguments = field(default_factory=dict)
@@ -83,36 +87,6 @@ class DatasetConfig(Section):
     def count_visits(self, rows: int) -> int:
         """Count the visits of one epoch to a set of this size."""
         return int(self.weight) * rows + round(self.weight % 1 * rows)
-
-
-class GymTaskConfig(Section):
-    """One task of reasoning_gym."""
-
-    weight: PositiveFloat = 1.0
-    """Share of the rows, relative to the other tasks."""
-
-    options: GymOptions = field(default_factory=dict)
-    """Difficulty and further parameters of the task, such as min_digits; the library's documentation has them."""
-
-
-class GymConfig(Section):
-    """Rows of reasoning_gym, which data.train_path=reasoning_gym makes; docs/connectors.md."""
-
-    tasks: dict[str, GymTaskConfig] = field(default_factory=dict)
-    """The tasks, by their names in the library, such as chain_sum."""
-
-    rows: Positive = 4096
-    """Training rows of each level. None of them has the question of a held-out row."""
-
-    held_out_rows: Positive = 256
-    """Rows of each level with the split test (data.val_split), made from other seeds than the training rows."""
-
-    seed: Seed = 0
-    """Seed of all rows."""
-
-    levels: Positive | None = None
-    """Levels of the library's curricula, from the easiest, each with its own rows; data.curriculum.column=level begins
-    with the first. null: rows of the options alone."""
 
 
 class CurriculumConfig(Section):
@@ -272,10 +246,15 @@ class RewardModelConfig(Section):
     tokenizer puts before any text, and its eos_token behind). false: as TRL's GRPOTrainer, which gives them none."""
 
 
+def is_built_in(kind: str) -> bool:
+    """True for a type of environments of the package."""
+    return kind in BUILT_IN or kind == REWARD_FUNCTIONS
+
+
 class EnvironmentConfig(Section):
     """One environment, which answers and scores responses; docs/environments.md."""
 
-    type: str = "math"
+    type: Annotated[str, Starts(IMPORTS, is_built_in)] = "math"
     """math, addition, code, format, judge, tools or countdown (docs/environments.md); openenv, reasoning_gym or
     verifiers (docs/connectors.md); unscored: no rewards, for distillation alone; reward_functions: the functions in
     reward_funcs; package.module:Class: your own."""
@@ -283,7 +262,7 @@ class EnvironmentConfig(Section):
     options: EnvironmentOptions = field(default_factory=dict)
     """Keyword arguments of the environment's class."""
 
-    reward_funcs: list[str] = field(default_factory=list)
+    reward_funcs: list[Annotated[str, Starts(IMPORTS, is_model_folder)]] = field(default_factory=list)
     """Reward functions: functions or objects by import path (package.module.name), called with prompts, completions
     and the data's columns; and reward models by their folder or hub name, which has a / in it (docs/rewards.md)."""
 
@@ -304,7 +283,7 @@ class EnvironmentConfig(Section):
     correct_from: float = 1.0
     """Reward of correct_func from which a response is correct."""
 
-    agent_func: str | None = None
+    agent_func: ImportPath | None = None
     """With type=reward_functions, the import path of an agent, which makes the turns of a rollout through
     generation.endpoint (docs/agents.md). null: a rollout is one response."""
 
@@ -390,7 +369,7 @@ LEVELS: tuple[IsolationLevel, ...] = ("limits", "namespaces", "filtered")
 class SandboxConfig(Section):
     """Isolation and limits of programs that the model wrote."""
 
-    required: IsolationLevel = "filtered"
+    required: Annotated[IsolationLevel, Starts(LOOSENS, {"filtered"}.__contains__)] = "filtered"
     """Weakest isolation with which the run starts. limits: of time, memory and output; namespaces: also no access to
     network, files and other processes; filtered: also a filter of system calls (docs/environments.md)."""
 
@@ -412,5 +391,5 @@ class SandboxConfig(Section):
     output_kb: Positive = 64
     """Largest output of a program in KiB; a program that writes more is killed."""
 
-    readable: list[str] = field(default_factory=list)
+    readable: list[Annotated[str, Starts(LOOSENS)]] = field(default_factory=list)
     """Further folders that programs may read, under the same path: for example packages that they import."""

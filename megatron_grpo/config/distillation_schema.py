@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 
 from megatron_grpo.config.policy_schema import ParallelConfig
-from megatron_grpo.config.section import PathText, Positive, Section
+from megatron_grpo.config.section import Address, PathText, Positive, SecretVariable, Section
 
 
 class TeacherModelConfig(Section):
@@ -25,9 +25,12 @@ class TeacherConfig(Section):
     """Most tokens, padding included, in a forward pass of one data-parallel rank; null: as in the policy's passes for
     log-probabilities."""
 
-    server_url: str | None = None
+    server_url: Address | None = None
     """Address of an OpenAI-compatible vLLM server that has the teacher, http://HOST:PORT: its prompt_logprobs replace
     ranks of the run. Needs distillation.topk_logits_k. null: the run's own ranks have it."""
+
+    api_key_variable: SecretVariable | None = None
+    """Environment variable with the API key of server_url; null: MEGATRON_GRPO_TOKEN, if it is set."""
 
 
 class DistillationConfig(Section):

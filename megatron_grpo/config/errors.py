@@ -6,15 +6,21 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_grpo.config.hiding import hide_secrets
+
 _MAX_VALUE_CHARACTERS = 120
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A mistake in a configuration: its subject, usually key=value, and advice."""
+    """A mistake in a configuration: its subject, usually key=value, and advice; without secrets."""
 
     subject: str
     text: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "subject", hide_secrets(self.subject))
+        object.__setattr__(self, "text", hide_secrets(self.text))
 
     @property
     def key(self) -> str:
@@ -35,7 +41,10 @@ class ConfigError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A failure that the user can act on, with the whole message."""
+    """A failure that the user can act on, with the whole message, without secrets."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(hide_secrets(str(text)))
 
 
 class SamplingError(RunError):

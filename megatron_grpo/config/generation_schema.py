@@ -8,7 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megatron_grpo.config.paths import is_loopback
 from megatron_grpo.config.section import (
+    Address,
     NonEmptyText,
     NonNegative,
     PathText,
@@ -18,6 +20,7 @@ from megatron_grpo.config.section import (
     Seconds,
     Section,
     Share,
+    Starts,
     Temperature,
     VllmArguments,
 )
@@ -137,7 +140,7 @@ class ServerConfig(Section):
     generation.parallel is their layout. If they require a token, it is in the environment variable MEGATRON_GRPO_TOKEN.
     """
 
-    urls: list[str] = field(default_factory=list)
+    urls: list[Address] = field(default_factory=list)
     """URLs (http://HOST:PORT) of servers that `python -m megatron_grpo.serve` started; empty: the run's own engines."""
 
     timeout_s: Seconds = 300.0
@@ -150,7 +153,7 @@ class EndpointConfig(Section):
     enabled: bool = False
     """Start the endpoint."""
 
-    host: str = "127.0.0.1"
+    host: Annotated[str, Starts("opens the endpoint to other machines", is_loopback)] = "127.0.0.1"
     """Address to listen on. If other machines reach it, set a token in MEGATRON_GRPO_TOKEN (environment)."""
 
     port: Annotated[int, Field(ge=0, lt=65536)] = 0

@@ -98,8 +98,6 @@ def check_url(url: str) -> str | None:
         return f"has {f'the scheme {parts.scheme!r}' if parts.scheme else 'no scheme'}; {advice}"
     if not parts.hostname or port == 0:
         return f"names no host or port; {advice}"
-    if parts.username is not None or parts.password is not None:
-        return f"holds a password, which would be in the run's files; set {TOKEN_VARIABLE} in the environment"
     if parts.path.strip("/") or parts.query or parts.fragment:
         return f"has more than a host and a port; {advice}"
     return None

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_grpo.config.section import NonNegative, PathText, Positive, PositiveFloat, Seconds, Section
+from megatron_grpo.config.section import (
+    CONNECTS,
+    Address,
+    NonNegative,
+    PathText,
+    Positive,
+    PositiveFloat,
+    Seconds,
+    Section,
+    Starts,
+)
+
+# Ray's environment variable with the address of the cluster that a driver joins; `ray job submit` sets it.
+ADDRESS_VARIABLE = "RAY_ADDRESS"
+# A cluster runs code on the machines that join it.
+RayAddress = Annotated[str, Starts(CONNECTS, lambda address: address in ("auto", os.environ.get(ADDRESS_VARIABLE)))]
 
 
 class ClusterConfig(Section):
@@ -22,7 +38,7 @@ class ClusterConfig(Section):
     gpus_per_node: NonNegative | None = None
     """GPUs of each machine; 0: run on CPU; null: as many as the machine that starts the run has."""
 
-    ray_address: str | None = None
+    ray_address: RayAddress | None = None
     """Ray cluster to join: HOST:PORT or auto; null: RAY_ADDRESS of the environment, else Ray on this machine."""
 
     startup_timeout_s: Seconds = 900.0
@@ -94,7 +110,7 @@ class MlflowConfig(Section):
     name: str | None = None
     """Run name; null: the name of the run directory."""
 
-    tracking_uri: str | None = None
+    tracking_uri: Address | None = None
     """Server or store; null: run_dir/mlflow.db, and run_dir/mlflow for the tables of samples."""
 
 

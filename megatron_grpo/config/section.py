@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, dataclass_transform
 
 from annotated_types import Predicate
@@ -30,9 +32,42 @@ PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 # Path of a file or folder; a leading ~ is the home folder, also where no shell replaces it.
 PathText = Annotated[str, AfterValidator(os.path.expanduser), "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Starts:
+    """Marks a type whose values start something, so that an unknown run must not choose them."""
+
+    what: str
+    """What a value does, after "it"."""
+    is_harmless: Callable[[Any], bool] = lambda value: False
+
+
+def _is_plain(value: Any) -> bool:
+    """True for numbers and plain words, which name neither code nor an address."""
+    if isinstance(value, dict):  # such as kv_transfer_config, whose kv_connector_module_path may be a plain word
+        return not any(isinstance(setting, dict | list | str) for setting in value.values())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return not isinstance(value, str) or value.replace("-", "_").isidentifier()
+
+
+IMPORTS, CONNECTS = "imports code", "connects to a server"
+SENDS_SECRET = "sends the content of an environment variable to a server"
+
+LOOSENS = "lets programs of the model reach more of this machine"
+
+# File with a program in Jinja.
+TemplateFile = Annotated[PathText, Starts("runs a chat template")]
+# Code by its name in Python, such as package.module.function; names without a dot are built in.
+ImportPath = Annotated[str, Starts(IMPORTS, lambda path: "." not in path)]
+# Server that gets data of the run, and its tokens.
+Address = Annotated[str, Starts(CONNECTS)]
+# Environment variable whose content a server gets.
+SecretVariable = Annotated[str, Starts(SENDS_SECRET)]
 # Pass-through fields, each with the library or class whose installed version checks them.
-MegatronFields = Annotated[dict[str, Any], "Megatron-Core"]
-VllmArguments = Annotated[dict[str, Any], "vLLM"]
+MegatronFields = Annotated[dict[str, Any], "Megatron-Core", Starts("may import code", _is_plain)]
+VllmArguments = Annotated[dict[str, Any], "vLLM", Starts("may import code", _is_plain)]
 EnvironmentOptions = Annotated[dict[str, Any], "the environment"]
 TemplateArguments = Annotated[dict[str, Any], "the chat template"]
 GymOptions = Annotated[dict[str, Any], "reasoning_gym"]

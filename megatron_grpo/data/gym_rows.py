@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_grpo.config.data_schema import GymConfig
 from megatron_grpo.config.errors import select_first_line, suggest_name
+from megatron_grpo.config.gym_schema import GymConfig
 
 LEVEL = "level"  # column with the level of a row
 ENTRY = "gym_entry"  # column with the `GymEntry` of a row

@@ -12,8 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.config.data_schema import REASONING_GYM, DatasetConfig, GymConfig
+from megatron_grpo.config.data_schema import REASONING_GYM, DatasetConfig
 from megatron_grpo.config.errors import RunError, select_first_line
+from megatron_grpo.config.gym_schema import GymConfig
 from megatron_grpo.config.paths import LFS_POINTER, is_hub_name, is_lfs_pointer
 from megatron_grpo.data import table_values
 from megatron_grpo.data.gym_rows import GymError, GymRows

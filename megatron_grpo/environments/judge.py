@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import secrets
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.secret_values import read_secret
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.data.chat_messages import join_content, parse_arguments
 from megatron_grpo.data.processors import REFERENCE
@@ -72,10 +72,7 @@ class JudgeEnvironment(Environment):
             raise ValueError(f"options.highest={self.highest:g} must be above options.lowest={self.lowest:g}")
         self._headers = {"Content-Type": "application/json"}
         if self.api_key_variable is not None:
-            key = os.environ.get(self.api_key_variable, "").strip()
-            if not key:
-                text = "the environment has no such variable; export it where the run is started"
-                raise ValueError(f"options.api_key_variable={self.api_key_variable}: {text}")
+            key = read_secret(self.api_key_variable, "options.api_key_variable")
             self._headers["Authorization"] = f"Bearer {key}"
         maximum = f"(?:\\s*/\\s*{self.highest:g})?"
         # Markup and punctuation may stand around the word and the number.

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from megatron_grpo.config.errors import RunError, select_first_line
 from megatron_grpo.config.section import Positive, Seconds
+from megatron_grpo.environments.mcp_access import open_with_key, read_variables
 
 CONNECT_TIMEOUT_S = 60.0  # for starting a server, or connecting to one
 Result = TypeVar("Result")
@@ -21,8 +22,12 @@ class McpServer:
 
     command: list[str] | None = None
     """Program and arguments of a server that speaks over standard input and output; each process starts its own."""
+    variables: list[str] | None = None
+    """Environment variables that the program gets, such as those with its tokens; null: PATH, HOME and the like."""
     url: str | None = None
     """Address of a server that speaks HTTP, such as http://localhost:8000/mcp."""
+    api_key_variable: str | None = None
+    """Environment variable with the API key of a server at a URL; null: it needs none."""
     allow: list[str] | None = None
     """Tools that the model may call; null: all of the server's."""
     timeout_s: Seconds = 30.0
@@ -66,15 +71,18 @@ class _Connection:
 
         server = self.server
         target: Any = server.url
-        if server.command is not None:
-            target = StdioServerParameters(command=server.command[0], args=server.command[1:])
         try:
+            if server.command is not None:
+                variables = read_variables(server.variables)
+                target = StdioServerParameters(command=server.command[0], args=server.command[1:], env=variables)
+            elif server.url is not None and server.api_key_variable is not None:
+                target = open_with_key(server.url, server.api_key_variable)
             async with Client(target) as client:
                 ready.set_result(client)
                 await self._close.wait()
         except Exception as error:  # noqa: BLE001 - of the transport, the server's program or the protocol
             if not ready.done():
-                where = server.url or " ".join(server.command or ())
+                where = server.url or (server.command or [""])[0]
                 ready.set_exception(RunError(f"MCP server {self.name} ({where}): {_describe(error)}"))
         finally:
             self.client = None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_grpo.config.errors import RunError, select_first_line
+from megatron_grpo.config.secret_values import read_secret
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
 from megatron_grpo.environments.interface import Environment
@@ -55,8 +56,13 @@ class OpenEnvEnvironment(Environment):
     """Most sessions of a process; the one that was used longest ago makes room."""
     timeout_s: Seconds = 60.0
     """Deadline of an answer of the server."""
+    api_key_variable: str | None = None
+    """Environment variable with the server's API key; None: the server needs none."""
 
     def __post_init__(self) -> None:
+        self._headers: dict[str, str] = {}
+        if self.api_key_variable is not None:
+            self._headers["Authorization"] = f"Bearer {read_secret(self.api_key_variable, 'options.api_key_variable')}"
         self._sessions: OrderedDict[str, tuple[Any, int]] = OrderedDict()  # connection and number of its actions
         self._close(self._open())  # a server that cannot be reached ends the start
 
@@ -125,7 +131,9 @@ class OpenEnvEnvironment(Environment):
 
         address = self.url.replace("http", "ws", 1).rstrip("/") + "/ws"
         try:
-            return connect(address, open_timeout=self.timeout_s, max_size=None, proxy=None)
+            return connect(
+                address, open_timeout=self.timeout_s, max_size=None, proxy=None, additional_headers=self._headers
+            )
         except Exception as error:
             text = f"{type(error).__name__}: {select_first_line(error)}"
             raise RunError(f"OpenEnv server {self.url} cannot be reached: {text}") from error

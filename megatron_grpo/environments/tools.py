@@ -156,6 +156,9 @@ class ToolEnvironment(Environment):
                 problems.append((f"servers.{name}", "needs either a command, as a list, or a url"))
             elif find_spec("mcp") is None:
                 problems.append((f"servers.{name}", "needs the library: pip install 'megatron_grpo[mcp]'"))
+            elif (server.variables if server.command is None else server.api_key_variable) is not None:
+                text = "a url takes api_key_variable, a command variables"
+                problems.append((f"servers.{name}", f"{text}: the key of an address, the environment of a program"))
         names = read_parser_names("tool_parsers")
         if parser is not None and names and parser not in names:
             text = f"is not a tool parser of vLLM; choose one of {', '.join(sorted(names))}"

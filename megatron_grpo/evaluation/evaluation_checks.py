@@ -8,6 +8,7 @@ from megatron_grpo.cluster.machines import fill_in_address, fill_in_gpus
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.passthrough import check_owned_fields, select_passed_fields
 from megatron_grpo.config.schema import Config
+from megatron_grpo.config.secret_values import find_secret_problems
 from megatron_grpo.data.specs import find_spec_problems
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import find_model_shape
@@ -31,6 +32,7 @@ def find_evaluation_problems(config: Config) -> list[Problem]:
     shape = find_model_shape(config)
     arguments = {key: values for key, values in select_passed_fields(config).items() if key.startswith("generation.")}
     problems = [
+        *find_secret_problems(config),
         *_find_config_problems(config, shape),
         *find_engine_problems(config, shape),
         *check_owned_fields(arguments),

@@ -13,6 +13,7 @@ from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, to_text
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.section import PathText, Positive, Temperature
+from megatron_grpo.config.started_values import TRUST
 from megatron_grpo.data.sources import is_named_set
 from megatron_grpo.evaluation.evaluation_checks import find_evaluation_problems
 from megatron_grpo.evaluation.results import SAMPLES_FILE
@@ -77,7 +78,10 @@ _OPTIONS = {
     "samples": Positive,
     "temperature": Temperature,
     "compare": PathText,
+    TRUST: bool,
 }
+# Keys of a run that an evaluation reads: it connects to no teacher and to no tracker.
+_SECTIONS = ("policy.", "data.", "env.", "sandbox.", "cluster.", "generation.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +128,11 @@ def read_request(arguments: Sequence[str]) -> EvaluationRequest:
             files += [path.strip() for path in value.removeprefix("[").removesuffix("]").split(",") if path.strip()]
         else:
             overrides.append(override)
-    config = (
-        load_run_config(checkpoint.resolve().parent.parent, overrides) if is_run else _compose(checkpoint, overrides)
-    )
+    if is_run:
+        run_dir, is_trusted = checkpoint.resolve().parent.parent, parsed.options.get(TRUST, False)
+        config = load_run_config(run_dir, overrides, is_trusted=is_trusted, sections=_SECTIONS)
+    else:
+        config = _compose(checkpoint, overrides)
     sets = _name_sets(config, files)
     problems = list(_find_server_problems(config)) or find_evaluation_problems(config)
     # Rows are read as the configuration says, so they are examined only if it is valid.

@@ -16,6 +16,7 @@ from megatron_grpo.batch.step_batch import TokenArrays
 from megatron_grpo.batch.token_batch import find_token_indices
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import read_token
+from megatron_grpo.config.secret_values import read_secret
 from megatron_grpo.data.tokenizer import encode_text, load_tokenizer, make_sample_texts, quote_difference
 from megatron_grpo.generation.server import CONNECT_S, ERROR_CHARACTERS
 
@@ -33,6 +34,7 @@ class TeacherServer:
     top_k: int
     timeout_s: float  # of the requests of a step, all together
     policy_folder: str  # whose tokenizer the server must have
+    api_key_variable: str | None = None  # environment variable with its API key; None: that of the run's token
 
     @property
     def address(self) -> str:
@@ -67,7 +69,7 @@ async def _fetch(
         is_finite[sequence] = bool(np.isfinite(outputs[tokens]).all())
 
     try:
-        async with asyncio.timeout(server.timeout_s), _open_session() as session:
+        async with asyncio.timeout(server.timeout_s), _open_session(server) as session:
             await asyncio.gather(*(fetch_sequence(session, sequence) for sequence in sequences.tolist()))
     except TimeoutError:
         raise RunError(f"{server.address} did not score the step within {server.timeout_s:g} s") from None
@@ -76,8 +78,9 @@ async def _fetch(
     return {"teacher_outputs": outputs}, is_finite
 
 
-def _open_session() -> aiohttp.ClientSession:
-    token = read_token()
+def _open_session(server: TeacherServer) -> aiohttp.ClientSession:
+    name = server.api_key_variable
+    token = read_token() if name is None else read_secret(name, server.key.replace("server_url", "api_key_variable"))
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
@@ -124,7 +127,7 @@ def require_same_tokenizer(server: TeacherServer) -> None:
 async def _require_same_tokenizer(server: TeacherServer) -> None:
     tokenizer = load_tokenizer(server.policy_folder)
     try:
-        async with asyncio.timeout(server.timeout_s), _open_session() as session:
+        async with asyncio.timeout(server.timeout_s), _open_session(server) as session:
             for text in make_sample_texts(list_added_tokens(tokenizer)):
                 ids = encode_text(tokenizer, text)
                 if ids is None:  # it has no tokens for this text

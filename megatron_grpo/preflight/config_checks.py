@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.passthrough import check_owned_fields, select_passed_fields
 from megatron_grpo.config.schema import Config
+from megatron_grpo.config.secret_values import find_secret_problems
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight import distillation_checks as distillation
 from megatron_grpo.preflight import engine_checks as engines
@@ -23,7 +24,8 @@ def find_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
 
     Values are of their types and in their ranges; addresses and GPUs of the machines are settled.
     """
-    return [
+    secrets = list(find_secret_problems(config))
+    problems = [
         *layouts.find_layout_problems(config, shape),
         *distillation.find_distillation_problems(config, shape),
         *engines.find_length_problems(config, shape),
@@ -37,6 +39,8 @@ def find_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
         *engines.find_refit_problems(config, shape),
         *engines.find_placement_problems(config),
     ]
+    secret_keys = {problem.key for problem in secrets}  # whose other problems are of the same text
+    return [*secrets, *(problem for problem in problems if problem.key not in secret_keys)]
 
 
 @evaluate_rules

@@ -14,6 +14,7 @@ from megatron_grpo.config.data_schema import is_model_folder
 from megatron_grpo.config.errors import ConfigError, Problem, format_count
 from megatron_grpo.config.job import Job
 from megatron_grpo.config.schema import Config, ParallelConfig
+from megatron_grpo.config.started_values import split_trust
 from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.platform.hardware import find_hardware
 from megatron_grpo.preflight.config_checks import find_problems
@@ -102,7 +103,8 @@ def _check_resume(run_dir: Path, overrides: Sequence[str]) -> ComposedConfig:
     """Check the configuration of a run's last start, with changes."""
     changes = [override for override in overrides if not override.startswith(RUN_DIR)]
     try:
-        config = load_run_config(run_dir, changes)
+        is_trusted, changes = split_trust(changes)
+        config = load_run_config(run_dir, changes, is_trusted=is_trusted)
     except ValueError as error:
         return ComposedConfig(Job(), problems=_list_problems(error, f"{RUN_DIR}{run_dir}"))
     config.run_dir = str(run_dir)

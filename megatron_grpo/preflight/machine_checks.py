@@ -15,7 +15,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_grpo.cluster.machines import (
-    ADDRESS_VARIABLE,
     check_address,
     check_reachable,
     count_visible_gpus,
@@ -25,6 +24,7 @@ from megatron_grpo.cluster.machines import (
 from megatron_grpo.config.errors import ConfigError, Problem, to_text
 from megatron_grpo.config.passthrough import select_passed_fields
 from megatron_grpo.config.paths import check_readable, check_writable
+from megatron_grpo.config.run_schema import ADDRESS_VARIABLE
 from megatron_grpo.config.schema import Config, PPOConfig
 from megatron_grpo.environments.sandbox.sandbox import SandboxUnavailableError, open_sandbox
 from megatron_grpo.platform.hooks import find_untried_versions

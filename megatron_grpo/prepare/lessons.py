@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter
 
-from megatron_grpo.config.data_schema import GymConfig
+from megatron_grpo.config.gym_schema import GymConfig
 from megatron_grpo.data.gym_rows import GymRows
 from megatron_grpo.models.source import CALL_BEGIN, CALL_END
 

@@ -17,10 +17,12 @@ import yaml
 from megatron_grpo.cluster.process_log import LOGS_FOLDER
 from megatron_grpo.config.conversion import convert_values
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, to_text
+from megatron_grpo.config.hiding import hide_secrets
 from megatron_grpo.config.keys import flatten
 from megatron_grpo.config.loop_schema import LOOPS, translate_key
 from megatron_grpo.config.overrides import OPTION, SEARCH_KEY, list_config_groups
 from megatron_grpo.config.schema import MISSING, Config
+from megatron_grpo.config.started_values import find_untrusted_values
 from megatron_grpo.config.suggestions import describe_unknown_key
 from megatron_grpo.data.identity import find_training_difference, find_validation_differences, identify, read_identity
 from megatron_grpo.data.specs import find_task_templates, list_conversation_formats
@@ -179,7 +181,8 @@ def compare_with_last_start(folder: Path, config: Config) -> list[str]:
     if reason is not None:
         raise ConfigError([Problem(subject, f"holds another run: {reason}; choose another run_dir")])
     remarks = compare_data(folder, config)
-    return [*(f"{key}: {before.get(key)} -> {now.get(key)}" for key in changed_keys), *remarks]
+    # An earlier version may have recorded a secret.
+    return [*(hide_secrets(f"{key}: {before.get(key)} -> {now.get(key)}") for key in changed_keys), *remarks]
 
 
 def _describe_model_difference(folder: Path, before: Mapping[str, Any], config: Config) -> str | None:
@@ -239,34 +242,53 @@ def is_composition(name: str) -> bool:
     return name == OPTION or name.lstrip("+") in {SEARCH_KEY, *list_config_groups()}
 
 
-def load_run_config(run_dir: Path, overrides: Sequence[str]) -> Config:
+def load_run_config(
+    run_dir: Path, overrides: Sequence[str], *, is_trusted: bool = False, sections: Sequence[str] = ("",)
+) -> Config:
     """Load the configuration of a run's last start, with changes.
 
     Raises ConfigError if an override (section.key=VALUE in YAML) is not understood or makes the configuration wrong,
-    and ValueError if the folder has no configuration, or one that cannot be read.
+    or if a recorded value starts something (see `override_values`), and ValueError if the folder has no configuration,
+    or one that cannot be read.
     """
     file = run_dir / CONFIG_FILE
     try:
         values = read_config_file(file)
     except FileNotFoundError:
         raise ValueError(f"{file} does not exist; a checkpoint has to stay in its run directory") from None
-    return override_values(values, overrides, str(file))
+    return override_values(values, overrides, str(file), is_trusted=is_trusted, sections=sections)
 
 
-def override_values(values: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
+def override_values(
+    values: dict[str, Any],
+    overrides: Sequence[str],
+    source: str,
+    *,
+    is_trusted: bool = False,
+    sections: Sequence[str] = ("",),
+) -> Config:
     """Build the configuration of recorded values, which `overrides` change.
 
-    `source`: origin of the values, for messages. ConfigError: a change is not understood, or makes values wrong.
+    Args:
+        values: the recorded values.
+        overrides: changes, each section.key=VALUE.
+        source: file that recorded the values, for messages.
+        is_trusted: recorded values may start programs, code and connections.
+        sections: beginnings of the keys that may start something in this command; "" stands for all.
+
+    Raises:
+        ConfigError: a change is not understood or makes values wrong, or a recorded value starts something.
     """
-    algorithm = str(values.get("algorithm", "grpo"))
+    algorithm, keys = str(values.get("algorithm", "grpo")), []
     for override in overrides:
         name, _, text = override.partition("=")
         if override.startswith("+") or is_composition(name):
             advice = "cannot be composed with the recorded configuration of a run; change single keys, KEY=VALUE"
             raise ConfigError([Problem(override, advice)])
-        *sections, last = translate_key(algorithm, name).split(".")  # the algorithm's section has the shared keys
+        keys.append(translate_key(algorithm, name))  # the algorithm's section has the shared keys
+        *parents, last = keys[-1].split(".")
         node: Any = values
-        for section in sections:
+        for section in parents:
             node = node.setdefault(section, {}) if isinstance(node, dict) else None
         if not isinstance(node, dict):
             raise ConfigError([describe_unknown_key(name, algorithm)])
@@ -278,4 +300,6 @@ def override_values(values: dict[str, Any], overrides: Sequence[str], source: st
     config, problems = convert_values(values, algorithm)
     if problems or config is None:
         raise ConfigError(problems or [Problem(source, "is not the configuration of a run")])
+    if not is_trusted and (problems := find_untrusted_values(config, source, keys, sections)):
+        raise ConfigError(problems)
     return config

@@ -196,7 +196,12 @@ def _make_teachers(config: Config, folder: Path, cluster: RayCluster) -> dict[st
         if teacher.server_url is not None:
             assert top_k is not None, "a server gives likeliest tokens"
             server = TeacherServer(
-                f"{section}.server_url", teacher.server_url, top_k, config.policy.timeout_s, str(folder)
+                f"{section}.server_url",
+                teacher.server_url,
+                top_k,
+                config.policy.timeout_s,
+                str(folder),
+                teacher.api_key_variable,
             )
             require_same_tokenizer(server)
             teachers[section] = server

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from megatron_grpo.config.hiding import hide_values
 from megatron_grpo.config.keys import flatten
 from megatron_grpo.config.schema import Config
 from megatron_grpo.observability import run_files
@@ -122,7 +123,7 @@ def _read_mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the settings of a run by key; empty if they cannot be read."""
-    return dict(flatten(_read_mapping(folder / run_files.CONFIG_FILE, yaml.safe_load)))
+    return dict(flatten(hide_values(_read_mapping(folder / run_files.CONFIG_FILE, yaml.safe_load))))
 
 
 def collect_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -28,6 +28,8 @@ from megatron_grpo.models.source import fetch_model_folder, require_folder
 from megatron_grpo.run.checkpoint_files import read_state, verify_checkpoint
 from megatron_grpo.run.directory import load_run_config, override_values
 
+_SECTIONS = ("policy.",)  # keys of a run that start something in a replay
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
@@ -109,7 +111,7 @@ class RecordedStep:
         return spread_values
 
 
-def open_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> RecordedStep:
+def open_step(run_dir: Path, step: int, overrides: Sequence[str] = (), *, is_trusted: bool = False) -> RecordedStep:
     """Open the record of one step of a run.
 
     The configuration is that of the step if the run recorded it (logger.replay_every), else that of the last start.
@@ -118,6 +120,7 @@ def open_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Record
         run_dir: folder of the run.
         step: number of the step, from 1.
         overrides: changes of the configuration, each section.key=VALUE.
+        is_trusted: the recorded configuration may start the code that it names.
 
     Raises:
         ConfigError: an override is wrong, or the record lacks something that a replay needs; the text says what.
@@ -129,9 +132,10 @@ def open_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Record
         raise ConfigError([Problem(f"{run_dir}", "is not the folder of a run")])
     figures = read_figures(locate_figures_file(run_dir, step))
     if figures is None:
-        config = load_run_config(run_dir, overrides)
+        config = load_run_config(run_dir, overrides, is_trusted=is_trusted, sections=_SECTIONS)
     else:
-        config = override_values(figures.config, overrides, str(locate_figures_file(run_dir, step)))
+        source = str(locate_figures_file(run_dir, step))
+        config = override_values(figures.config, overrides, source, is_trusted=is_trusted, sections=_SECTIONS)
     file = locate_rollouts_file(run_dir, step)
     _require_rollouts(run_dir, step, file)
     rows = list(read_rows(step, file))

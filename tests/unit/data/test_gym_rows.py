@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from megatron_grpo.config.data_schema import DataConfig, DatasetConfig, GymConfig
+from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
+from megatron_grpo.config.gym_schema import GymConfig
 from megatron_grpo.data.gym_rows import ENTRY, GymError, GymRows
 from megatron_grpo.data.rows import examine_set
 from megatron_grpo.preflight.load import compose_config
