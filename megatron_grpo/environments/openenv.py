@@ -117,7 +117,7 @@ class OpenEnvEnvironment(Environment):
                 self._require_silence(connection)
             except _WrongAnswerError as error:  # the rewards may be those of other actions
                 return f"OpenEnv server {self.url} {error}"
-            except Exception:  # noqa: BLE001, S110 - a server that is lost by now has answered every action
+            except Exception:  # noqa: BLE001 - a server that is lost by now has answered every action
                 pass
             finally:
                 self._close(connection)

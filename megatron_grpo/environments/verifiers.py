@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
 import os
 import secrets
 import subprocess
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import RunError, to_text
-from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, is_reward
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings, list_import_folders
 from megatron_grpo.environments.process_guard import guard_command
 
@@ -57,10 +56,10 @@ class VerifiersProcess:
         if answer.get("error") is not None:
             raise RunError(f"verifiers: {answer['error']}")
         reward, metrics = answer.get("reward"), answer.get("metrics")
-        if reward is not None and not _is_finite_number(reward):
+        if reward is not None and not (isinstance(reward, int | float) and is_reward(reward)):
             raise RunError(f"verifiers: the environment gave the reward {to_text(reward)}, which is no finite number")
-        if not isinstance(metrics, dict) or not all(map(_is_finite_number, metrics.values())):
-            raise RunError(f"verifiers: the environment gave the metrics {to_text(metrics)}; all must be finite numbers")
+        if not isinstance(metrics, dict) or not all(isinstance(value, int | float) for value in metrics.values()):
+            raise RunError(f"verifiers: the environment gave the metrics {to_text(metrics)}, which are no numbers")
         return answer
 
     def list_rows(self, split: str) -> Iterator[dict[str, Any]]:
@@ -109,10 +108,6 @@ class VerifiersProcess:
         if answer.keys() == {"error"}:
             raise RunError(f"verifiers: {answer['error']}")
         return answer
-
-
-def _is_finite_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 @dataclass(eq=False)

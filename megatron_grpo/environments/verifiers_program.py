@@ -141,7 +141,10 @@ def answer_requests(library: Library, requests: TextIO, answers: TextIO) -> None
     loop = asyncio.new_event_loop()
     write_answer(answers, "", {"ready": True})
     for line in requests:
-        request = json.loads(line)
+        request = parse_request(line)
+        if request is None:
+            log(f"left out a line that is no request: {line[:200]!r}")
+            continue
         name = request["id"]
         try:
             if "rows" in request:
@@ -158,10 +161,24 @@ def answer_requests(library: Library, requests: TextIO, answers: TextIO) -> None
             write_answer(answers, name, describe_failure(error))
 
 
+def parse_request(line: str) -> dict[str, Any] | None:
+    """Parse a request; None: the line is none."""
+    try:
+        request = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return request if isinstance(request, dict) and isinstance(request.get("id"), str) else None
+
+
 def write_answer(answers: TextIO, request: str, answer: dict[str, Any]) -> None:
     """Write the answer to the request with that id."""
-    answers.write(json.dumps({"id": request, **answer}, default=str) + "\n")
+    answers.write(json.dumps({"id": request, **answer}, default=to_plain) + "\n")
     answers.flush()
+
+
+def to_plain(value: Any) -> float | str:
+    """Convert what JSON lacks: numbers of NumPy and torch, and other objects."""
+    return float(value) if hasattr(value, "__float__") else str(value)
 
 
 def describe_failure(error: Exception) -> dict[str, Any]:
