@@ -29,6 +29,10 @@ class TeacherConfig(Section):
     """Address of an OpenAI-compatible vLLM server that has the teacher, http://HOST:PORT: its prompt_logprobs replace
     ranks of the run. Needs distillation.topk_logits_k. null: the run's own ranks have it."""
 
+    api_key_variable: str | None = None
+    """Environment variable with the bearer token of that server; null: it needs none. The run's own token is never
+    sent to it."""
+
 
 class DistillationConfig(Section):
     """How the policy is compared with a teacher; the loop has GRPO's keys."""

@@ -58,6 +58,9 @@ def _check_teachers(config: Config) -> Iterator[Rule]:
         url, path = teacher.server_url, teacher.model.path
         text = f"is required with algorithm=distillation; give the folder of the teacher, or {section}.server_url"
         yield path is None and url is None, f"{section}.model.path=None", text
+        variable = teacher.api_key_variable
+        subject = f"{section}.api_key_variable={variable}"
+        yield variable is not None and url is None, subject, f"is for a server; needs {section}.server_url"
         if url is None:
             continue
         subject = f"{section}.server_url={url}"

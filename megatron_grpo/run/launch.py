@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -195,8 +196,14 @@ def _make_teachers(config: Config, folder: Path, cluster: RayCluster) -> dict[st
     for section, teacher in config.named_teachers.items():
         if teacher.server_url is not None:
             assert top_k is not None, "a server gives likeliest tokens"
+            variable = teacher.api_key_variable
             server = TeacherServer(
-                f"{section}.server_url", teacher.server_url, top_k, config.policy.timeout_s, str(folder)
+                f"{section}.server_url",
+                teacher.server_url,
+                top_k,
+                config.policy.timeout_s,
+                policy_folder=str(folder),
+                token=None if variable is None else os.environ[variable].strip(),
             )
             require_same_tokenizer(server)
             teachers[section] = server
