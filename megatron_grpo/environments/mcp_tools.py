@@ -45,6 +45,7 @@ class _Connection:
 
     def __init__(self, name: str, server: McpServer) -> None:
         self.name, self.server = name, server
+        self.tools: list[Any] = []  # of the server, as it was last started
         self._client: Any = None
         self._task: asyncio.Task[None] | None = None
         self._close = asyncio.Event()
@@ -69,11 +70,18 @@ class _Connection:
         self._task = asyncio.create_task(self._hold(ready))
         try:
             async with asyncio.timeout(self.server.startup_timeout_s):
-                self._client = await ready
+                client = await ready
+                self.tools = await self._list_tools(client)  # also after a restart: the SDK checks results with them
         except TimeoutError:
-            self._task.cancel()
-            raise RunError(f"{self.title} did not answer within {self.server.startup_timeout_s:g} s") from None
-        return self._client
+            text = "list its tools" if ready.done() and not ready.cancelled() else "answer"
+            text = f"did not {text} within {self.server.startup_timeout_s:g} s"
+            raise RunError(f"{self.title} {text}") from None
+        else:
+            self._client = client
+        finally:
+            if self._client is None:
+                self._task.cancel()
+        return client
 
     async def close(self) -> None:
         self._client = None
@@ -82,27 +90,21 @@ class _Connection:
             await asyncio.wait([self._task], timeout=5)
             self._task.cancel()
 
-    async def list_tools(self) -> list[Any]:
-        """List the server's tools; RunError: the list has no end, or is late."""
-        client, tools, cursors = await self.get_client(), list[Any](), [None]
-        try:
-            async with asyncio.timeout(self.server.startup_timeout_s):
-                while True:
-                    page = await client.list_tools(cursor=cursors[-1])
-                    tools += page.tools
-                    if not page.next_cursor:
-                        return tools
-                    if page.next_cursor in cursors or len(tools) > MAX_TOOLS:
-                        text = f"{len(tools)} tools, and another page at {page.next_cursor!r}"
-                        raise RunError(f"{self.title} gives a list of tools without an end: {text}")
-                    cursors.append(page.next_cursor)
-        except TimeoutError:
-            text = f"did not list its tools within {self.server.startup_timeout_s:g} s; it gave {len(tools)}"
-            raise RunError(f"{self.title} {text}") from None
-        except RunError:
-            raise
-        except Exception as error:
-            raise RunError(f"{self.title} did not list its tools: {_describe(error)}") from error
+    async def _list_tools(self, client: Any) -> list[Any]:
+        tools: list[Any] = []
+        cursors: list[str | None] = [None]
+        while True:
+            try:
+                page = await client.list_tools(cursor=cursors[-1])
+            except Exception as error:
+                raise RunError(f"{self.title} did not list its tools: {_describe(error)}") from error
+            tools += page.tools
+            if not page.next_cursor:
+                return tools
+            if page.next_cursor in cursors or len(tools) > MAX_TOOLS:
+                text = f"{len(tools)} tools, and another page at {page.next_cursor!r}"
+                raise RunError(f"{self.title} gives a list of tools without an end: {text}")
+            cursors.append(page.next_cursor)
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
         """Call a tool; errors are those of `McpTools.call`."""
@@ -202,7 +204,8 @@ class McpTools:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _add_tools(self, connection: _Connection) -> None:
-        tools = await connection.list_tools()
+        await connection.get_client()
+        tools = connection.tools
         allow = connection.server.allow
         missing = sorted({*(allow or ())} - {tool.name for tool in tools})
         if missing:
