@@ -20,6 +20,7 @@ from megatron_grpo.config.errors import ConfigError, Problem, RunError, Sampling
 from megatron_grpo.config.schema import Config, LoggerConfig
 from megatron_grpo.data.loader import BatchLoader
 from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.data.scores import is_reward
 from megatron_grpo.models.source import compute_vocabulary_digest, read_policy_shape
 from megatron_grpo.observability.run_files import write_json
 from megatron_grpo.observability.run_logger import select_first_of_groups
@@ -110,7 +111,6 @@ def describe_run(config: Config, folder: Path) -> files.RunFacts:
     )
 
 
-LARGEST_FLOAT32 = float(np.finfo(np.float32).max)  # advantages are computed in float32
 _NAMED_PROMPTS = 8  # most prompts that a message names; the file has all of them
 
 
@@ -134,9 +134,9 @@ class StepCheck:
         functions: set[str] = set()
         bad_rewards = []
         for index, outcome in enumerate(outcomes):
-            bad_functions = {name for name, value in outcome.reward_parts.items() if not _fits_float32(value)}
+            bad_functions = {name for name, value in outcome.reward_parts.items() if not is_reward(value)}
             functions |= bad_functions
-            if bad_functions or not _fits_float32(outcome.reward):
+            if bad_functions or not (outcome.reward is None or is_reward(outcome.reward)):
                 bad_rewards.append(index)
         if bad_rewards:
             value_name = f"the reward of {', '.join(sorted(functions))}" if functions else "the reward"
@@ -193,7 +193,3 @@ class StepCheck:
             f"the {self.dataset} data; no weights were changed by it and nothing of this step was saved; {file} has "
             "the responses"
         )
-
-
-def _fits_float32(value: float | None) -> bool:
-    return value is None or abs(value) <= LARGEST_FLOAT32  # false for NaN

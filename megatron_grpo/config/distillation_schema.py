@@ -30,7 +30,7 @@ class TeacherConfig(Section):
     ranks of the run. Needs distillation.topk_logits_k. null: the run's own ranks have it."""
 
     api_key_variable: SecretVariable | None = None
-    """Environment variable with the API key of server_url; null: MEGATRON_GRPO_TOKEN, if it is set."""
+    """Environment variable with the API key of server_url; null: it needs none. The run's own token is never sent."""
 
 
 class DistillationConfig(Section):

@@ -10,6 +10,13 @@ from numpy.typing import NDArray
 
 from megatron_grpo.batch.trajectory import StopReason
 
+LARGEST_REWARD = float(np.finfo(np.float32).max)  # advantages are computed in float32
+
+
+def is_reward(value: float) -> bool:
+    """Whether a number can be a reward: finite, also as float32."""
+    return abs(value) <= LARGEST_REWARD  # false for NaN
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:

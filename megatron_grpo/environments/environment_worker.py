@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from math import isfinite
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,8 +19,9 @@ from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.prompt_renderer import PromptRenderer
-from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, ScoreOrError, Turn
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, ScoreOrError, Turn, is_reward
 from megatron_grpo.environments.interface import STARTUP_S, EnvironmentSettings, EnvironmentStatus
+from megatron_grpo.environments.process_guard import guard_children
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_model import RewardModelClient
 from megatron_grpo.environments.user_functions import find_place
@@ -57,6 +57,7 @@ class EnvironmentWorker:
 
     def start(self) -> EnvironmentStatus:
         """Make the environment; must be called first."""
+        guard_children()
         for reward in self._rewards.values():
             if isinstance(reward, RewardModelClient):
                 reward.wait_ready(REWARD_MODEL_STARTUP_S)
@@ -95,7 +96,7 @@ class EnvironmentWorker:
             messages = turn.messages or [{"role": turn.role, "content": turn.text}]
             observation = np.array(self._renderer.encode_later_turn(messages, last_token), dtype=np.int32)
         reward = None if turn.reward is None else float(turn.reward)  # NumPy's and torch's numbers too
-        if reward is not None and not np.isfinite(reward):
+        if reward is not None and not is_reward(reward):
             name = type(self._environment).__name__
             raise RunError(f"{name}.step returned the reward {reward}; None says that a turn has no reward of its own")
         return Turn(done=turn.done, state=cloudpickle.dumps(turn.state), reward=reward, observation=observation)
@@ -126,7 +127,7 @@ class EnvironmentWorker:
 
     def _convert_score(self, name: str, score: EnvironmentReturn) -> EnvironmentReturn:
         reward = None if score.reward is None else float(score.reward)
-        if not all(map(isfinite, [*score.parts.values(), *([] if reward is None else [reward])])):
+        if not all(map(is_reward, [*score.parts.values(), *([] if reward is None else [reward])])):
             raise RunError(f"{name} returned the reward {reward}; None says that a response has no reward")
         return replace(  # with Python's types: files refuse those of NumPy and torch
             score,

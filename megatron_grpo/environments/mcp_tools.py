@@ -1,8 +1,11 @@
-"""Tools of MCP servers: connections, time limits, allow-lists, capped results."""
+"""Tools of MCP servers: connections, deadlines, allow-lists, capped results."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+import shutil
 import threading
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
@@ -11,9 +14,13 @@ from typing import Any, TypeVar
 from megatron_grpo.config.errors import RunError, select_first_line
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.environments.mcp_access import open_with_key, read_variables
+from megatron_grpo.environments.mcp_results import format_result
+from megatron_grpo.environments.process_guard import guard_command
 
-CONNECT_TIMEOUT_S = 60.0  # for starting a server, or connecting to one
+PROBE_S = 5.0  # in which a server that was late with a result has to show that it lives
+MAX_TOOLS = 1000  # of a server
 Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +39,8 @@ class McpServer:
     """Tools that the model may call; null: all of the server's."""
     timeout_s: Seconds = 30.0
     """Deadline of a call; the model then reads that there is no result."""
+    startup_timeout_s: Seconds = 60.0
+    """Deadline of a start: the connection, and the list of tools."""
     max_characters: Positive = 4000
     """Most characters of a result that the model reads."""
 
@@ -41,51 +50,118 @@ class _Connection:
 
     def __init__(self, name: str, server: McpServer) -> None:
         self.name, self.server = name, server
-        self.client: Any = None
+        self.tools: list[Any] = []  # of the server, as it was last started
+        self._client: Any = None
         self._task: asyncio.Task[None] | None = None
         self._close = asyncio.Event()
+        self._is_in_doubt = False  # the last call had no result, or a malformed one
 
-    async def open(self) -> Any:
-        """Connect; RunError: the server does not answer, or ends."""
+    @property
+    def title(self) -> str:
+        """Name and address, for messages."""
+        return f"MCP server {self.name} ({self.server.url or ' '.join(self.server.command or ())})"
+
+    async def get_client(self) -> Any:
+        """Return the open connection; RunError: there is none, and a new one fails."""
+        if self._client is not None and self._is_in_doubt and not await self._is_alive():
+            logger.warning("%s hangs; it is started again, or connected to again", self.title)
+            await self.close()
+        self._is_in_doubt = False
+        return self._client or await self._open()
+
+    async def _open(self) -> Any:
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._close = asyncio.Event()
         self._task = asyncio.create_task(self._hold(ready))
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                self.client = await ready
+            async with asyncio.timeout(self.server.startup_timeout_s):
+                client = await ready
+                self.tools = await self._list_tools(client)  # also after a restart: the SDK checks results with them
         except TimeoutError:
-            self._task.cancel()
-            raise RunError(f"MCP server {self.name} did not answer within {CONNECT_TIMEOUT_S:g} s") from None
-        return self.client
+            text = "list its tools" if ready.done() and not ready.cancelled() else "answer"
+            text = f"did not {text} within {self.server.startup_timeout_s:g} s"
+            raise RunError(f"{self.title} {text}") from None
+        else:
+            self._client = client
+        finally:
+            if self._client is None:
+                self._task.cancel()
+        return client
 
     async def close(self) -> None:
-        self.client = None
+        self._client = None
         self._close.set()
         if self._task is not None:
             await asyncio.wait([self._task], timeout=5)
             self._task.cancel()
 
+    async def _list_tools(self, client: Any) -> list[Any]:
+        tools: list[Any] = []
+        cursors: list[str | None] = [None]
+        while True:
+            try:
+                page = await client.list_tools(cursor=cursors[-1])
+            except Exception as error:
+                raise RunError(f"{self.title} did not list its tools: {_describe(error)}") from error
+            tools += page.tools
+            if not page.next_cursor:
+                return tools
+            if page.next_cursor in cursors or len(tools) > MAX_TOOLS:
+                text = f"{len(tools)} tools, and another page at {page.next_cursor!r}"
+                raise RunError(f"{self.title} gives a list of tools without an end: {text}")
+            cursors.append(page.next_cursor)
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
+        """Call a tool; errors are those of `McpTools.call`."""
+        client, timeout_s = await self.get_client(), self.server.timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await client.call_tool(tool, arguments)
+        except TimeoutError:
+            self._is_in_doubt = True
+            raise ValueError(f"no result within {timeout_s:g} s") from None
+        except Exception as error:  # noqa: BLE001 - of the transport or the protocol
+            if _is_protocol_error(error):  # the server refuses the call, for example its arguments
+                raise ValueError(_describe(error)) from None
+            if isinstance(error, ValueError | RuntimeError):  # a result against the protocol or the tool's own schema
+                self._is_in_doubt = True
+                logger.warning("%s answers %s wrongly: %s", self.title, tool, _describe(error))
+                raise ValueError(f"the server's result is malformed: {select_first_line(error)}") from None
+            await self.close()
+            raise RunError(f"MCP server {self.name} is lost: {_describe(error)}") from None
+
+    async def _is_alive(self) -> bool:
+        try:
+            async with asyncio.timeout(min(PROBE_S, self.server.timeout_s)):
+                await self._client.session.list_tools()  # protocols from 2026 on have no ping
+        except Exception as error:  # noqa: BLE001 - of the transport or the protocol
+            return _is_protocol_error(error)
+        return True
+
     async def _hold(self, ready: asyncio.Future[Any]) -> None:
         # The SDK wants a connection to be closed by the task that opened it.
         from mcp import Client, StdioServerParameters
 
-        server = self.server
+        server, close = self.server, self._close
         target: Any = server.url
         try:
             if server.command is not None:
+                if shutil.which(server.command[0]) is None:
+                    raise FileNotFoundError(f"there is no program {server.command[0]}")
+                program, *arguments = guard_command(server.command)
                 variables = read_variables(server.variables)
-                target = StdioServerParameters(command=server.command[0], args=server.command[1:], env=variables)
+                target = StdioServerParameters(command=program, args=arguments, env=variables)
             elif server.url is not None and server.api_key_variable is not None:
                 target = open_with_key(server.url, server.api_key_variable)
             async with Client(target) as client:
                 ready.set_result(client)
-                await self._close.wait()
+                await close.wait()
         except Exception as error:  # noqa: BLE001 - of the transport, the server's program or the protocol
             if not ready.done():
-                where = server.url or (server.command or [""])[0]
-                ready.set_exception(RunError(f"MCP server {self.name} ({where}): {_describe(error)}"))
+                ready.set_exception(RunError(f"{self.title}: {_describe(error)}"))
         finally:
-            self.client = None
+            if self._task is asyncio.current_task():  # otherwise there is another connection by now
+                self._client = None
 
 
 class McpTools:
@@ -115,12 +191,16 @@ class McpTools:
     def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Call a tool.
 
-        ValueError, with a text for the model: the tool reports an error, or is late. RunError: its server is lost; the
-        next call connects again.
+        ValueError, with a text for the model: the arguments cannot be sent, the tool reports an error, is late, or
+        gives a malformed result. RunError: its server is lost; the next call connects again.
         """
+        _require_message(name, arguments)
         connection = self._owners[name]
-        text = self._run(self._call(connection, name, arguments))
-        return text[: connection.server.max_characters]
+        result = self._run(connection.call(name, arguments))
+        text = format_result(result)[: connection.server.max_characters]
+        if result.is_error:
+            raise ValueError(text or "the tool failed, and does not say why")
+        return text
 
     def close(self) -> None:
         """End all connections, and the servers that they started."""
@@ -132,15 +212,8 @@ class McpTools:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _add_tools(self, connection: _Connection) -> None:
-        client = await connection.open()
-        tools: list[Any] = []
-        cursor: str | None = None
-        while True:
-            page = await client.list_tools(cursor=cursor)
-            tools += page.tools
-            cursor = page.next_cursor
-            if not cursor:
-                break
+        await connection.get_client()
+        tools = connection.tools
         allow = connection.server.allow
         missing = sorted({*(allow or ())} - {tool.name for tool in tools})
         if missing:
@@ -149,31 +222,29 @@ class McpTools:
         for tool in tools:
             if allow is not None and tool.name not in allow:
                 continue
-            if tool.name in self._owners:
-                owner = self._owners[tool.name].name
-                raise RunError(f"MCP servers {owner} and {connection.name} both have a tool {tool.name}; use allow")
+            if owner := self._owners.get(tool.name):
+                if owner is connection:
+                    raise RunError(f"{connection.title} lists the tool {tool.name} twice")
+                text = f"both have a tool {tool.name}; use allow"
+                raise RunError(f"MCP servers {owner.name} and {connection.name} {text}")
             self._owners[tool.name] = connection
             function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
             self.definitions.append({"type": "function", "function": function})
 
-    async def _call(self, connection: _Connection, name: str, arguments: dict[str, Any]) -> str:
-        client = connection.client or await connection.open()
-        timeout_s = connection.server.timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                result = await client.call_tool(name, arguments)
-        except TimeoutError:
-            raise ValueError(f"no result within {timeout_s:g} s") from None
-        except Exception as error:  # noqa: BLE001 - of the transport or the protocol
-            if _is_protocol_error(error):  # the server refuses the call, for example its arguments
-                raise ValueError(_describe(error)) from None
-            await connection.close()
-            raise RunError(f"MCP server {connection.name} is lost: {_describe(error)}") from None
-        parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
-        text = "\n".join(parts)
-        if result.is_error:
-            raise ValueError(text[: connection.server.max_characters])
-        return text
+
+def _require_message(name: str, arguments: dict[str, Any]) -> None:
+    """Check that the SDK can send a call; ValueError: the model's arguments cannot be sent as they are."""
+    # A message that it cannot write would end the connection, with the calls of other rollouts.
+    from mcp.types import CallToolRequest, CallToolRequestParams
+
+    try:
+        request = CallToolRequest(params=CallToolRequestParams(name=name, arguments=arguments))
+        text = request.model_dump_json(by_alias=True, exclude_unset=True)
+        is_same = json.loads(text)["params"]["arguments"] == arguments
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the arguments cannot be written as JSON: {select_first_line(error)}") from None
+    if not is_same:
+        raise ValueError("the arguments cannot be written as JSON: not every number is finite")
 
 
 def _is_protocol_error(error: Exception) -> bool:

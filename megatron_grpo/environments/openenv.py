@@ -8,21 +8,28 @@ from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import urlsplit
 
-from megatron_grpo.config.errors import RunError, select_first_line
+from megatron_grpo.config.errors import RunError, select_first_line, to_text
 from megatron_grpo.config.secret_values import read_secret
 from megatron_grpo.config.section import Positive, Seconds
-from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ScoreOrError, Turn, is_reward
 from megatron_grpo.environments.interface import Environment
 
 RESET = "reset"  # column with the arguments of the server's reset, such as {"seed": 3}; a row may lack it
 
+_SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
+_TOO_BIG = 1009  # code with which this side closes a session after a message above the limit
 # Codes of the server's errors for which the action is to blame.
 _OF_THE_ACTION = ("VALIDATION_ERROR", "EXECUTION_ERROR")
 
 
 class _RefusedError(ValueError):
     """The server refuses an action; the message is for the model."""
+
+
+class _WrongAnswerError(ValueError):
+    """The server sends what the protocol does not allow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,8 @@ class OpenEnvEnvironment(Environment):
     """Deadline of an answer of the server."""
     api_key_variable: str | None = None
     """Environment variable with the server's API key; None: the server needs none."""
+    max_bytes: Positive = 2**20
+    """Most bytes of a message of the server; a larger one fails the rollout."""
 
     def __post_init__(self) -> None:
         self._headers: dict[str, str] = {}
@@ -68,10 +77,14 @@ class OpenEnvEnvironment(Environment):
 
     @classmethod
     def option_problems(cls, options: dict[str, Any]) -> list[tuple[str, str]]:
-        """Find an address without a scheme."""
+        """Find an address without a scheme or host."""
         url = options["url"]
-        is_known = url.startswith(("ws://", "wss://", "http://", "https://"))
-        return [] if is_known else [(f"url={url}", "is no address: give ws://HOST:PORT or http://HOST:PORT")]
+        try:
+            parts = urlsplit(url)
+            is_address = parts.scheme in _SCHEMES and bool(parts.hostname)
+        except ValueError:
+            is_address = False
+        return [] if is_address else [(f"url={url}", "is no address: give ws://HOST:PORT or http://HOST:PORT")]
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Episode:
         episode = Episode(uuid.uuid4().hex, dict(extra_env_info.get(RESET) or {}))
@@ -93,21 +106,30 @@ class OpenEnvEnvironment(Environment):
             return Turn(done=False, state=state, text=f"error: {error}", reward=0.0)
         if answer["done"]:
             self._close(self._sessions.pop(state.name)[0])
-        observation = answer["observation"]
-        content = observation if self.observation is None else observation.get(self.observation, "")
+        content = answer["observation"] if self.observation is None else answer["observation"][self.observation]
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-        reward, is_over = answer["reward"], bool(answer["done"])
+        reward, is_over = answer["reward"], answer["done"]
         state = replace(state, is_rewarded=state.is_rewarded or reward is not None, is_over=is_over)
         return Turn(done=is_over, state=state, text=text, reward=None if reward is None else float(reward))
 
-    def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        # The rewards of the turns are added to it. A rollout that ended before its episode gives its session back.
-        for request in requests:
-            if session := self._sessions.pop(request.state.name, None):
-                self._close(session[0])
+    def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
+        return [self._score_episode(request.state) for request in requests]
+
+    def _score_episode(self, episode: Episode) -> ScoreOrError:
+        """Give the session back; the score has no reward but those of the turns."""
+        if session := self._sessions.pop(episode.name, None):
+            connection = session[0]
+            try:
+                self._require_silence(connection)
+            except _WrongAnswerError as error:  # the rewards may be those of other actions
+                return f"OpenEnv server {self.url} {error}"
+            except Exception:  # noqa: BLE001 - a server that is lost by now has answered every action
+                pass
+            finally:
+                self._close(connection)
         # An episode that ends without any reward has no verdict: the server could not tell.
-        unknown = [request.state.is_over and not request.state.is_rewarded for request in requests]
-        return [EnvironmentReturn(reward=None if is_unknown else 0.0, correct=None) for is_unknown in unknown]
+        is_unknown = episode.is_over and not episode.is_rewarded
+        return EnvironmentReturn(reward=None if is_unknown else 0.0, correct=None)
 
     def _take_session(self, episode: Episode) -> Any:
         """Find an episode's session, or make one that repeats its actions."""
@@ -129,11 +151,13 @@ class OpenEnvEnvironment(Environment):
     def _open(self) -> Any:
         from websockets.sync.client import connect
 
-        address = self.url.replace("http", "ws", 1).rstrip("/") + "/ws"
+        parts = urlsplit(self.url)
+        address = parts._replace(scheme=_SCHEMES[parts.scheme], path=parts.path.rstrip("/") + "/ws").geturl()
+        # With its host and port the library refuses a redirection to another server.
+        place = parts.hostname, parts.port or (443 if _SCHEMES[parts.scheme] == "wss" else 80)
+        limits: dict[str, Any] = {"open_timeout": self.timeout_s, "max_size": self.max_bytes}
         try:
-            return connect(
-                address, open_timeout=self.timeout_s, max_size=None, proxy=None, additional_headers=self._headers
-            )
+            return connect(address, proxy=None, address=place, additional_headers=self._headers, **limits)
         except Exception as error:
             text = f"{type(error).__name__}: {select_first_line(error)}"
             raise RunError(f"OpenEnv server {self.url} cannot be reached: {text}") from error
@@ -144,21 +168,65 @@ class OpenEnvEnvironment(Environment):
             connection.close()
 
     def _ask(self, connection: Any, message: dict[str, Any], name: str) -> dict[str, Any]:
-        """Send a message; RunError: the server is lost or late."""
+        """Send a message; RunError: the server is lost or late, or answers wrongly."""
+        is_step = message["type"] == "step"
         try:
+            self._require_silence(connection)
             connection.send(json.dumps(message))
-            answer = json.loads(connection.recv(timeout=self.timeout_s))
+            kind, data = _parse_answer(connection.recv(timeout=self.timeout_s))
+            if is_step and kind != "error":
+                self._check_step(data)
+                if data["done"]:
+                    self._require_silence(connection)
         except Exception as error:
             self._sessions.pop(name, None)
             connection.close()
-            text = f"{type(error).__name__}: {select_first_line(error)}"
-            raise RunError(f"OpenEnv server {self.url} gave no answer: {text}") from error
-        if answer["type"] == "error":
-            text = answer["data"].get("message", "refused")
-            if message["type"] == "step" and answer["data"].get("code") in _OF_THE_ACTION:
+            raise RunError(f"OpenEnv server {self.url} {self._describe(error)}") from error
+        if kind == "error":
+            text = str(data.get("message", "refused"))
+            if is_step and data.get("code") in _OF_THE_ACTION:
                 raise _RefusedError(text)
             raise RunError(f"OpenEnv server {self.url}: {text}")
-        return dict(answer["data"])
+        return data
+
+    def _require_silence(self, connection: Any) -> None:
+        """Check that the server has sent nothing since its last answer."""
+        # Answers have no ids. Messages keep their order, so whatever the server sent before it answers a ping has come.
+        for has_ping in (False, True):
+            if has_ping and not connection.ping().wait(self.timeout_s):
+                raise TimeoutError
+            with suppress(TimeoutError):
+                connection.recv(timeout=0)
+                raise _WrongAnswerError("sent a message that no action asked for")
+
+    def _check_step(self, data: dict[str, Any]) -> None:
+        reward, field, observation = data.get("reward"), self.observation, data.get("observation")
+        if reward is not None and not (isinstance(reward, int | float) and is_reward(reward)):
+            raise _WrongAnswerError(f"gave the reward {to_text(reward)}, which is no finite number")
+        if not isinstance(data.get("done"), bool) or "reward" not in data or "observation" not in data:
+            raise _WrongAnswerError(f"gave no observation, reward and done, but {to_text(data)}")
+        if field is not None and not (isinstance(observation, dict) and field in observation):
+            raise _WrongAnswerError(f"gave an observation without options.observation={field}: {to_text(observation)}")
+
+    def _describe(self, error: Exception) -> str:
+        if isinstance(error, _WrongAnswerError):
+            return str(error)
+        if getattr(getattr(error, "sent", None), "code", None) == _TOO_BIG:
+            return f"sent a message of more than options.max_bytes={self.max_bytes} bytes"
+        if isinstance(error, TimeoutError):
+            return f"gave no answer within options.timeout_s={self.timeout_s:g} s"
+        return f"gave no answer: {type(error).__name__}: {select_first_line(error)}"
+
+
+def _parse_answer(text: str | bytes) -> tuple[str, dict[str, Any]]:
+    """Parse a message of the server: its type and its data."""
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError):
+        answer = None
+    if not (isinstance(answer, dict) and isinstance(answer.get("type"), str) and isinstance(answer.get("data"), dict)):
+        raise _WrongAnswerError(f"sent no message with a type and data, but {to_text(text)}")
+    return answer["type"], answer["data"]
 
 
 def _parse_action(response: str) -> dict[str, Any]:

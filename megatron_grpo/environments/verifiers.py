@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,14 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.config.errors import RunError
-from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess
+from megatron_grpo.config.errors import RunError, to_text
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, is_reward
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings, list_import_folders
+from megatron_grpo.environments.process_guard import guard_command
 
 ROW = "verifiers_row"  # column with the environment's own row
+logger = logging.getLogger(__name__)
 _PROGRAM = Path(__file__).with_name("verifiers_program.py")
 # Variables that would make the other interpreter import this one's packages, or give it the run's token.
 _WITHHELD = ("PYTHONPATH", "PYTHONHOME", "MEGATRON_GRPO_TOKEN")
+_MAX_ANSWER_CHARACTERS = 2**26  # of a line; a row may contain images
 
 
 class VerifiersProcess:
@@ -36,21 +41,25 @@ class VerifiersProcess:
         variables = {name: value for name, value in os.environ.items() if name not in _WITHHELD}
         # The library calls `uv`, which is installed beside the interpreter.
         variables["PATH"] = f"{Path(python).parent}{os.pathsep}{variables.get('PATH', os.defpath)}"
-        command = [python, "-P", str(_PROGRAM), settings]
-        try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=variables
-            )
-        except OSError as error:
-            raise RunError(f"options.python={python} cannot be started: {error.strerror}") from None
+        if not os.access(python, os.X_OK):
+            raise RunError(f"options.python={python} cannot be started: it is no program")
+        command = guard_command([python, "-P", str(_PROGRAM), settings])
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8", env=variables)
+        self._request = ""  # id of the request whose answer comes next
         self._read_answer()
 
     def run(self, row: dict[str, Any], access: ModelAccess) -> dict[str, Any]:
         """Run and score a rollout; RunError: it failed, or the process ended."""
         request = {"row": row, "url": access.base_url, "token": access.token, "model": access.model}
         answer = self._ask(request)
-        if answer["error"] is not None:
+        if answer.get("error") is not None:
             raise RunError(f"verifiers: {answer['error']}")
+        reward, metrics = answer.get("reward"), answer.get("metrics")
+        if reward is not None and not (isinstance(reward, int | float) and is_reward(reward)):
+            raise RunError(f"verifiers: the environment gave the reward {to_text(reward)}, which is no finite number")
+        if not isinstance(metrics, dict) or not all(isinstance(value, int | float) for value in metrics.values()):
+            raise RunError(f"verifiers: the environment gave the metrics {to_text(metrics)}, which are no numbers")
         return answer
 
     def list_rows(self, split: str) -> Iterator[dict[str, Any]]:
@@ -65,25 +74,37 @@ class VerifiersProcess:
         return self._process.poll() is not None
 
     def close(self) -> None:
-        """End the process at once."""
+        """End the process and all that it started at once."""
         self._process.kill()
         self._process.wait()
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
+        self._request = secrets.token_hex(16)
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.write(json.dumps({"id": self._request, **request}) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # the missing answer says so
         return self._read_answer()
 
     def _read_answer(self) -> dict[str, Any]:
+        """Read the answer to the last request; lines without its id are not believed."""
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line.endswith("\n"):
-            raise RunError(f"verifiers: its process ended with status {self._process.wait()}; its log says why")
-        answer: dict[str, Any] = json.loads(line)
+        while True:
+            line = self._process.stdout.readline(_MAX_ANSWER_CHARACTERS)
+            if len(line) == _MAX_ANSWER_CHARACTERS:
+                self.close()
+                raise RunError(f"verifiers: its answer has more than {_MAX_ANSWER_CHARACTERS} characters")
+            if not line.endswith("\n"):
+                raise RunError(f"verifiers: its process ended with status {self._process.wait()}; its log says why")
+            try:
+                answer = json.loads(line)
+            except (ValueError, RecursionError):
+                answer = None
+            if isinstance(answer, dict) and answer.pop("id", None) == self._request:
+                break
+            logger.warning("verifiers: left out a line that is no answer to the request: %.200r", line)
         if answer.keys() == {"error"}:
             raise RunError(f"verifiers: {answer['error']}")
         return answer

@@ -2,10 +2,12 @@
 
     python verifiers_program.py '{"environment": NAME, "arguments": {}, "folders": []}'
 
-Standard input has requests, a JSON object a line, and standard output has the answers:
+Standard input has requests, a JSON object a line, and standard output has the answers, with the id of the request:
 
     {"rows": SPLIT}                            {"prompt": ..., "answer": ..., "row": ROW} for each row, {"end": true}
     {"row": ROW, "url": ..., "model": ...}     {"reward": 1.0, "metrics": {}, "error": null}
+
+No process that an environment starts has these streams, so none reads a request or writes an answer.
 
 The classic interface (up to 0.3.1) loads NAME with `load_environment`; from 0.4 on NAME is a taskset.
 """
@@ -16,13 +18,15 @@ import asyncio
 import ctypes
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from typing import Any, Protocol, TextIO
 
 TOKEN = "MEGATRON_GRPO_AGENT_API_KEY"
 """Variable that holds the endpoint's token; both interfaces read keys from variables."""
+
+MAX_ERROR_CHARACTERS = 1000  # of an error that an answer repeats
+_PR_SET_DUMPABLE = 4
 
 Row = dict[str, Any]
 
@@ -132,45 +136,88 @@ def log(text: str) -> None:
     print(f"verifiers process {os.getpid()} {text}", file=sys.stderr, flush=True)
 
 
-def answer_requests(library: Library, answers: TextIO) -> None:
-    """Answer the requests of standard input, one after the other."""
+def answer_requests(library: Library, requests: TextIO, answers: TextIO) -> None:
+    """Answer requests, one after the other."""
     loop = asyncio.new_event_loop()
-
-    def write(answer: dict[str, Any]) -> None:
-        answers.write(json.dumps(answer, default=str) + "\n")
-        answers.flush()
-
-    write({"ready": True})
-    for line in sys.stdin:
-        request = json.loads(line)
+    write_answer(answers, "", {"ready": True})
+    for line in requests:
+        request = parse_request(line)
+        if request is None:
+            log(f"left out a line that is no request: {line[:200]!r}")
+            continue
+        name = request["id"]
         try:
             if "rows" in request:
                 for row in library.list_rows(request["rows"]):
-                    write(row)
-                write({"end": True})
+                    write_answer(answers, name, row)
+                write_answer(answers, name, {"end": True})
                 continue
             os.environ[TOKEN] = request["token"]
-            write(loop.run_until_complete(library.run(request["row"], request["url"], request["model"])))
+            answer = loop.run_until_complete(library.run(request["row"], request["url"], request["model"]))
+            if answer["error"] is not None:
+                answer["error"] = str(answer["error"])[:MAX_ERROR_CHARACTERS]
+            write_answer(answers, name, answer)
         except Exception as error:  # noqa: BLE001 - of the library or the environment; the rollout fails with it
-            write({"error": f"{type(error).__name__}: {error}"})
+            write_answer(answers, name, describe_failure(error))
+
+
+def parse_request(line: str) -> dict[str, Any] | None:
+    """Parse a request; None: the line is none."""
+    try:
+        request = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return request if isinstance(request, dict) and isinstance(request.get("id"), str) else None
+
+
+def write_answer(answers: TextIO, request: str, answer: dict[str, Any]) -> None:
+    """Write the answer to the request with that id."""
+    answers.write(json.dumps({"id": request, **answer}, default=to_plain) + "\n")
+    answers.flush()
+
+
+def to_plain(value: Any) -> float | str:
+    """Convert what JSON lacks: numbers of NumPy and torch, and other objects."""
+    return float(value) if hasattr(value, "__float__") else str(value)
+
+
+def describe_failure(error: Exception) -> dict[str, Any]:
+    """Make the answer that says why there is none."""
+    return {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]}
+
+
+def take_streams() -> tuple[TextIO, TextIO]:
+    """Take standard input and output away from the environment and its processes."""
+    # Copies are not inherited by programs that are executed; a process forked without one closes them.
+    requests, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    own = [requests.fileno(), answers.fileno()]
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(2, 1)  # prints of an environment go to the log
+
+    def close_streams() -> None:
+        for fd in own:  # the objects would flush what they hold
+            os.dup2(nowhere, fd)
+
+    os.register_at_fork(after_in_child=close_streams)
+    # Another process of this user can neither open the streams in /proc nor read this one's memory.
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, *map(ctypes.c_ulong, (0, 0, 0, 0)))
+    return requests, answers
 
 
 def main() -> None:
-    # The kernel ends this process with the one that started it, however that ends.
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    requests, answers = take_streams()
     settings = json.loads(sys.argv[1])
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # prints of an environment go to the log
     name = settings["environment"]
     log(f"loads {name}")
     sys.path += settings["folders"]
     try:
         library = load_library(name, settings["arguments"])
     except Exception as error:  # noqa: BLE001 - of the library or the environment; the start reports it
-        answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
+        write_answer(answers, "", describe_failure(error))
         return
     log(f"plays {name}")
-    answer_requests(library, answers)
+    answer_requests(library, requests, answers)
     log("ends: no more requests")
 
 

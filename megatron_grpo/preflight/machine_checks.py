@@ -237,7 +237,12 @@ def find_package_problems(config: Config) -> Iterator[Rule]:
 
 @evaluate_rules
 def find_login_problems(config: Config) -> Iterator[Rule]:
-    """Check that W&B has a login, which it otherwise asks for after the start."""
+    """Check that servers of teachers and W&B have their keys before the start."""
+    for section, teacher in config.named_teachers.items():
+        variable = teacher.api_key_variable
+        text = "names no variable of this environment, or an empty one; export it where the run is started"
+        is_missing = variable is not None and not os.environ.get(variable, "").strip()
+        yield is_missing, f"{section}.api_key_variable={variable}", text
     wandb = config.logger.wandb
     is_online = wandb.mode == "online" and os.environ.get("WANDB_MODE", "online") in ("online", "shared")
     has_key = any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))

@@ -29,7 +29,7 @@ from megatron_grpo.batch.trajectory import (
 from megatron_grpo.config.data_schema import MIN_COMPARED, UNUSUALLY_SHORT
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.scores import EnvironmentRequest, ScoreOrError, TrainerState
+from megatron_grpo.data.scores import EnvironmentRequest, ScoreOrError, TrainerState, is_reward
 from megatron_grpo.rollouts.conversation import Conversation, Segment
 from megatron_grpo.rollouts.endpoint import Endpoint
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
@@ -113,6 +113,9 @@ class GroupRollout:
                     if trajectory.turn_rewards and scored.reward is not None:
                         trajectory.turn_rewards[-1] += scored.reward
                         trajectory.reward = math.fsum(trajectory.turn_rewards)
+                    if trajectory.reward is not None and not is_reward(trajectory.reward):
+                        _mark_failed(trajectory, f"the rewards of its turns add up to {trajectory.reward:g}")
+                        continue
                     trajectory.reward_parts, trajectory.reward_errors = scored.parts, scored.errors
                     trajectory.reward_metrics, trajectory.notes = scored.metrics, scored.notes
                     if scored.retries:

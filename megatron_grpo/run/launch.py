@@ -200,8 +200,8 @@ def _make_teachers(config: Config, folder: Path, cluster: RayCluster) -> dict[st
                 teacher.server_url,
                 top_k,
                 config.policy.timeout_s,
-                str(folder),
-                teacher.api_key_variable,
+                policy_folder=str(folder),
+                api_key_variable=teacher.api_key_variable,
             )
             require_same_tokenizer(server)
             teachers[section] = server

@@ -38,6 +38,7 @@ def refused(*overrides: str) -> str:
             ],
             "needs generation.temperature=1, not 0.7",
         ),
+        ([RECIPE, "teacher.api_key_variable=KEY"], "needs teacher.server_url"),
         ([RECIPE, "+teachers.games.model.path=/m"], "is the teacher of a task that has no environment"),
         ([RECIPE, "+teachers.addition.model.path=/m"], "is the teacher of no task"),
         ([RECIPE, "distillation.topk_logits_k=99"], "exceeds the 16 tokens of the policy"),

@@ -1,0 +1,198 @@
+"""Ends the processes that an environment starts, however the environment ends.
+
+A process that forks away and has a session of its own outlives the end of its parent and a signal to its group. This
+file is also the program that ends it. Run by bare Python it needs only the standard library:
+
+    run PID COMMAND...     run a command; end all its descendants with the command, with process PID, or on SIGTERM
+    watch PID MARK         once process PID has ended, end the processes that have its mark
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+MARK_VARIABLE = "MEGATRON_GRPO_PROCESS_MARK"
+GRACE_S = 1.0  # seconds that a command has to end after SIGTERM; the SDK of MCP waits two
+GIVE_UP_S = 10.0  # a process of another user cannot be ended
+NOT_FOUND = 127  # exit code of a command that cannot be run, as in a shell
+
+_PR_SET_CHILD_SUBREAPER = 36
+_marks: list[int] = []  # open files, which forked processes inherit
+
+
+def guard_command(command: Sequence[str]) -> list[str]:
+    """Make the command that runs `command` under a guard.
+
+    It has the streams and the exit code of `command`. All processes that `command` starts end with it, with the calling
+    process, and on SIGTERM or SIGKILL.
+    """
+    return _make_program("run", *command)
+
+
+def guard_children() -> None:
+    """End the processes that this process starts once it has ended.
+
+    They are found by a variable of the environment, or, if they were forked without another program, by an open file.
+    A process that has removed its variable or file stays: for programs like that there is `guard_command`.
+    """
+    mark = secrets.token_hex(16)
+    os.environ[MARK_VARIABLE] = mark
+    _marks.append(os.memfd_create(mark))
+    # Ray kills the children of a process before the process itself: the guard is none of them, because it forks away.
+    subprocess.run(_make_program("watch", mark), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True)
+
+
+def _make_program(mode: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-I", "-S", __file__, mode, str(os.getpid()), *arguments]
+
+
+def run_guarded(process: int, command: Sequence[str]) -> int:
+    """Run a command and wait for its end; returns its exit code."""
+    # Two processes: the caller may kill the first, its child, with SIGKILL; the second then ends the command.
+    watched = [os.pidfd_open(process), os.pidfd_open(os.getpid())]
+    guard = os.fork()
+    if guard == 0:
+        os._exit(_run_command(command, watched))
+    _release_streams()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: os.kill(guard, signal.SIGTERM))
+    return os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1])
+
+
+def _run_command(command: Sequence[str], watched: Sequence[int]) -> int:
+    """Run a command until it, or a watched process, ends."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, *map(ctypes.c_ulong, (1, 0, 0, 0)))
+    wake_up = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake_up[1])
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    try:
+        ignored = [signal.SIGPIPE, signal.SIGXFSZ]  # by Python
+        child = os.posix_spawnp(command[0], command, os.environ, setsid=True, setsigdef=ignored)
+    except OSError as error:
+        print(f"cannot run {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        return NOT_FOUND
+    _release_streams()
+    poll = select.poll()
+    for fd in (*watched, wake_up[0]):
+        poll.register(fd, select.POLLIN)
+    code: int | None = None
+    deadline = float("inf")
+    while code is None and time.monotonic() < deadline:
+        ready = {fd for fd, _ in poll.poll(None if deadline == float("inf") else 1000 * GRACE_S / 10)}
+        if ready.intersection(watched):
+            break
+        if wake_up[0] in ready and signal.SIGTERM in os.read(wake_up[0], 4096):
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+            os.kill(child, signal.SIGTERM)
+        code = _reap(child)
+    _end_children()
+    return code if code is not None else 128 + signal.SIGKILL
+
+
+def _release_streams() -> None:
+    """Leave standard input and output to the command alone."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
+
+
+def _reap(child: int) -> int | None:
+    """Reap ended children; returns the exit code of `child`, as in a shell."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return None
+        if pid == 0:
+            return None
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
+def _end_children() -> None:
+    """Kill all descendants: the orphans of a killed child become children."""
+    deadline = time.monotonic() + GIVE_UP_S
+    while time.monotonic() < deadline:
+        for pid in _list_processes():
+            if _read_parent(pid) == os.getpid():
+                _kill(pid)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.005)
+
+
+def watch_process(process: int, mark: str) -> None:
+    """Wait for the end of a process, then kill what has its mark."""
+    watched = os.pidfd_open(process)
+    if os.fork():
+        return
+    os.setsid()
+    select.select([watched], [], [])
+    deadline = time.monotonic() + GIVE_UP_S
+    while time.monotonic() < deadline:
+        marked = [pid for pid in _list_processes() if pid != os.getpid() and _has_mark(pid, mark.encode())]
+        if not marked:
+            return
+        for pid in marked:
+            _kill(pid)
+        time.sleep(0.005)
+
+
+def _list_processes() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdecimal())
+
+
+def _read_parent(pid: int) -> int | None:
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    return None
+
+
+def _has_mark(pid: int, mark: bytes) -> bool:
+    """Whether a process has inherited the mark; a zombie has nothing."""
+    with suppress(OSError):  # it has ended, or belongs to another user
+        if mark in Path(f"/proc/{pid}/environ").read_bytes():
+            return True
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                if mark in os.fsencode(os.readlink(f"/proc/{pid}/fd/{name}")):
+                    return True
+    return False
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run or watch, as the arguments say; returns the exit code."""
+    mode, process, *rest = arguments
+    try:
+        if mode == "run":
+            return run_guarded(int(process), rest)
+        watch_process(int(process), *rest)
+    except ProcessLookupError:  # the caller has already ended
+        return NOT_FOUND
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,147 @@
+"""MCP servers that hang, never end their list or answer wrongly; what the model reads of every kind of result."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.environments.mcp_tools import McpServer, McpTools
+
+pytest.importorskip("mcp", reason="the extra mcp is not installed")
+
+SERVER = Path(__file__).parents[2] / "support" / "raw_mcp_server.py"
+
+
+def make_server(mode: str, **options: Any) -> McpServer:
+    return McpServer(command=[sys.executable, str(SERVER), mode], **options)
+
+
+@pytest.fixture(scope="module")
+def tools() -> Iterator[McpTools]:
+    opened = McpTools({"raw": make_server("pages", timeout_s=1.0)})
+    yield opened
+    opened.close()
+
+
+def get_process(tools: McpTools) -> int:
+    return int(json.loads(tools.call("echo", {}))[1])
+
+
+@pytest.mark.parametrize(
+    ("tool", "text"),
+    [
+        ("structured_only", '{"answer": 42}'),
+        ("structured_beside", '2 rows\n{"rows": [{"name": "Größe"}, {"name": "b"}]}'),
+        ("structured_again", '{"b": 2, "a": 1}'),
+        ("structured_wrapped", "42"),
+        ("structured_list", "a\nb"),
+        ("embedded", "read 1 file\nprint(1)"),
+        ("embedded_bytes", "[file:///a.png image/png, 4 base64 characters]"),
+        ("link", "big.log: log: [file:///big.log]"),
+        ("image", "[image image/png, 4 base64 characters]\n[audio audio/wav, 4 base64 characters]"),
+        ("empty_text", ""),
+        ("empty", ""),
+    ],
+)
+def test_every_kind_of_content_reaches_the_model(tools: McpTools, tool: str, text: str) -> None:
+    assert tools.call(tool, {}) == text
+
+
+@pytest.mark.parametrize(
+    ("tool", "text"),
+    [
+        ("error_empty", "the tool failed, and does not say why"),
+        ("error_structured", '{"code": 7}'),
+        ("malformed", "the server's result is malformed"),
+        ("against_schema", "the server's result is malformed"),
+        ("id_of_another", "no result within 1 s"),
+    ],
+)
+def test_a_failed_or_wrong_result_is_an_error_to_the_model_and_keeps_the_server(
+    tools: McpTools, tool: str, text: str
+) -> None:
+    process = get_process(tools)
+    with pytest.raises(ValueError, match=text):
+        tools.call(tool, {})
+    assert get_process(tools) == process
+
+
+def nest(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["\ud800", {"\udfff": 1}, math.nan, [-math.inf], 10**5000, nest(300), nest(900)],
+    ids=["surrogate", "name with a surrogate", "nan", "infinite", "digits", "deep", "deeper"],
+)
+def test_poisoned_arguments_lose_nobodys_server(tools: McpTools, value: Any) -> None:
+    process = get_process(tools)
+    with pytest.raises(ValueError, match="the arguments cannot be written as JSON"):
+        tools.call("echo", {"a": value})
+    assert get_process(tools) == process
+
+
+@pytest.mark.parametrize("value", ["\x00\x1b[2J", "🙂", "\u2028", 2**70, -0.5, {"": None}, nest(40)])
+def test_odd_arguments_arrive_as_they_are(tools: McpTools, value: Any) -> None:
+    assert json.loads(tools.call("echo", {"a": value}))[0] == {"a": value}
+
+
+def test_a_server_that_hangs_is_started_again_with_nothing_left(tools: McpTools) -> None:
+    process = get_process(tools)
+    with pytest.raises(ValueError, match="no result within 1 s"):
+        tools.call("hang", {})
+    assert get_process(tools) != process
+    assert not Path(f"/proc/{process}").exists()
+
+
+def test_a_stopped_and_a_killed_server_are_started_again(tools: McpTools) -> None:
+    process = get_process(tools)
+    os.kill(process, signal.SIGSTOP)
+    with pytest.raises(ValueError, match="no result within 1 s"):
+        tools.call("echo", {})
+    stopped, process = process, get_process(tools)
+    assert not Path(f"/proc/{stopped}").exists()
+    os.kill(process, signal.SIGKILL)
+    with pytest.raises(RunError, match="MCP server raw is lost"):
+        get_process(tools)
+    assert get_process(tools) != process
+    with pytest.raises(ValueError, match="the server's result is malformed"):
+        tools.call("against_schema", {})
+
+
+@pytest.mark.parametrize(
+    ("mode", "text"),
+    [
+        ("stuck", "gives a list of tools without an end: .* another page at '0'"),
+        ("endless", "gives a list of tools without an end: 1100 tools"),
+        ("silent", "did not list its tools within 2 s"),
+        ("failing", "did not list its tools: MCPError: no tools today"),
+        ("malformed", "did not list its tools: "),
+        ("twice", "lists the tool structured_only twice"),
+    ],
+)
+def test_a_list_of_tools_has_a_deadline_and_an_end(mode: str, text: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RunError, match=rf"MCP server raw \(.*raw_mcp_server\.py {mode}\) {text}"):
+        McpTools({"raw": make_server(mode, startup_timeout_s=2.0 if mode == "silent" else 30.0)})
+    assert time.monotonic() - begin < 25
+
+
+def test_a_server_that_never_answers_is_named() -> None:
+    server = McpServer(command=["sleep", "1000"], startup_timeout_s=1.0)
+    with pytest.raises(RunError, match=r"MCP server mute \(sleep 1000\) did not answer within 1 s"):
+        McpTools({"mute": server})

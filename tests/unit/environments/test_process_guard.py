@@ -1,0 +1,143 @@
+"""What an environment starts ends with it: servers that ignore their end, and processes that forked away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.environments.process_guard import NOT_FOUND, guard_command
+
+# Ignores SIGTERM and the end of its input. One child has a session and nothing of its environment, the other forked
+# away twice, closed all files and ignores SIGTERM too.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen(["sleep", sys.argv[1]], start_new_session=True, env={})
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.closerange(0, 64)
+        os.execvp("sleep", ["sleep", sys.argv[1]])
+    os._exit(0)
+os.wait()
+print("up", flush=True)
+time.sleep(1000)
+"""
+
+# Starts processes as user code does, then is killed: by another program, forked without one, and forked twice.
+ENVIRONMENT = """
+import multiprocessing, os, subprocess, sys, time
+from megatron_grpo.environments.process_guard import guard_children
+guard_children()
+subprocess.Popen(["sleep", sys.argv[1]], start_new_session=True)
+subprocess.Popen(["sh", "-c", "setsid sh -c 'trap \\"\\" TERM HUP; (sleep \\"$0\\"; :)' $0 & ", sys.argv[1]])
+fork = multiprocessing.get_context("fork")
+fork.Process(target=time.sleep, args=(1000,)).start()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(1000)
+    os._exit(0)
+os.wait()
+print("up", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """A number that all processes of a test have in their command lines."""
+    mark = f"1{os.getpid()}{time.monotonic_ns() % 10**6:06}"
+    yield mark
+    for pid in find(mark):
+        os.kill(pid, signal.SIGKILL)
+
+
+def find(mark: str) -> list[int]:
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            if mark.encode() in Path(f"/proc/{name}/cmdline").read_bytes():
+                found.append(int(name))
+        except OSError:
+            pass
+    return found
+
+
+def require_gone(mark: str, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while find(mark) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not find(mark)
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+@pytest.mark.parametrize("end", [subprocess.Popen.kill, subprocess.Popen.terminate], ids=["killed", "terminated"])
+def test_a_command_that_ignores_its_end_ends_with_what_it_started(
+    mark: str, end: Callable[[subprocess.Popen[str]], None]
+) -> None:
+    process = start(guard_command([sys.executable, "-c", STUBBORN, mark]))
+    assert len(find(mark)) == 5, "the guard's two, the command and its two"
+    end(process)
+    process.wait(10)
+    require_gone(mark, 5)
+
+
+def test_a_command_ends_with_the_process_that_started_it(mark: str) -> None:
+    program = (
+        "import subprocess, sys, time; from megatron_grpo.environments.process_guard import guard_command\n"
+        f"process = subprocess.Popen(guard_command([sys.executable, '-c', {STUBBORN!r}, {mark!r}]))\n"
+        "time.sleep(1000)"
+    )
+    process = start([sys.executable, "-c", program])
+    assert len(find(mark)) == 6
+    process.kill()
+    process.wait()
+    require_gone(mark, 5)
+
+
+def test_what_an_ended_command_left_behind_ends_too(mark: str) -> None:
+    text = f"setsid sleep {mark} & exit 7"
+    assert subprocess.run(guard_command(["sh", "-c", text]), check=False, timeout=10).returncode == 7
+    require_gone(mark, 5)
+
+
+def test_a_command_has_its_streams_and_its_exit_code() -> None:
+    command = guard_command(["sh", "-c", "cat; echo late >&2; exit 5"])
+    result = subprocess.run(command, input=b"text\n", capture_output=True, check=False, timeout=10)
+    assert (result.returncode, result.stdout, result.stderr) == (5, b"text\n", b"late\n")
+    assert subprocess.run(guard_command(["sh", "-c", "kill -9 $$"]), check=False).returncode == 128 + 9
+    result = subprocess.run(guard_command(["/no/program"]), capture_output=True, check=False)
+    assert (result.returncode, result.stderr) == (NOT_FOUND, b"cannot run /no/program: No such file or directory\n")
+
+
+def test_a_polite_command_has_time_to_end() -> None:
+    text = "trap 'echo saved; exit 0' TERM; echo up; while :; do sleep 0.05; done"
+    process = start(guard_command(["sh", "-c", text]))
+    process.terminate()
+    assert process.communicate(timeout=10)[0] == "saved\n"
+
+
+def test_processes_of_a_killed_environment_end_with_it_and_no_others(mark: str) -> None:
+    stranger = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    process = start([sys.executable, "-c", ENVIRONMENT, mark])
+    assert len(find(mark)) >= 6
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    require_gone(mark, 5)
+    assert stranger.poll() is None
+    stranger.kill()
+    stranger.wait()
