@@ -165,6 +165,18 @@ class EndpointConfig(Section):
     reasoning_parser: str | None = None
     """vLLM's parser of reasoning, by its name in `vllm serve --reasoning-parser`. null: reasoning stays in the text."""
 
+    max_calls: Positive = 1000
+    """Most calls of one rollout that are sampled; further ones are refused."""
+
+    max_segments: Positive = 256
+    """Most segments of one rollout; a call that would begin a further one is refused (docs/agents.md)."""
+
+    text_cpu_s: Seconds = 5.0
+    """Most processor time, in seconds, to render a call's messages, or to read the tool calls of a response."""
+
+    text_memory_mib: Positive = 1024
+    """Most memory, in MiB, that rendering a call or reading a response may take."""
+
 
 class GenerationConfig(Section):
     """Sampling from the policy with vLLM."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.data.prompt_renderer import RESERVED
-from megatron_grpo.rollouts.conversation import OPEN_CALLS, BadCallError, Response, cut_at_stop
+from megatron_grpo.rollouts.call_prompts import BadCallError
+from megatron_grpo.rollouts.conversation import OPEN_CALLS, Response, cut_at_stop
 
 MODEL = "policy"  # name of the model in requests and answers
 MOST_STOPS = 4  # texts that may end a call's response, as in OpenAI's protocol
@@ -157,7 +159,7 @@ def _make_chat_choice(response: Response, call: dict[str, Any], options: CallOpt
 
 def _make_text_choice(response: Response, call: dict[str, Any], options: CallOptions, tokenizer: Any) -> dict[str, Any]:
     texts = _decode_tokens(response, tokenizer)
-    offsets = [sum(map(len, texts[:index])) for index in range(len(texts))]
+    offsets = list(accumulate(map(len, texts), initial=0))[:-1]
     logprobs = {"tokens": texts, "token_logprobs": response.output.logprobs.tolist(), "text_offset": offsets}
     return {"text": cut_at_stop(response.output.text, options.stop), "logprobs": {**logprobs, "top_logprobs": None}}
 

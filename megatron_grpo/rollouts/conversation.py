@@ -4,38 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import count, takewhile
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, TypeVar, TypeVarTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.chat_messages import ChatMessage
-from megatron_grpo.data.omissions import find_omissions
 from megatron_grpo.data.prompt_renderer import PromptRenderer
-from megatron_grpo.rollouts.agent_messages import is_continuation, mark_turn
+from megatron_grpo.rollouts.call_prompts import BadCallError, Chat, SampledTurn, encode_chat, encode_text
+from megatron_grpo.rollouts.call_texts import CallTexts, ReadMessage
 from megatron_grpo.rollouts.engine_client import EngineClient
+
+Arguments = TypeVarTuple("Arguments")
+Answer = TypeVar("Answer")
 
 OVER = "the rollout is over"
 OPEN_CALLS = 64  # most responses of a rollout that are sampled at the same time
-
-ReadMessage = Callable[[GenerationOutput, str, int], dict[str, Any]]
-"""From a response, its text before a stop of the call, and its number, to the message that the agent gets."""
-
-
-class BadCallError(ValueError):
-    """A call without an answer; the message is for the agent."""
+# A call may have so many bytes, and more for every token of the context window: text has 3 to 9 for a token.
+CALL_BYTES, TOKEN_BYTES = 2**16, 64
 
 
 class TooManyCallsError(BadCallError):
     """A call beyond OPEN_CALLS."""
-
-
-def read_plain_message(_: GenerationOutput, text: str, number: int) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
@@ -80,7 +74,7 @@ class Segment:
 @dataclass(frozen=True, slots=True)
 class _Prompt:
     parent: Response | None
-    context: list[int]
+    context: Sequence[int]
     history: list[ChatMessage] | str | None = None
     rendered: str = ""
 
@@ -100,8 +94,11 @@ class Conversation:
     renderer: PromptRenderer
     compute_seed: Callable[[int], int]  # from the number of a response
     max_length: int  # tokens of a prompt and its response together
+    texts: CallTexts = field(default_factory=CallTexts)
 
     def __post_init__(self) -> None:
+        self._encoding = asyncio.Lock()
+        self._begun = 0  # calls that were sampled, also those that failed
         self.responses: list[Response] = []  # in the order of their completion
         # Failures of the engine by prompt, until the agent or its client has repeated the call with success.
         self._failures: dict[bytes, Exception] = {}
@@ -159,7 +156,7 @@ class Conversation:
         variables: Mapping[str, Any] | None = None,
         *,
         stop: Sequence[str] = (),
-        read: ReadMessage = read_plain_message,
+        read: ReadMessage = CallTexts.read_plain,
     ) -> Response:
         """Sample the model's next message, the last of the response's history.
 
@@ -167,11 +164,11 @@ class Conversation:
         end the response, besides the run's; `read` makes the message. Raises BadCallError if the template refuses the
         messages, or they leave no room to answer.
         """
-        prompt = self._encode_messages(messages, tools, variables)
+        prompt = await self._encode_messages(Chat(messages, tools, variables))
 
-        def extend(output: GenerationOutput) -> list[ChatMessage]:
+        async def extend(output: GenerationOutput) -> list[ChatMessage]:
             assert isinstance(prompt.history, list)
-            return [*prompt.history, read(output, cut_at_stop(output.text, stop), next(self._message_numbers))]
+            return [*prompt.history, await read(output, cut_at_stop(output.text, stop), next(self._message_numbers))]
 
         return await self._sample(prompt, max_tokens, stop, extend)
 
@@ -180,102 +177,35 @@ class Conversation:
     ) -> Response:
         """Sample the response to a text or token ids; raises as `chat`."""
 
-        def extend(output: GenerationOutput) -> str | None:
+        async def extend(output: GenerationOutput) -> str | None:
             return prompt + output.text if isinstance(prompt, str) else None
 
-        return await self._sample(self._encode_prompt(prompt), max_tokens, stop, extend)
+        return await self._sample(await self._encode_prompt(prompt), max_tokens, stop, extend)
 
-    def _encode_messages(
-        self, messages: Sequence[ChatMessage], tools: Sequence[ChatMessage] | None, variables: Mapping[str, Any] | None
-    ) -> _Prompt:
-        renderer = self.renderer
-        if not renderer.has_template:
+    async def _encode_messages(self, chat: Chat) -> _Prompt:
+        if not self.renderer.has_template:
             raise BadCallError("the model's tokenizer has no chat template; use /v1/completions")
-        try:
-            conversation = list(messages)
-            for response, history in self._find_continued(messages):
-                # The model's messages as they were answered: clients leave out reasoning, which the template may show.
-                restored = [*history, *messages[len(history) :]]
-                if conversation == list(messages):
-                    conversation = restored
-                if self._is_kept(response, restored, tools, variables):
-                    self._require_shown(restored, tools, variables, after=len(history))
-                    earlier, later = history[:-1], restored[len(history) :]
-                    last_token = int(response.output.token_ids[-1])
-                    context = renderer.encode_continuation(earlier, later, last_token, tools=tools, variables=variables)
-                    return _Prompt(response, context, restored)
-            self._require_shown(conversation, tools, variables)
-            text = renderer.render_open(conversation, tools=tools, variables=variables)
-            # Templates open the model's turn in a prompt otherwise than among earlier turns, as with empty thinking.
-            closed = renderer.render(conversation, tools=tools, variables=variables, add_generation_prompt=False)
-            pairs = takewhile(lambda pair: pair[0] == pair[1], zip(text, closed, strict=False))
-            return _Prompt(None, renderer.encode_rendered(text), conversation, text[: len(list(pairs))])
-        except BadCallError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a template may raise anything about an agent's messages
-            raise BadCallError(f"the chat template refuses these messages: {error}") from None
+        self._require_short(count_characters((chat.messages, chat.tools)))
+        responses = self.responses  # a copy is made when responses are discarded
+        prompt = await self._encode(encode_chat, chat, list(_list_turns(responses, len(chat.messages))))
+        history = list(chat.messages)
+        if prompt.restored is not None:
+            earlier = responses[prompt.restored].history
+            assert isinstance(earlier, list)
+            history = [*earlier, *history[len(earlier) :]]
+        parent = None if prompt.parent is None else responses[prompt.parent]
+        return _Prompt(parent, prompt.context, history, prompt.rendered)
 
-    def _require_shown(
-        self,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[ChatMessage] | None,
-        variables: Mapping[str, Any] | None,
-        after: int = 0,
-    ) -> None:
-        """Require that the template shows messages and tools.
-
-        The first `after` messages are not checked. Thoughts may be left out, as templates do in earlier turns.
-        """
-        omissions = find_omissions(self.renderer, messages, tools=tools, variables=variables)
-        omissions = [part for part in omissions if not part.are_thoughts and not 0 < part.number <= after]
-        if omissions:
-            text = f"the chat template leaves out {', '.join(map(str, omissions))}, so the model would not see it"
-            raise BadCallError(f"{text}; give a template that shows it in data.chat_template")
-
-    def _find_continued(self, messages: Sequence[ChatMessage]) -> Iterator[tuple[Response, list[ChatMessage]]]:
-        """Find responses that messages continue, longest and newest first, with histories."""
-        chats = [(response, response.history) for response in reversed(self.responses)]
-        # A message is cut before the call's stop, which the tokens still have, so it is not continued.
-        lists = [
-            (response, history)
-            for response, history in chats
-            if isinstance(history, list) and cut_at_stop(response.output.text, response.stop) == response.output.text
-        ]
-        for response, history in sorted(lists, key=lambda pair: -len(pair[1])):
-            if is_continuation(messages, history):
-                yield response, history
-
-    def _is_kept(
-        self,
-        response: Response,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[ChatMessage] | None,
-        variables: Mapping[str, Any] | None,
-    ) -> bool:
-        """True if the template shows a response's path, behind the same prompt."""
-        # A template may drop earlier thinking, or write the tools before the newest question. The model has to see what
-        # the template writes. A mark in the place of each sampled text shows whether the template kept the text.
-        marked, marks = list(messages), []
-        for step in response.path:
-            assert isinstance(step.history, list)
-            index = len(step.history) - 1
-            marked[index], mark = mark_turn(messages[index])
-            marks.append(mark)
-        try:
-            text = self.renderer.render(marked, tools=tools, variables=variables)
-        except Exception:  # noqa: BLE001 - some templates refuse calls beside a text, so nothing is known of them
-            return True
-        return text.startswith(response.path[0].rendered) and all(mark is None or mark in text for mark in marks)
-
-    def _encode_prompt(self, prompt: str | Sequence[int]) -> _Prompt:
+    async def _encode_prompt(self, prompt: str | Sequence[int]) -> _Prompt:
+        self._require_short(len(prompt))
         if isinstance(prompt, str):
             texts = [(response.history, response) for response in self.responses if isinstance(response.history, str)]
             continued = [(text, response) for text, response in texts if prompt.startswith(text)]
             if not continued:
-                return _Prompt(None, self._encode_text(self.renderer.encode_plain, prompt))
+                return _Prompt(None, await self._encode(encode_text, prompt, None))
             text, response = max(continued, key=lambda pair: len(pair[0]))
             last_token = int(response.output.token_ids[-1])
-            return _Prompt(response, self._encode_text(self.renderer.encode_after, prompt[len(text) :], last_token))
+            return _Prompt(response, await self._encode(encode_text, prompt[len(text) :], last_token))
         tokens = len(self.renderer.tokenizer)
         if any(not 0 <= token < tokens for token in prompt):
             raise BadCallError(f"has token ids outside the model's vocabulary of {tokens} tokens")
@@ -287,8 +217,37 @@ class Conversation:
         path, response = max(begins, key=lambda pair: len(pair[0]))
         return _Prompt(response, list(prompt[len(path) :]))
 
+    async def _encode(self, function: Callable[[PromptRenderer, *Arguments], Answer], *arguments: *Arguments) -> Answer:
+        async with self._encoding:  # one at a time, so that a rollout takes no more than its share of the processes
+            return await self.texts.encode(function, self.renderer, *arguments)
+
+    @property
+    def largest_call(self) -> int:
+        """Most bytes of a call, from the context window."""
+        return CALL_BYTES + TOKEN_BYTES * self.max_length
+
+    def _require_short(self, size: int) -> None:
+        if size > self.largest_call:
+            limit = f"policy.max_total_sequence_length={self.max_length}"
+            raise BadCallError(f"{size} characters are too long for the context window ({limit})")
+
+    def _require_room_for_response(self, parent: Response | None) -> None:
+        """Require that the rollout may have a further response."""
+        config = self.texts.config
+        if self._begun >= config.max_calls:
+            raise BadCallError(f"the rollout has had generation.endpoint.max_calls={config.max_calls} calls")
+        continued = {response.parent for response in self.responses if response.parent is not None}
+        segments = len(self.responses) + len(self._sampling) - len(continued)
+        if (parent is None or parent in continued) and segments >= config.max_segments:
+            limit = f"generation.endpoint.max_segments={config.max_segments}"
+            raise BadCallError(f"the rollout has {limit} conversations; continue one of them")
+
     async def _sample(
-        self, prompt: _Prompt, max_tokens: int | None, stop: Sequence[str], extend: Callable[[GenerationOutput], Any]
+        self,
+        prompt: _Prompt,
+        max_tokens: int | None,
+        stop: Sequence[str],
+        extend: Callable[[GenerationOutput], Awaitable[Any]],
     ) -> Response:
         context = np.array(prompt.context, dtype=np.int32)
         ids = context if prompt.parent is None else np.concatenate([prompt.parent.tokens, context])
@@ -302,9 +261,11 @@ class Conversation:
             raise BadCallError(OVER)
         if len(self._sampling) >= OPEN_CALLS:
             raise TooManyCallsError(f"{OPEN_CALLS} responses of the rollout are being sampled; wait for one of them")
+        self._require_room_for_response(prompt.parent)
+        self._begun += 1
         settings = replace(self.settings, stop_strings=(*self.settings.stop_strings, *stop)) if stop else self.settings
         output = await self._generate(ids, room if max_tokens is None else min(max_tokens, room), settings)
-        response = Response(prompt.parent, context, output, extend(output), prompt.rendered, tuple(stop))
+        response = Response(prompt.parent, context, output, await extend(output), prompt.rendered, tuple(stop))
         self.responses.append(response)
         return response
 
@@ -332,8 +293,23 @@ class Conversation:
         self._failures.pop(ids.tobytes(), None)
         return output
 
-    def _encode_text(self, encode: Callable[..., list[int]], *arguments: Any) -> list[int]:
-        try:
-            return encode(*arguments)
-        except (TypeError, ValueError) as error:  # half a surrogate pair, which JSON allows
-            raise BadCallError(f"the text cannot be tokenized: {error}") from None
+
+def count_characters(value: Any) -> int:
+    """Count the characters of all texts in a JSON value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(str(name)) + count_characters(part) for name, part in value.items())
+    return sum(map(count_characters, value)) if isinstance(value, list | tuple) else 0
+
+
+def _list_turns(responses: Sequence[Response], most_messages: int) -> Iterator[SampledTurn]:
+    """List responses that a call of so many messages may continue, the newest first."""
+    for number, response in reversed(list(enumerate(responses))):
+        history = response.history
+        # A message is cut before the call's stop, which the tokens still have, so it is not continued.
+        is_whole = cut_at_stop(response.output.text, response.stop) == response.output.text
+        if isinstance(history, list) and len(history) < most_messages and is_whole:
+            path = response.path
+            places = tuple(len(step.history) - 1 for step in path if isinstance(step.history, list))
+            yield SampledTurn(number, history, places, path[0].rendered, int(response.output.token_ids[-1]))

@@ -23,6 +23,8 @@ from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.scores import ModelAccess
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.generation.http_access import BODY_BYTES, REQUEST_S, find_refusal
+from megatron_grpo.rollouts.call_prompts import BadCallError
+from megatron_grpo.rollouts.call_texts import CallTexts
 from megatron_grpo.rollouts.chat_protocol import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
@@ -35,15 +37,7 @@ from megatron_grpo.rollouts.chat_protocol import (
     require_valid_chat,
     require_valid_prompt,
 )
-from megatron_grpo.rollouts.conversation import (
-    BadCallError,
-    Conversation,
-    ReadMessage,
-    Response,
-    TooManyCallsError,
-    read_plain_message,
-)
-from megatron_grpo.rollouts.output_parser import OutputParser
+from megatron_grpo.rollouts.conversation import Conversation, Response, TooManyCallsError
 from megatron_grpo.rollouts.responses_protocol import iterate_events, make_response, read_messages, read_tools
 
 IDLE_CONNECTIONS = 512  # without a request; beyond it, the oldest are closed
@@ -57,8 +51,8 @@ class EndpointSettings:
     port: int  # 0: any free port
     token: str | None = field(repr=False)  # bearer token; None: not required, because only this machine has access
     tokenizer: Any = field(repr=False)  # folder with the tokenizer, or the tokenizer that a script passed
-    tool_parser: str | None = None  # vLLM's parser of tool calls; None: calls stay in the text
-    reasoning_parser: str | None = None  # vLLM's parser of reasoning; None: reasoning stays in the text
+    config: EndpointConfig = field(default_factory=EndpointConfig)
+    limited: bool = False  # texts are read in processes of their own, with the limits of `config`
 
 
 def make_endpoint_settings(config: EndpointConfig, tokenizer: Any) -> EndpointSettings | None:
@@ -70,8 +64,8 @@ def make_endpoint_settings(config: EndpointConfig, tokenizer: Any) -> EndpointSe
         port=config.port,
         token=read_token(),
         tokenizer=tokenizer,
-        tool_parser=config.tool_parser,
-        reasoning_parser=config.reasoning_parser,
+        config=config,
+        limited=True,
     )
 
 
@@ -93,7 +87,7 @@ class Endpoint:
     def __init__(self, settings: EndpointSettings) -> None:
         self._settings = settings
         self._open: dict[str, _OpenRollout] = {}
-        self._parser: OutputParser | None = None
+        self.texts = CallTexts(settings.config)
         self.tokenizer: Any = None  # from transformers; set by `start`, like the port
         self.port = 0
         self._renderers: dict[str, PromptRenderer] = {}  # by task
@@ -105,9 +99,7 @@ class Endpoint:
         """Load the tokenizer and listen; SamplingError if the address is unusable."""
         tokenizer = self._settings.tokenizer
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-        parsers = self._settings.tool_parser, self._settings.reasoning_parser
-        if any(parsers):
-            self._parser = await asyncio.to_thread(OutputParser, self.tokenizer, *parsers)
+        await self.texts.start(tokenizer, limited=self._settings.limited)
         app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._check_access])
         for base in ("/v1", "/rollouts/{rollout}/v1"):
             app.router.add_get(f"{base}/models", self._list_models)
@@ -185,7 +177,9 @@ class Endpoint:
         if rollout is None:
             return _make_error(404, "no open rollout has this name; use the base URL that the agent was given")
         try:
-            responses, body, events = await answer(await _read_json(request), rollout)
+            responses, body, events = await answer(
+                await _read_json(request, rollout.conversation.largest_call), rollout
+            )
         except web.HTTPException:
             raise
         except TooManyCallsError as error:
@@ -247,14 +241,12 @@ class Endpoint:
     ) -> list[Response]:
         effort = call.get("reasoning_effort")
         variables = {**({"reasoning_effort": effort} if effort else {}), **(call.get("chat_template_kwargs") or {})}
-        read: ReadMessage = read_plain_message
-        if self._parser is not None:
-            prompts = conversation.renderer.format
-            known_tools = prompts.tools if tools is None else tools
-            is_called = call.get("tool_choice") != "none"
-            read = self._parser.prepare(
-                known_tools if is_called else None, {**prompts.chat_template_kwargs, **variables}
-            )
+        prompts = conversation.renderer.format
+        known_tools = prompts.tools if tools is None else tools
+        is_called = call.get("tool_choice") != "none"
+        read = await self.texts.prepare(
+            known_tools if is_called else None, {**prompts.chat_template_kwargs, **variables}
+        )
         chat = partial(conversation.chat, messages, tools, options.max_tokens, variables, stop=options.stop, read=read)
         return await _sample_together(conversation, chat, options.choices)
 
@@ -300,7 +292,7 @@ async def _send_events(request: web.Request, events: list[str]) -> web.StreamRes
     return stream
 
 
-async def _read_json(request: web.Request) -> Any:
+async def _read_json(request: web.Request, most_bytes: int) -> Any:
     try:
         async with asyncio.timeout(REQUEST_S):
             body = await request.read()
@@ -308,6 +300,8 @@ async def _read_json(request: web.Request) -> Any:
         raise web.HTTPRequestTimeout from None
     except web.RequestPayloadError as error:
         raise BadCallError(f"the request cannot be read: {error}") from None
+    if len(body) > most_bytes:
+        raise BadCallError(f"the request has {len(body)} bytes; with this context window it may have {most_bytes}")
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:  # also for other bytes than UTF-8

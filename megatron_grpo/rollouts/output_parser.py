@@ -6,10 +6,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.batch.generation_requests import GenerationOutput
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.chat_messages import ChatMessage
-from megatron_grpo.rollouts.conversation import BadCallError, ReadMessage, read_plain_message
+from megatron_grpo.rollouts.call_prompts import BadCallError
 
 _HARMONY = {"openai", "openai_gptoss"}  # parsers of gpt-oss, which vLLM replaces by one that reads its channels
 
@@ -17,7 +19,7 @@ _HARMONY = {"openai", "openai_gptoss"}  # parsers of gpt-oss, which vLLM replace
 class OutputParser:
     """Makes messages of responses.
 
-    Made once in a rollout worker: vLLM takes seconds to import.
+    Made once: vLLM takes seconds to import.
     """
 
     def __init__(self, tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None) -> None:
@@ -43,29 +45,38 @@ class OutputParser:
             text = f"generation.endpoint: {keys} do not fit the model's tokenizer: {error}"
             raise SamplingError(f"{text}; give the model's, by their names in vllm serve") from error
 
-    def prepare(self, tools: Sequence[ChatMessage] | None, variables: Mapping[str, Any]) -> ReadMessage:
-        """Prepare to read a call's responses; BadCallError about malformed tools."""
+    def check_tools(self, tools: Sequence[ChatMessage] | None, variables: Mapping[str, Any]) -> None:
+        """Raise BadCallError about malformed tools."""
         try:
-            request, _ = self._make_reader(tools or [], variables)
+            self._make_reader(tools or [], variables)
         except ValueError as error:  # pydantic's
             raise BadCallError(f"tools: {error}") from None
 
-        def read(output: GenerationOutput, text: str, number: int) -> dict[str, Any]:
-            _, parser = self._make_reader(tools or [], variables)  # parsers have the state of one response
-            try:
-                token_ids = output.token_ids.tolist()
-                parsed = parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=token_ids)
-                reasoning, content, calls = parsed
-            except Exception:  # noqa: BLE001 - parsers raise anything about malformed responses
-                return read_plain_message(output, text, number)
-            return _make_message(reasoning, content, calls or [], text, number)
-
-        return read
+    def read(
+        self,
+        tools: Sequence[ChatMessage] | None,
+        variables: Mapping[str, Any],
+        token_ids: NDArray[np.int32],
+        text: str,
+        number: int,
+    ) -> dict[str, Any]:
+        """Read the message of a conversation's response; malformed ones are plain texts."""
+        request, parser = self._make_reader(tools or [], variables)  # parsers have the state of one response
+        try:
+            parsed = parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=token_ids.tolist())
+            reasoning, content, calls = parsed
+        except Exception:  # noqa: BLE001 - parsers raise anything about malformed responses
+            return read_plain_message(text)
+        return _make_message(reasoning, content, calls or [], text, number)
 
     def _make_reader(self, tools: Sequence[ChatMessage], variables: Mapping[str, Any]) -> tuple[Any, Any]:
         definitions = [dict(tool) for tool in tools] or None
         request = self._request_class(messages=[{"role": "user", "content": "."}], model="", tools=definitions)
         return request, self._parser_class(self._tokenizer, request.tools, chat_template_kwargs=dict(variables))
+
+
+def read_plain_message(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
 
 
 def _make_message(

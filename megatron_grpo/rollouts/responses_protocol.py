@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.data.chat_messages import ChatMessage, join_content
+from megatron_grpo.rollouts.call_prompts import BadCallError
 from megatron_grpo.rollouts.chat_protocol import MODEL, count_usage
-from megatron_grpo.rollouts.conversation import BadCallError, Response
+from megatron_grpo.rollouts.conversation import Response
 
 
 def read_messages(call: dict[str, Any], earlier: Mapping[str, Sequence[ChatMessage]]) -> list[dict[str, Any]]:

@@ -225,7 +225,7 @@ class GroupRollout:
         assert self.endpoint is not None
         renderer = self.endpoint.get_renderer(datum["task_name"], self.environment.prompts)
         seed, length = partial(self._compute_seed, sample), settings.max_total_sequence_length
-        conversation = Conversation(engine, settings.sampling, renderer, seed, length)
+        conversation = Conversation(engine, settings.sampling, renderer, seed, length, self.endpoint.texts)
         with self.endpoint.open_rollout(conversation) as access:
             try:
                 state = await self.environment.act(datum["prompt"], datum["extra_env_info"], access)

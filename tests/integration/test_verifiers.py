@@ -69,16 +69,16 @@ class Engine:
 class Calls:
     """A parser: "double 3" calls the tool."""
 
-    def prepare(self, tools: Any, variables: Any) -> Any:
-        def read(output: GenerationOutput, text: str, number: int) -> dict[str, Any]:
-            if (match := re.fullmatch(r"double (\d+)", text)) is None:
-                return {"role": "assistant", "content": text}
-            assert [tool["function"]["name"] for tool in tools] == ["double"]
-            function = {"name": "double", "arguments": json.dumps({"n": int(match[1])})}
-            call = {"id": "call0", "type": "function", "function": function}
-            return {"role": "assistant", "content": "", "tool_calls": [call]}
+    def check_tools(self, tools: Any, variables: Any) -> None:
+        pass
 
-        return read
+    def read(self, tools: Any, variables: Any, token_ids: Any, text: str, number: int) -> dict[str, Any]:
+        if (match := re.fullmatch(r"double (\d+)", text)) is None:
+            return {"role": "assistant", "content": text}
+        assert [tool["function"]["name"] for tool in tools] == ["double"]
+        function = {"name": "double", "arguments": json.dumps({"n": int(match[1])})}
+        call = {"id": "call0", "type": "function", "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def open_environment(python: str, name: str, **options: Any) -> Any:
@@ -96,7 +96,7 @@ def play(
     async def run() -> Any:
         endpoint = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token="secret", tokenizer=tokenizer))
         await endpoint.start()
-        endpoint._parser = cast("Any", Calls())
+        endpoint.texts.reader.parser = cast("Any", Calls())
         renderer = endpoint.get_renderer("task", PromptFormat())
         sampling = SamplingSettings(max_new_tokens=40, temperature=0.5)
         conversation = Conversation(cast("Any", engine), sampling, renderer, lambda turn: turn, 1000)

@@ -25,7 +25,8 @@ from megatron_grpo.data.supervised_rows import (
     supervised_data_processor,
 )
 from megatron_grpo.environments.reward_model import RewardModel
-from megatron_grpo.rollouts.conversation import BadCallError, Conversation
+from megatron_grpo.rollouts.call_prompts import BadCallError
+from megatron_grpo.rollouts.conversation import Conversation
 from megatron_grpo.rollouts.responses_protocol import read_messages
 from tests.support.released.layout import Layout
 from tests.support.released.table import ADD, BY_NAME

@@ -21,8 +21,10 @@ from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ScoreOrError
+from megatron_grpo.rollouts.call_prompts import BadCallError
+from megatron_grpo.rollouts.call_texts import CallTexts
 from megatron_grpo.rollouts.clock import RolloutClock
-from megatron_grpo.rollouts.conversation import BadCallError, Conversation
+from megatron_grpo.rollouts.conversation import Conversation
 from megatron_grpo.rollouts.failures import RolloutFailure
 from megatron_grpo.rollouts.partitions import concatenate_trajectories
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings, compute_sample_seed
@@ -54,6 +56,7 @@ class Host:
 
     def __init__(self, tokens: int = 1000) -> None:
         self._tokens = Tokens(tokens)
+        self.texts = CallTexts()
 
     def get_renderer(self, task: str, prompts: PromptFormat) -> PromptRenderer:
         return PromptRenderer(self._tokens, prompts)

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
-from megatron_grpo.rollouts.conversation import BadCallError, Conversation, TooManyCallsError
+from megatron_grpo.rollouts.call_prompts import BadCallError
+from megatron_grpo.rollouts.conversation import Conversation, TooManyCallsError
 
 TEMPLATE = (
     "{% for message in messages %}<start>{{ message['role'] }}:{{ message['content'] }}<end>{% endfor %}"

@@ -130,19 +130,17 @@ def test_a_stop_of_the_call_ends_the_text(model: str) -> None:
 class Calls:
     """A parser: the model calls `add` unless a tool has answered; its first letter is what it thinks."""
 
-    def prepare(self, tools: Any, variables: Any) -> Any:
+    def check_tools(self, tools: Any, variables: Any) -> None:
         assert tools == [{"type": "function", "function": ADD}]
         assert variables == {"reasoning_effort": "low"}
 
-        def read(output: GenerationOutput, text: str, number: int) -> dict[str, Any]:
-            message = {"role": "assistant", "content": text[1:], "reasoning_content": text[0], "reasoning": text[0]}
-            if number:
-                return message
-            function = {"name": "add", "arguments": '{"a": 1}'}
-            calls = [{"id": f"call{index}", "type": "function", "function": function} for index in range(2)]
-            return {**message, "content": None, "tool_calls": calls}
-
-        return read
+    def read(self, tools: Any, variables: Any, token_ids: Any, text: str, number: int) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text[1:], "reasoning_content": text[0], "reasoning": text[0]}
+        if number:
+            return message
+        function = {"name": "add", "arguments": '{"a": 1}'}
+        calls = [{"id": f"call{index}", "type": "function", "function": function} for index in range(2)]
+        return {**message, "content": None, "tool_calls": calls}
 
 
 ADD: Any = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -150,7 +148,7 @@ ADD: Any = {"name": "add", "parameters": {"type": "object", "properties": {"a": 
 
 def calling(agent: Ask) -> Ask:
     async def ask_with_parser(client: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
-        endpoint._parser = cast("Any", Calls())
+        endpoint.texts.reader.parser = cast("Any", Calls())
         return await agent(client, access, endpoint)
 
     return ask_with_parser

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_grpo.batch.generation_requests import GenerationOutput
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.tokenizer import load_tokenizer
-from megatron_grpo.rollouts.conversation import BadCallError
+from megatron_grpo.rollouts.call_prompts import BadCallError
 from megatron_grpo.rollouts.output_parser import OutputParser
 from tests.support.released.table import ADD, BY_NAME
 
@@ -23,8 +22,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def read(tokenizer: Any, text: str, tools: list[Any] | None, reasoning: str | None = "qwen3") -> dict[str, Any]:
     ids = np.array(tokenizer.encode(text), dtype=np.int32)
-    output = GenerationOutput(token_ids=ids, logprobs=ids * 0.0, text=text, stop_reason="stop", spans=[])
-    return OutputParser(tokenizer, "hermes", reasoning).prepare(tools, {})(output, text, 7)
+    return OutputParser(tokenizer, "hermes", reasoning).read(tools, {}, ids, text, 7)
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -49,4 +47,4 @@ def test_parsers_and_tools_that_do_not_fit_are_told(tokenizer: Any) -> None:
     with pytest.raises(SamplingError, match="tool_parser=mistral and reasoning_parser=None do not fit"):
         OutputParser(tokenizer, "mistral", None)
     with pytest.raises(BadCallError, match="tools: "):
-        OutputParser(tokenizer, "hermes", None).prepare([{"type": "function"}], {})
+        OutputParser(tokenizer, "hermes", None).check_tools([{"type": "function"}], {})

@@ -1,0 +1,143 @@
+"""Runs templates, tokenizers and parsers on the texts of agents and models, with limits of time and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar, TypeVarTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_grpo.batch.generation_requests import GenerationOutput
+from megatron_grpo.cluster.limited_calls import LimitedCalls, LimitError
+from megatron_grpo.config.generation_schema import EndpointConfig
+from megatron_grpo.data.chat_messages import ChatMessage
+from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
+from megatron_grpo.data.tokenizer import load_tokenizer
+from megatron_grpo.rollouts.call_prompts import BadCallError
+from megatron_grpo.rollouts.output_parser import OutputParser, read_plain_message
+
+Arguments = TypeVarTuple("Arguments")
+Answer = TypeVar("Answer")
+
+ReadMessage = Callable[[GenerationOutput, str, int], Awaitable[dict[str, Any]]]
+"""From a response, its text before a stop of the call, and its number, to the message that the agent gets."""
+
+PROCESSES = 4  # most texts that a rollout worker reads at the same time
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class TextReader:
+    """Tokenizer, parser and renderers, which calls need."""
+
+    tokenizer: Any = None
+    parser: OutputParser | None = None
+    _renderers: dict[str, PromptRenderer] = field(default_factory=dict)
+
+    def encode(self, function: Callable[..., Answer], prompts: PromptFormat, arguments: tuple[Any, ...]) -> Answer:
+        """Call a function of `call_prompts.py` with the renderer of a task."""
+        renderer = self._renderers.setdefault(repr(prompts), PromptRenderer(self.tokenizer, prompts))
+        return function(renderer, *arguments)
+
+    def check_tools(self, tools: Sequence[ChatMessage] | None, variables: Mapping[str, Any]) -> None:
+        """Raise BadCallError about malformed tools."""
+        if self.parser is not None:
+            self.parser.check_tools(tools, variables)
+
+    def read(
+        self,
+        tools: Sequence[ChatMessage] | None,
+        variables: Mapping[str, Any],
+        token_ids: NDArray[np.int32],
+        text: str,
+        number: int,
+    ) -> dict[str, Any]:
+        """Read a response's message."""
+        if self.parser is None:
+            return read_plain_message(text)
+        return self.parser.read(tools, variables, token_ids, text, number)
+
+
+def make_reader(tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None) -> TextReader:
+    """Make a reader; SamplingError if the parsers do not fit the tokenizer."""
+    tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+    parsers = tool_parser, reasoning_parser
+    return TextReader(tokenizer, OutputParser(tokenizer, *parsers) if any(parsers) else None)
+
+
+class CallTexts:
+    """Reads the texts of calls; without `start` in this process, without limits.
+
+    Every text goes through the processes, however short: no simple rule tells which are harmless, because vLLM's
+    parsers are cubic on repeated marks of calls, and templates are programs.
+    """
+
+    def __init__(self, config: EndpointConfig | None = None) -> None:
+        self.config = config or EndpointConfig()
+        self.reader = TextReader()
+        self._calls: LimitedCalls | None = None
+
+    async def start(self, tokenizer: Any, *, limited: bool) -> None:
+        """Load parsers, in processes if `limited`; SamplingError if they do not fit."""
+        config = self.config
+        make = partial(make_reader, tokenizer, config.tool_parser, config.reasoning_parser)
+        if limited:
+            limits = {"cpu_s": config.text_cpu_s, "memory_mib": config.text_memory_mib, "processes": PROCESSES}
+            self._calls = await asyncio.to_thread(partial(LimitedCalls, make, **limits))
+        else:
+            self.reader = await asyncio.to_thread(make)
+
+    async def encode(
+        self,
+        function: Callable[[PromptRenderer, *Arguments], Answer],
+        renderer: PromptRenderer,
+        *arguments: *Arguments,
+    ) -> Answer:
+        """Call a function of `call_prompts.py`; BadCallError beyond a limit."""
+        if self._calls is None:
+            return function(renderer, *arguments)
+        try:
+            return await self._calls.run(TextReader.encode, function, renderer.format, arguments)
+        except LimitError as error:
+            raise BadCallError(f"rendering the call {error} ({self._keys})") from None
+
+    async def prepare(self, tools: Sequence[ChatMessage] | None, variables: Mapping[str, Any]) -> ReadMessage:
+        """Prepare to read a call's responses; BadCallError about malformed tools."""
+        if not self.has_parser:
+            return self.read_plain
+        await self._run(TextReader.check_tools, tools, variables)
+
+        async def read(output: GenerationOutput, text: str, number: int) -> dict[str, Any]:
+            try:
+                return await self._run(TextReader.read, tools, variables, output.token_ids, text, number)
+            except LimitError as error:
+                # The model's own text, so it counts as one with malformed calls.
+                logger.warning("reading the calls of a response of %d characters %s (%s)", len(text), error, self._keys)
+                return read_plain_message(text)
+
+        return read
+
+    @property
+    def has_parser(self) -> bool:
+        return self.reader.parser is not None or bool(self.config.tool_parser or self.config.reasoning_parser)
+
+    @staticmethod
+    async def read_plain(_: GenerationOutput, text: str, number: int) -> dict[str, Any]:
+        return read_plain_message(text)
+
+    async def _run(self, method: Callable[[TextReader, *Arguments], Answer], *arguments: *Arguments) -> Answer:
+        return method(self.reader, *arguments) if self._calls is None else await self._calls.run(method, *arguments)
+
+    @property
+    def _keys(self) -> str:
+        return "generation.endpoint.text_cpu_s and text_memory_mib"
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._calls is not None:
+            self._calls.close()
