@@ -93,7 +93,9 @@ def _log_remarks(run: SamplingRun, step: int, report: StepReport) -> None:
     faulty = [outcome for outcome in report.sampled if outcome.fault is not None]
     if faulty:
         reasons = describe_failures(faulty, lambda outcome: outcome.fault)
-        run.logger.note(f"step {step}: {len(faulty)} of {len(report.sampled)} responses failed by their own text: {reasons}")
+        run.logger.note(
+            f"step {step}: {len(faulty)} of {len(report.sampled)} responses failed by their own text: {reasons}"
+        )
     errors = sum(outcome.reward_errors for outcome in report.sampled)
     if errors:
         run.logger.note_once(

@@ -130,7 +130,9 @@ class EnvironmentWorker:
         scores = self._environment.score(requests)
         name, count = f"{type(self._environment).__name__}.score", len(requests)
         if not isinstance(scores, Sequence) or isinstance(scores, str):
-            raise InvalidScoresError(f"{name} returned {type(scores).__name__} for {count} responses, not a list of scores")
+            raise InvalidScoresError(
+                f"{name} returned {type(scores).__name__} for {count} responses, not a list of scores"
+            )
         if len(scores) != count:
             raise InvalidScoresError(f"{name} returned {len(scores)} scores for {count} responses")
         for score in scores:
@@ -174,11 +176,11 @@ class EnvironmentWorker:
 
 def is_outside(error: BaseException) -> bool:
     """True if an error says that a server failed, not the text that was read."""
-    # Clients such as httpx and openai raise errors of their own, whose cause is the connection's.
+    # Clients such as httpx and openai raise errors of their own while they handle the connection's, and may hide it.
     causes: list[BaseException] = []
     while error not in causes:
         if isinstance(error, RunError | ConnectionError | TimeoutError) and not isinstance(error, _OF_SCORING):
             return True
         causes.append(error)
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__) or error
+        error = error.__cause__ or error.__context__ or error
     return False
