@@ -181,13 +181,14 @@ class GroupRollout:
 
     async def _judge_failures(self, sample: int, failures: Sequence[RolloutFailure]) -> Trajectory:
         """Make the trajectory of a sample that failed in every attempt."""
-        first, last = failures[0], failures[-1]
-        if isinstance(first, ResponseFailure) and isinstance(last, ResponseFailure) and last.trajectory is not None:
-            if await self.environment.works_for_others(first):
-                last.trajectory.fault = str(last)
-                return last.trajectory
+        faults = [failure for failure in failures if isinstance(failure, ResponseFailure)]
+        trajectory = faults[-1].trajectory if faults else None
+        is_fault = len(faults) == len(failures) and await self.environment.works_for_others(faults[0])
+        if trajectory is not None and is_fault:
+            trajectory.fault = str(faults[-1])
+            return trajectory
         trajectory = self._make_trajectory(sample, [Segment([self._prompt_ids], [])], "stop")
-        mark_failed(trajectory, str(last))
+        mark_failed(trajectory, str(failures[-1]))
         return trajectory
 
     async def _attempt(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:

@@ -1,4 +1,4 @@
-"""Whose fault a failure is: a response that breaks what reads it has the worst reward, what a server breaks has none."""
+"""Whose fault a failure is: a response that breaks what reads it stays in the loss, what a server breaks does not."""
 
 from __future__ import annotations
 
