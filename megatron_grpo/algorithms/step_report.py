@@ -51,6 +51,7 @@ def compute_sampling_metrics(config: Config, samples: StepSamples) -> dict[str, 
         # This one and filtered_reward cover only rollouts that are trained on; a single sample never has a signal.
         **({"groups_without_signal": float((~samples.scores.differs).float().mean())} if generations > 1 else {}),
         "failed_rollouts": float(sum(outcome.failure is not None for outcome in sampled)),
+        **rollout_metrics.count_faults(sampled),
         **samples.metrics,
     }
     if config.training_loop.use_dynamic_sampling:
@@ -88,6 +89,12 @@ def _log_remarks(run: SamplingRun, step: int, report: StepReport) -> None:
     if failed:
         run.logger.note(
             f"step {step}: {len(failed)} of {len(report.sampled)} rollouts failed: {describe_failures(failed)}"
+        )
+    faulty = [outcome for outcome in report.sampled if outcome.fault is not None]
+    if faulty:
+        reasons = describe_failures(faulty, lambda outcome: outcome.fault)
+        run.logger.note(
+            f"step {step}: {len(faulty)} of {len(report.sampled)} responses failed by their own text: {reasons}"
         )
     errors = sum(outcome.reward_errors for outcome in report.sampled)
     if errors:

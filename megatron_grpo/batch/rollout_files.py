@@ -118,6 +118,7 @@ def _make_schema() -> pa.Schema:
             "notes": pa.map_(pa.string(), pa.string()),
             "correct": pa.bool_(),
             "loss_multiplier": pa.float64(),
+            "fault": pa.string(),
             "failure": pa.string(),
             "task_name": pa.string(),
         }

@@ -60,6 +60,7 @@ class Outcome:
     """Further metrics of the rollout: env/NAME and suspect/NAME from the environment, and the run's own."""
     correct: bool | None = False  # None: the environment cannot say
     loss_multiplier: float = 1.0  # weight of the rollout in the loss, from 0 (it is left out) to 1
+    fault: str | None = None  # reason why the response's own text failed; it stays in the loss, as a worst response
     failure: str | None = None  # reason why the rollout failed, on its second attempt too; None: it did not fail
     task_name: str = ""  # the environment that answered and scored the rollout
     tokens: int  # of the whole sequence, prompt and responses; of all segments, if there are several

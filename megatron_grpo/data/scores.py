@@ -65,6 +65,8 @@ class EnvironmentReturn:
     """Whether the response is correct; None: the environment cannot say."""
     parts: dict[str, float] = field(default_factory=dict)
     """Reward of each reward function that gave one, unweighted, when the reward is the sum of several."""
+    fault: str | None = None
+    """Reason why the response itself could not be scored, such as a judge that refuses it; the reward is then 0."""
     errors: int = 0
     """Number of reward functions that failed for the response, and count as if they had given no reward."""
     retries: int = 0
@@ -102,6 +104,13 @@ class Turn:
     observation: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """The observation from an environment that tokenizes it itself: [tokens], int32. It is appended to the sequence
     unchanged, and never trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFault:
+    """Answer of an environment whose code failed over a response, and no server did."""
+
+    reason: str
 
 
 ScoreOrError = EnvironmentReturn | str

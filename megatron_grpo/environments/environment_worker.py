@@ -19,10 +19,19 @@ from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.prompt_renderer import PromptRenderer
-from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, ScoreOrError, Turn, is_reward
+from megatron_grpo.data.scores import (
+    EnvironmentRequest,
+    EnvironmentReturn,
+    ModelAccess,
+    ResponseFault,
+    ScoreOrError,
+    Turn,
+    is_reward,
+)
 from megatron_grpo.environments.interface import STARTUP_S, EnvironmentSettings, EnvironmentStatus
 from megatron_grpo.environments.process_guard import guard_children
 from megatron_grpo.environments.registry import create_environment
+from megatron_grpo.environments.reward_functions import RewardError
 from megatron_grpo.environments.reward_model import RewardModelClient
 from megatron_grpo.environments.user_functions import find_place
 
@@ -31,6 +40,13 @@ Value = TypeVar("Value")
 # Deadline in seconds for loading a reward model, shorter than that of the process that waits for it, so that the error
 # names the model.
 REWARD_MODEL_STARTUP_S = STARTUP_S - 100.0
+
+
+class InvalidScoresError(RunError):
+    """An environment returned something else than a score per response."""
+
+
+_OF_SCORING = (RewardError, InvalidScoresError)  # a text may have caused them, or the cause of the first
 
 
 class EnvironmentWorker:
@@ -82,9 +98,9 @@ class EnvironmentWorker:
         """Return a rollout's first state, pickled, or an error message."""
         return self._catch_errors(lambda: cloudpickle.dumps(self._environment.reset(prompt, extra_env_info)))
 
-    def step(self, state: bytes, response: str, last_token: int) -> Turn | str:
+    def step(self, state: bytes, response: str, last_token: int) -> Turn | ResponseFault | str:
         """Answer a response that ends with `last_token`; the observation is tokens."""
-        return self._catch_errors(partial(self._make_turn, state, response, last_token))
+        return self._catch_faults(partial(self._make_turn, state, response, last_token))
 
     def _make_turn(self, state: bytes, response: str, last_token: int) -> Turn:
         turn = self._environment.step(cloudpickle.loads(state), response)
@@ -103,32 +119,35 @@ class EnvironmentWorker:
 
     def act(
         self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess
-    ) -> bytes | str:
+    ) -> bytes | ResponseFault | str:
         """Run the agent; returns the rollout's state as `reset` does."""
-        return self._catch_errors(lambda: cloudpickle.dumps(self._environment.act(prompt, extra_env_info, access)))
+        return self._catch_faults(lambda: cloudpickle.dumps(self._environment.act(prompt, extra_env_info, access)))
 
-    def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError] | str:
+    def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError] | ResponseFault | str:
         """Score a prompt's samples together, or return an error message."""
-        return self._catch_errors(partial(self._score, requests))
+        return self._catch_faults(partial(self._score, requests))
 
     def _score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
         requests = [replace(request, state=request.state and cloudpickle.loads(request.state)) for request in requests]
         scores = self._environment.score(requests)
         name, count = f"{type(self._environment).__name__}.score", len(requests)
         if not isinstance(scores, Sequence) or isinstance(scores, str):
-            raise RunError(f"{name} returned {type(scores).__name__} for {count} responses, not a list of scores")
+            raise InvalidScoresError(
+                f"{name} returned {type(scores).__name__} for {count} responses, not a list of scores"
+            )
         if len(scores) != count:
-            raise RunError(f"{name} returned {len(scores)} scores for {count} responses")
+            raise InvalidScoresError(f"{name} returned {len(scores)} scores for {count} responses")
         for score in scores:
             if not isinstance(score, EnvironmentReturn | str):
-                raise RunError(f"{name} returned {type(score).__name__}, not EnvironmentReturn; {count} are expected")
+                text = f"{name} returned {type(score).__name__}, not EnvironmentReturn; {count} are expected"
+                raise InvalidScoresError(text)
         texts = f"environment {self._name}: "
         return [texts + score if isinstance(score, str) else self._convert_score(name, score) for score in scores]
 
     def _convert_score(self, name: str, score: EnvironmentReturn) -> EnvironmentReturn:
         reward = None if score.reward is None else float(score.reward)
         if not all(map(is_reward, [*score.parts.values(), *([] if reward is None else [reward])])):
-            raise RunError(f"{name} returned the reward {reward}; None says that a response has no reward")
+            raise InvalidScoresError(f"{name} returned the reward {reward}; None says that a response has no reward")
         return replace(  # with Python's types: files refuse those of NumPy and torch
             score,
             reward=reward,
@@ -141,7 +160,29 @@ class EnvironmentWorker:
     def _catch_errors(self, call: Callable[[], Value]) -> Value | str:
         try:
             return call()
-        except RunError as error:
-            return f"environment {self._name}: {error}"
         except Exception as error:  # noqa: BLE001 - a user's environment may raise anything; the rollout fails with this message
-            return f"environment {self._name}: {type(error).__name__}: {error} ({find_place(error, self._environment)})"
+            return self._describe(error)
+
+    def _catch_faults(self, call: Callable[[], Value]) -> Value | ResponseFault | str:
+        """Catch errors of code that reads a response; a text if a server failed."""
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 - as above
+            return self._describe(error) if is_outside(error) else ResponseFault(self._describe(error))
+
+    def _describe(self, error: Exception) -> str:
+        if isinstance(error, RunError):
+            return f"environment {self._name}: {error}"
+        return f"environment {self._name}: {type(error).__name__}: {error} ({find_place(error, self._environment)})"
+
+
+def is_outside(error: BaseException) -> bool:
+    """True if an error says that a server failed, not the text that was read."""
+    # Clients such as httpx and openai raise errors of their own while they handle the connection's, and may hide it.
+    causes: list[BaseException] = []
+    while error not in causes:
+        if isinstance(error, RunError | ConnectionError | TimeoutError) and not isinstance(error, _OF_SCORING):
+            return True
+        causes.append(error)
+        error = error.__cause__ or error.__context__ or error
+    return False

@@ -18,7 +18,7 @@ from megatron_grpo.config.secret_values import read_secret
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.data.chat_messages import join_content, parse_arguments
 from megatron_grpo.data.processors import REFERENCE
-from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ScoreOrError
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ResponseFault, ScoreOrError
 from megatron_grpo.environments.interface import Environment
 
 QUESTION = """Judge the response to a task. The task:
@@ -34,13 +34,19 @@ Explain briefly, then end with a line "Score: N", N from {lowest} (useless) to {
 _MAX_REPLY_BYTES = 2**20
 _MAX_ERROR_CHARACTERS = 300
 _TRANSIENT_STATUSES = (408, 425, 429, 500, 502, 503, 504)
+_REFUSALS = (400, 413, 422)  # of a content filter, or because the response is too long for the judge
+
+
+class _RefusedError(RunError):
+    """The judge's endpoint refuses this request."""
 
 
 @dataclass(eq=False)
 class JudgeEnvironment(Environment):
     """Reward from 0 to 1 from another model's score.
 
-    The score is the last line "Score: N" of an answer that the judge itself ended; otherwise there is no reward.
+    The score is the last line "Score: N" of an answer that the judge itself ended. A response that gets none, or that
+    the judge refuses, has reward 0, once the judge has scored another: it chose its words. Until then it has no reward.
     """
 
     model: str
@@ -70,6 +76,7 @@ class JudgeEnvironment(Environment):
     def __post_init__(self) -> None:
         if self.highest <= self.lowest:
             raise ValueError(f"options.highest={self.highest:g} must be above options.lowest={self.lowest:g}")
+        self._has_scored = False  # the judge has given a score
         self._headers = {"Content-Type": "application/json"}
         if self.api_key_variable is not None:
             key = read_secret(self.api_key_variable, "options.api_key_variable")
@@ -83,24 +90,34 @@ class JudgeEnvironment(Environment):
 
     def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
         """Ask the judge, concurrently; RunError if it answers for no response."""
-        scores = asyncio.run(self._score(requests))
+        scores = [self._convert(score) for score in asyncio.run(self._score(requests))]
         if all(isinstance(score, str) for score in scores):
             raise RunError(str(scores[0]))
         return scores
 
-    async def _score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
+    def _convert(self, score: ScoreOrError | ResponseFault) -> ScoreOrError:
+        if isinstance(score, EnvironmentReturn) and score.reward is None and self._has_scored:
+            score = ResponseFault("the judge gave this response no score")
+        if not isinstance(score, ResponseFault):
+            return score
+        return EnvironmentReturn(reward=0.0, correct=None, fault=score.reason) if self._has_scored else score.reason
+
+    async def _score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError | ResponseFault]:
         at_once = asyncio.Semaphore(self.requests_at_once)
 
-        async def score_response(request: EnvironmentRequest) -> ScoreOrError:
+        async def score_response(request: EnvironmentRequest) -> ScoreOrError | ResponseFault:
             try:
                 async with at_once:
                     answer = await self._ask(session, self._write_question(request))
+            except _RefusedError as error:
+                return ResponseFault(str(error))
             except RunError as error:
                 return str(error)
             match = self._last_line.fullmatch(answer.rstrip().rpartition("\n")[2])
             score = float(match[1]) if match else None
             if score is None or not self.lowest <= score <= self.highest:
                 return EnvironmentReturn(reward=None, correct=None)
+            self._has_scored = True
             reward = (score - self.lowest) / (self.highest - self.lowest)
             correct = None if self.correct_from is None else reward >= self.correct_from
             return EnvironmentReturn(reward=reward, correct=correct)
@@ -128,7 +145,7 @@ class JudgeEnvironment(Environment):
         """Return the judge's answer; "" if malformed or cut off."""
         messages = [{"role": "user", "content": question}]
         body = {"model": self.model, "messages": messages, "max_tokens": self.max_tokens, "temperature": 0.0}
-        reason, tries = "", 0
+        reason, tries, error = "", 0, RunError
         for tries in range(1, self.attempts + 1):
             if tries > 1:
                 await asyncio.sleep(min(2.0**tries / 8, 10.0))
@@ -145,12 +162,13 @@ class JudgeEnvironment(Environment):
                     else:  # the body says why, for instance that the judge's context is too short
                         reason += _format_error(await _read_reply(reply.content))
                     if reply.status not in _TRANSIENT_STATUSES:
+                        error = _RefusedError if reply.status in _REFUSALS else RunError
                         break
             except TimeoutError:
                 reason = f"no whole answer within options.request_timeout_s={self.request_timeout_s:g} s"
-            except (OSError, aiohttp.ClientError) as error:
-                reason = f"{type(error).__name__}: {error}"
-        raise RunError(f"the judge at {self._address} gave no answer in {tries} of {self.attempts} attempts: {reason}")
+            except (OSError, aiohttp.ClientError) as failure:
+                reason = f"{type(failure).__name__}: {failure}"
+        raise error(f"the judge at {self._address} gave no answer in {tries} of {self.attempts} attempts: {reason}")
 
 
 def _write_turn(turn: Mapping[str, Any]) -> str:

@@ -166,6 +166,7 @@ def make_sample_row(name: str, prompt: DatumSpec, trajectory: Trajectory) -> Row
         "reward_parts": trajectory.reward_parts,
         "tokens": trajectory.response_tokens,
         "stop_reason": trajectory.stop_reason,
+        "fault": trajectory.fault,
         "failure": trajectory.failure,
     }
 

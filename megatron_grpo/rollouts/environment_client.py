@@ -14,12 +14,19 @@ from ray.exceptions import RayActorError, RayError
 from megatron_grpo.cluster.actor_calls import call_actor
 from megatron_grpo.cluster.futures import build_overdue_error, explain_error, wrap_for_pickling
 from megatron_grpo.config.errors import SamplingError
-from megatron_grpo.data.scores import EnvironmentRequest, ModelAccess, ScoreOrError, Turn
+from megatron_grpo.data.scores import (
+    EnvironmentRequest,
+    EnvironmentReturn,
+    ModelAccess,
+    ResponseFault,
+    ScoreOrError,
+    Turn,
+)
 from megatron_grpo.environments.environment_processes import EnvironmentHandle, kill_process
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.environments.interface import STARTUP_S, EnvironmentStatus
 from megatron_grpo.rollouts.clock import RolloutClock
-from megatron_grpo.rollouts.failures import RolloutFailure
+from megatron_grpo.rollouts.failures import ResponseFailure, RolloutFailure
 
 Arguments = TypeVarTuple("Arguments")
 Answer = TypeVar("Answer")
@@ -63,6 +70,9 @@ class EnvironmentClient:
         self._handle, self._clock = handle, clock
         self._queue: deque[_Call] = deque()
         self._has_work = asyncio.Event()
+        # The last calls that were answered, by method: they show whether the environment works at all.
+        self._answered: dict[Callable[..., Any], tuple[Any, ...]] = {}
+        self._agents = 0  # agents that ended well
         self._error: SamplingError | None = None  # set once a process could not be replaced
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -80,38 +90,111 @@ class EnvironmentClient:
         """Return the first state of a rollout; None if single-turn."""
         if not self.is_multi_turn:
             return None
-        return await self._call_with_retry(EnvironmentWorker.reset, prompt, extra_env_info)
+        try:
+            return await self._call_with_retry(EnvironmentWorker.reset, prompt, extra_env_info)
+        except ResponseFailure as failure:  # there is no response yet
+            raise RolloutFailure(str(failure)) from None
 
     async def step(self, state: Any, response: str, last_token: int) -> Turn:
         """Return the turn after a response; the last one if single-turn."""
         if not self.is_multi_turn:
             return Turn()
-        return await self._call_with_retry(EnvironmentWorker.step, state, response, last_token)
+        turn = await self._call_with_retry(EnvironmentWorker.step, state, response, last_token)
+        self._answered[EnvironmentWorker.step] = state, response, last_token
+        return turn
 
     async def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
         """Run the agent in its own process; returns the state."""
-        return _require_answer(await self._call(EnvironmentWorker.act, prompt, extra_env_info, access, is_alone=True))
+        agents = self._agents
+        try:
+            call = self._call(EnvironmentWorker.act, prompt, extra_env_info, access, is_alone=True)
+            state = _require_answer(await call)
+        except ResponseFailure as failure:
+            failure.agents = agents
+            raise
+        self._agents += 1
+        return state
 
     async def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
         """Return a score for each sample, or the reason why it has none."""
-        reason = ""
+        last = RolloutFailure()
         for attempt in range(SCORING_ATTEMPTS):
             try:
                 scores = _require_answer(await self._call(EnvironmentWorker.score, requests, is_alone=attempt > 0))
             except RolloutFailure as failure:
                 if not attempt:
                     self.remarks.append(f"{failure}; the {len(requests)} responses are scored again, together")
-                reason = str(failure)
+                last = failure
             else:
                 for score in scores:
                     if not isinstance(score, str):
                         score.retries += attempt
                         break
+                self._answered[EnvironmentWorker.score] = (requests,)
                 return scores
-        return [reason] * len(requests)
+        if isinstance(last, ResponseFailure):
+            return await self.score_apart(requests, str(last))
+        return [str(last)] * len(requests)
+
+    async def score_apart(self, requests: list[EnvironmentRequest], reason: str) -> list[ScoreOrError]:
+        """Score a prompt's samples without those over which scoring fails.
+
+        Each response is scored alone, only to see whether that fails: rewards may depend on the other responses, so the
+        others are then scored together. Without such a response, or with no other, all get `reason`.
+        """
+        failed: list[ScoreOrError] = [reason] * len(requests)
+        is_answering = await self._is_answering(EnvironmentWorker.score)
+        if is_answering is False:
+            return failed
+        if len(requests) == 1:
+            return [_make_fault(reason)] if is_answering else failed
+        faults = await asyncio.gather(*(self._find_fault(request) for request in requests))
+        others = [request for request, fault in zip(requests, faults, strict=True) if fault is None]
+        if not 0 < len(others) < len(requests):
+            return failed
+        try:
+            scores = iter(_require_answer(await self._call(EnvironmentWorker.score, others, is_alone=True)))
+        except RolloutFailure:
+            return failed
+        self.remarks.append(f"{reason}; {len(requests) - len(others)} of {len(requests)} responses are to blame")
+        return [next(scores) if fault is None else _make_fault(fault) for fault in faults]
+
+    async def _find_fault(self, request: EnvironmentRequest) -> str | None:
+        """Score a response alone; returns the reason if that fails through it."""
+        reason = None
+        for _ in range(SCORING_ATTEMPTS):
+            try:
+                answer = await self._call(EnvironmentWorker.score, [request], is_alone=True)
+            except ResponseFailure as failure:  # its process was lost
+                return str(failure)
+            except RolloutFailure:
+                return None
+            if not isinstance(answer, ResponseFault):
+                return None
+            reason = answer.reason
+        return reason
+
+    async def works_for_others(self, failure: ResponseFailure) -> bool:
+        """True if the environment works for other responses.
+
+        An agent cannot be repeated without its model, so it counts that another one has ended well since.
+        """
+        if self.has_agent:
+            return self._agents > failure.agents
+        return bool(await self._is_answering(EnvironmentWorker.step))
+
+    async def _is_answering(self, method: Callable[..., Any]) -> bool | None:
+        """Repeat the last call that was answered; None: there is none."""
+        if method not in self._answered:
+            return None
+        try:
+            _require_answer(await self._call(method, *self._answered[method], is_alone=True))
+        except RolloutFailure:
+            return False
+        return True
 
     async def _call_with_retry(
-        self, method: Callable[[EnvironmentWorker, *Arguments], Answer | str], *arguments: *Arguments
+        self, method: Callable[[EnvironmentWorker, *Arguments], Answer | ResponseFault | str], *arguments: *Arguments
     ) -> Answer:
         try:
             answer = await self._call(method, *arguments)
@@ -157,7 +240,7 @@ class EnvironmentClient:
                     kill_process(actor, status)
                     # The callers repeat their calls one by one: a single call may have ended the process.
                     for call in calls:
-                        call.settle(RolloutFailure(reason))
+                        call.settle(ResponseFailure(reason))
                     actor = self._handle.spawn()
                     status = await self._wait_ready(actor)
         except Exception as error:  # noqa: BLE001 - nothing awaits this task: waiting callers get the error
@@ -201,7 +284,13 @@ class EnvironmentClient:
             raise SamplingError(f"environment {name}: a process {explain_error(error)} as it started") from error
 
 
-def _require_answer(answer: Answer | str) -> Answer:
+def _require_answer(answer: Answer | ResponseFault | str) -> Answer:
+    if isinstance(answer, ResponseFault):
+        raise ResponseFailure(answer.reason)
     if isinstance(answer, str):  # the reason why there is none
         raise RolloutFailure(answer)
     return answer
+
+
+def _make_fault(reason: str) -> EnvironmentReturn:
+    return EnvironmentReturn(reward=0.0, correct=None, fault=reason)

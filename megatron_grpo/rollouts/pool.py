@@ -100,7 +100,7 @@ class RolloutPool:
         self.remarks: list[str] = []  # for the log of the run; the loop writes them and clears the list
         self.trainer_state = TrainerState()  # for the reward functions of the next responses
         self._batches = count()
-        self._scoring_s = ATTEMPTS * self.config.timeout_s + GRACE_S
+        self._scoring_s = 2 * ATTEMPTS * self.config.timeout_s + GRACE_S  # the second half looks for culprits
 
     def start(self) -> None:
         self._started_at = time.monotonic()

@@ -34,7 +34,7 @@ from megatron_grpo.rollouts.conversation import Conversation, Segment
 from megatron_grpo.rollouts.endpoint import Endpoint
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
-from megatron_grpo.rollouts.failures import RolloutFailure
+from megatron_grpo.rollouts.failures import ResponseFailure, RolloutFailure, mark_failed, settle_faults
 from megatron_grpo.rollouts.repeated_samples import record_repeated_samples
 
 ATTEMPTS = 2  # at a rollout, and at scoring it
@@ -103,11 +103,14 @@ class GroupRollout:
 
     async def score(self) -> list[Trajectory]:
         """Score the samples; each gets a score or a failure."""
-        sampled = [(trajectory, state) for trajectory, state in self._sampled if trajectory.failure is None]
+        group = [trajectory for trajectory, _ in self._sampled]
+        sampled = [pair for pair in self._sampled if pair[0].failure is None and pair[0].fault is None]
         if sampled:
             for (trajectory, _), scored in zip(sampled, await self._request_scores(sampled), strict=True):
                 if isinstance(scored, str):
-                    _mark_failed(trajectory, scored)
+                    mark_failed(trajectory, scored)
+                elif scored.fault is not None:
+                    trajectory.fault = scored.fault
                 else:
                     trajectory.reward, trajectory.correct = scored.reward, scored.correct
                     if trajectory.turn_rewards and scored.reward is not None:
@@ -120,10 +123,11 @@ class GroupRollout:
                     trajectory.reward_metrics, trajectory.notes = scored.metrics, scored.notes
                     if scored.retries:
                         trajectory.reward_metrics = scored.metrics | {SCORING_RETRIES: float(scored.retries)}
-            trajectories = [trajectory for trajectory, _ in sampled]
+            trajectories = [trajectory for trajectory, _ in sampled if trajectory.fault is None]
             flag_suspicious(trajectories, self.environment.leave_out_suspects)
             record_repeated_samples(trajectories, self.settings.sampling.temperature)
-        return [trajectory for trajectory, _ in self._sampled]
+        settle_faults(group)
+        return group
 
     async def _request_scores(self, sampled: list[tuple[Trajectory, Any]]) -> list[ScoreOrError]:
         needs_ids = self.environment.reads_token_ids
@@ -148,11 +152,16 @@ class GroupRollout:
             except TimeoutError:
                 deadline = self.engines.clock.time() + self.settings.timeout_s
         task, limit = self.datum["task_name"], self.settings.timeout_s
-        return [f"environment {task}: no score within rollouts.timeout_s={limit:g} s"] * len(sampled)
+        reason = f"environment {task}: no score within rollouts.timeout_s={limit:g} s"
+        try:
+            async with self.engines.clock.timeout(ATTEMPTS * limit):
+                return await self.environment.score_apart(requests, reason)
+        except TimeoutError:
+            return [reason] * len(sampled)
 
     async def _run_sample(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
         """Run one sample; a failed one is retried once with equal seeds."""
-        timeout_s, reason = self.settings.timeout_s, ""
+        timeout_s, failures = self.settings.timeout_s, list[RolloutFailure]()
         try:
             for attempt in range(ATTEMPTS):
                 if attempt:
@@ -165,14 +174,25 @@ class GroupRollout:
                     trajectory.engine = engine.number
                     return trajectory, state
                 except TimeoutError:
-                    reason = f"{engine.name} did not finish it within rollouts.timeout_s={timeout_s:g} s"
+                    text = f"{engine.name} did not finish it within rollouts.timeout_s={timeout_s:g} s"
+                    failures.append(RolloutFailure(text))
                 except RolloutFailure as failure:
-                    reason = str(failure)
+                    failures.append(failure)
         finally:
             engine.load -= 1
+        return await self._judge_failures(sample, failures), None
+
+    async def _judge_failures(self, sample: int, failures: Sequence[RolloutFailure]) -> Trajectory:
+        """Make the trajectory of a sample that failed in every attempt."""
+        faults = [failure for failure in failures if isinstance(failure, ResponseFailure)]
+        trajectory = faults[-1].trajectory if faults else None
+        is_fault = len(faults) == len(failures) and await self.environment.works_for_others(faults[0])
+        if trajectory is not None and is_fault:
+            trajectory.fault = str(faults[-1])
+            return trajectory
         trajectory = self._make_trajectory(sample, [Segment([self._prompt_ids], [])], "stop")
-        _mark_failed(trajectory, reason)
-        return trajectory, None
+        mark_failed(trajectory, str(failures[-1]))
+        return trajectory
 
     async def _attempt(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
         """Attempt a sample; a replaced engine starts it over."""
@@ -204,10 +224,17 @@ class GroupRollout:
             )
             output = await engine.generate(request, settings.sampling)
             outputs.append(output)
-            turn = await self.environment.step(state, output.text, int(output.token_ids[-1]))
+            pieces.append(output.token_ids)
+            try:
+                turn = await self.environment.step(state, output.text, int(output.token_ids[-1]))
+            except ResponseFailure as failure:
+                failure.trajectory = self._make_trajectory(sample, [Segment(pieces, outputs)], output.stop_reason)
+                if any(reward is not None for reward in rewards):
+                    failure.trajectory.turn_rewards = [0.0] * len(outputs)
+                    failure.trajectory.turn_tokens = [len(output.token_ids) for output in outputs]
+                raise
             state = turn.state
             rewards.append(turn.reward)
-            pieces.append(output.token_ids)
             length += len(output.token_ids) + len(turn.observation)
             # An observation is only context for a further response: without room for one, it is dropped.
             is_full = not turn.done and length >= settings.max_total_sequence_length
@@ -230,13 +257,18 @@ class GroupRollout:
             try:
                 state = await self.environment.act(datum["prompt"], datum["extra_env_info"], access)
             except RolloutFailure as failure:
+                if conversation.failure is None and conversation.responses and isinstance(failure, ResponseFailure):
+                    failure.trajectory = self._make_agent_trajectory(sample, conversation)
                 raise conversation.failure or failure from None
         if conversation.failure is not None:  # the agent swallowed the failure, so its result is discarded
             raise conversation.failure
         if not conversation.responses:
             raise RolloutFailure(f"environment {datum['task_name']}: its agent ended without asking the model")
+        return self._make_agent_trajectory(sample, conversation), state
+
+    def _make_agent_trajectory(self, sample: int, conversation: Conversation) -> Trajectory:
         segments, stop_reason = conversation.list_segments(), conversation.last.output.stop_reason
-        return self._make_trajectory(sample, segments, stop_reason), state
+        return self._make_trajectory(sample, segments, stop_reason)
 
     def _compute_seed(self, sample: int, turn: int) -> int:
         settings = self.settings
@@ -284,10 +316,6 @@ def _join_routed(segments: Sequence[Segment]) -> NDArray[np.uint8] | None:
         # The engine never runs the last token of a segment; a row of zeros has no record.
         parts += [*([np.zeros_like(routed[:1])] if parts else []), routed]
     return _concatenate(parts)
-
-
-def _mark_failed(trajectory: Trajectory, reason: str) -> None:
-    trajectory.failure, trajectory.reward, trajectory.correct, trajectory.reward_parts = reason, None, None, {}
 
 
 def _concatenate(pieces: list[NDArray[Any]]) -> NDArray[Any]:

@@ -106,6 +106,12 @@ def compute_reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, fl
     return figures | means | deviations | counted | ({"unscored_rate": unscored} if values or unscored else {})
 
 
+def count_faults(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Count the responses that failed by their own text, if any."""
+    faulty = sum(outcome.fault is not None for outcome in outcomes)
+    return {"faulty_responses": float(faulty)} if faulty else {}
+
+
 def compute_age_metrics(outcomes: Sequence[Outcome], version: int) -> dict[str, float]:
     """Compute trajectories' ages and numbers of weight versions; 0 without a token.
 

@@ -26,7 +26,7 @@ MAX_READ_TOKENS = 100_000_000  # most tokens of the rollouts that are read, whic
 MAX_FULL_TOKENS = 2_000_000  # most tokens of full trajectories, about eight bytes of the page each
 EXCERPT = 160  # most characters of a prompt, and of a response that is not shown in full
 MAX_FULL_LENGTH = 1_200_000  # most characters and tokens of a response shown in full; the page says if it is cut
-_COPIED_COLUMNS = ("prompt_idx", "group", "sample", "reward", "correct", "stop_reason", "failure")
+_COPIED_COLUMNS = ("prompt_idx", "group", "sample", "reward", "correct", "stop_reason", "fault", "failure")
 
 
 class TokenBytes:
@@ -128,7 +128,7 @@ def _make_table(rows: Sequence[Mapping[str, Any]], vocabulary: TokenBytes | None
     advantages = (compute_mean_advantage(row["advantages"]) for row in rows)
     lengths = (MAX_FULL_LENGTH if index in full_rows else EXCERPT for index in range(len(rows)))
     return {
-        **{name: [row[name] for row in rows] for name in _COPIED_COLUMNS},
+        **{name: [row.get(name) for row in rows] for name in _COPIED_COLUMNS},
         "suspect": [list_suspicions(row["reward_metrics"]) for row in rows],
         "tokens": [len(row["logprobs"]) for row in rows],
         "advantage": [None if mean is None else round(mean, 5) for mean in advantages],

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
-from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ResponseFault, Turn
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.environments import environment_worker as worker_module
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
@@ -89,7 +89,9 @@ def test_a_process_keeps_states_to_itself_and_speaks_in_tokens(folder: Path, mon
     worker._environment = Talking()
     state = worker.reset("", {})
     assert isinstance(state, bytes)
-    assert worker.step(state, "no", 0).startswith("environment talking: KeyError: 'no' (test_observations.py:")
+    fault = worker.step(state, "no", 0)
+    assert isinstance(fault, ResponseFault)
+    assert fault.reason.startswith("environment talking: KeyError: 'no' (test_observations.py:")
     first = worker.step(state, "yes", IDS["<e>"])
     assert isinstance(first, Turn)
     assert (first.done, words(first.observation)) == (False, "<s> tool : go on <e> <s> assistant :")

@@ -97,7 +97,9 @@ def scores(handle: Handle, *groups: tuple[str, ...]) -> list[list[Any]]:
         results = await asyncio.gather(*(client.score(job(*group)) for group in groups))
         losses = [remark for remark in client.remarks if "takes its place" in remark]
         assert len(losses) == len(handle.spawned), "of every process that is lost"
-        return [[one if isinstance(one, str) else one.reward for one in result] for result in results]
+        for one in (one for result in results for one in result if not isinstance(one, str) and one.fault):
+            assert (one.reward, one.correct) == (0.0, None)
+        return [[one if isinstance(one, str) else one.fault or one.reward for one in result] for result in results]
 
     return asyncio.run(scene())
 
@@ -123,13 +125,15 @@ def test_only_what_a_process_is_lost_over_twice_fails(
     bad: str, reason: str, processes: int, killed: list[FakeProcess]
 ) -> None:
     handle = Handle(*(FakeProcess() for _ in range(processes)))
-    assert scores(handle, ("a", bad, "ccc"), ("dddd",), (bad,)) == [[reason] * 3, [4.0], [reason]]
+    assert scores(handle, ("a", bad, "ccc"), ("dddd",), (bad,)) == [[1.0, reason, 3.0], [4.0], [reason]]
     everyone = [*handle.actors, *handle.spawned]
     assert len(killed) == len(handle.spawned)
     attempts = [call for process in everyone for call in process.calls if any(bad in group for group in call)]
-    assert sum(sum(group.count(bad) for group in call) for call in attempts) == 4, "two attempts at each of the two"
-    singles = [call for process in handle.spawned for call in process.calls]
-    assert all(len(call) == 1 and call[0] in (("a", bad, "ccc"), ("dddd",), (bad,)) for call in singles)
+    count = sum(sum(group.count(bad) for group in call) for call in attempts)
+    assert count == 5, "two attempts at each of the two, and the one of the group alone to see who is to blame"
+    repeated = [call for process in handle.spawned for call in process.calls]
+    groups = [("a", bad, "ccc"), ("a",), (bad,), ("ccc",), ("a", "ccc"), ("dddd",)]
+    assert all(len(call) == 1 and call[0] in groups for call in repeated), "one at a time"
 
 
 def test_what_was_raised_is_told_and_loses_no_process(killed: list[FakeProcess]) -> None:
@@ -235,12 +239,12 @@ def test_a_group_whose_scoring_fails_is_scored_again_as_a_group() -> None:
     )
 
 
-def test_a_group_that_fails_twice_fails_as_a_whole() -> None:
+def test_a_group_that_fails_twice_fails_as_a_whole_if_none_of_its_responses_is_to_blame() -> None:
     environment = Fickle(failures=2)
     results, _ = score_here(environment, "c", "a", "b")
     assert len(set(results)) == 1
     assert "KeyError: 'gold'" in results[0]
-    assert environment.sizes == [3, 3]
+    assert environment.sizes == [3, 3, 1, 1, 1], "rewards of responses by themselves are never taken"
 
 
 @pytest.mark.parametrize(

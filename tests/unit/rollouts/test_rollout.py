@@ -127,6 +127,9 @@ class FakeEnvironment:
             return list(what)
         return [EnvironmentReturn(float(len(one.response)), True, {"length": 1.0}) for one in requests]
 
+    async def score_apart(self, requests: list[EnvironmentRequest], reason: str) -> list[ScoreOrError]:
+        return [reason] * len(requests)
+
 
 def run(
     engine: FakeEngine, environment: FakeEnvironment, settings: RolloutSettings = BATCH_SETTINGS

@@ -16,7 +16,7 @@ function rowsOf(step, table) {
   return table.reward.map((reward, place) => ({
     step, place, reward, full: table.full[place] || null, prompt: table.prompts[table.group[place]] || `row ${table.prompt_idx[place]}`,
     promptIdx: table.prompt_idx[place], group: table.group[place], sample: table.sample[place], correct: table.correct[place],
-    stop: table.stop_reason[place], failure: table.failure[place] ?? null, tokens: table.tokens[place], advantage: table.advantage[place],
+    stop: table.stop_reason[place], failure: table.failure[place] ?? null, fault: table.fault?.[place] ?? null, tokens: table.tokens[place], advantage: table.advantage[place],
     suspect: table.suspect[place], response: table.response[place], characters: table.characters[place],
   }));
 }
@@ -110,6 +110,7 @@ class RunPanel {
         ...(row.suspect.length ? [fact("Suspect", row.suspect.join(", "))] : []),
         ...(versions.length ? [fact("Weights", versions.map((one) => `v${one}`).join(", "))] : [])),
       row.failure !== null ? el("p", { class: "failure" }, isolated(row.failure)) : null,
+      row.fault !== null ? el("p", { class: "failure" }, isolated(row.fault)) : null,
       this.siblings(row),
     ].filter((node) => node !== null);
   }

@@ -1,0 +1,273 @@
+"""Whose fault a failure is: a response that breaks what reads it stays in the loss, what a server breaks does not."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import ray
+from ray.exceptions import ActorDiedError
+
+from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.batch.trajectory import Span, Trajectory
+from megatron_grpo.config.data_schema import EnvironmentConfig
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.data.prompt_renderer import PromptFormat
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
+from megatron_grpo.environments.environment_worker import EnvironmentWorker, is_outside
+from megatron_grpo.environments.interface import Environment, EnvironmentSettings, EnvironmentStatus
+from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment
+from megatron_grpo.rollouts.clock import RolloutClock
+from megatron_grpo.rollouts.environment_client import EnvironmentClient
+from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings
+
+DATUM: DatumSpec = {
+    "message_log": [{"role": "user", "content": "", "token_ids": [1, 2, 3]}],
+    "length": 3,
+    "extra_env_info": {},
+    "loss_multiplier": 1.0,
+    "idx": 40,
+    "task_name": "task",
+    "prompt": "what?",
+}
+
+
+class Engine:
+    """Writes texts in their order, one a sample and turn; two tokens each."""
+
+    name, number, load = "generation engine 0", 0, 0
+
+    def __init__(self, *texts: str) -> None:
+        self.clock = RolloutClock()
+        self._texts = list(texts)
+        self._by_seed: dict[int, str] = {}
+
+    async def generate(self, request: GenerationRequest, _: SamplingSettings) -> GenerationOutput:
+        if request.seed not in self._by_seed:
+            self._by_seed[request.seed] = self._texts.pop(0)
+        return GenerationOutput(
+            token_ids=np.array([7, 8], np.int32),
+            logprobs=np.array([-1.0, -2.0], np.float32),
+            text=self._by_seed[request.seed],
+            stop_reason="stop",
+            spans=[Span(0, 2, 4)],
+        )
+
+    async def is_lost(self) -> bool:
+        return False
+
+    def assign(self, sizes: list[int]) -> list[Engine]:
+        return [self]
+
+
+class Process:
+    """A worker in this process, which is lost over a response with "die" and does not answer one with "hang"."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._worker: Any = EnvironmentWorker.__new__(EnvironmentWorker)
+        self._worker._name, self._worker._environment = "task", environment
+        self._worker._settings = EnvironmentSettings()
+        self._status = EnvironmentStatus("here", id(self), environment.multi_turn, environment.agent, False)
+        self.start = SimpleNamespace(remote=self._start)
+        self.run = SimpleNamespace(remote=self._run)
+
+    async def _start(self) -> EnvironmentStatus:
+        return self._status
+
+    async def _run(self, packed: Any) -> list[Any]:
+        calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = pickle.loads(pickle.dumps(packed))
+        text = repr(calls)
+        await asyncio.sleep(60 if "hang" in text else 0)
+        if "die" in text:
+            raise ActorDiedError
+        return [method(self._worker, *arguments) for method, arguments in calls]
+
+
+@pytest.fixture(autouse=True)
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "elsewhere"))
+
+
+def run(environment: Environment, *groups: Sequence[str]) -> list[list[Trajectory]]:
+    """The trajectories of groups, one group after the other."""
+
+    async def scene() -> list[list[Trajectory]]:
+        handle: Any = SimpleNamespace(
+            name="task",
+            config=EnvironmentConfig(timeout_s=0.2),
+            settings=EnvironmentSettings(prompts=PromptFormat()),
+            actors=[Process(environment)],
+            spawn=lambda: Process(environment),
+        )
+        client = EnvironmentClient(handle, RolloutClock())
+        await client.start()
+        done = []
+        for number, texts in enumerate(groups):
+            settings = RolloutSettings(
+                samples_per_prompt=len(texts),
+                sampling=SamplingSettings(max_new_tokens=8),
+                run_seed=5,
+                generation_batch=number,
+                max_total_sequence_length=64,
+                max_turns=1,
+                timeout_s=30.0,
+            )
+            engine: Any = Engine(*texts)
+            group = GroupRollout(number, DATUM, settings, engine, client)
+            await group.sample(engine)
+            done.append(await group.score())
+        return done
+
+    return asyncio.run(scene())
+
+
+def verdicts(group: Sequence[Trajectory]) -> list[tuple[float | None, bool, bool]]:
+    """Reward, whether it is the response's own fault, and whether it left the loss."""
+    return [(one.reward, one.fault is not None, one.failure is not None) for one in group]
+
+
+def rank(prompts: list[Any], completions: list[str], **_: Any) -> list[float]:
+    """Group-relative: the place of each completion by length, from 0; it needs at least two."""
+    if any("boom" in text for text in completions):
+        raise KeyError("boom")
+    assert len(completions) > 1 or completions[0] == "alone"
+    lengths = sorted(map(len, completions))
+    return [float(lengths.index(len(text))) for text in completions]
+
+
+def length(prompts: list[Any], completions: list[str], **_: Any) -> list[float]:
+    if any("boom" in text for text in completions):
+        raise ValueError("cannot read this")
+    return [float("nan") if "nan" in text else float(len(text)) for text in completions]
+
+
+def scored_by(function: Any) -> RewardFunctionEnvironment:
+    return RewardFunctionEnvironment({"f": function}, {"f": 1.0}, correctness=None)
+
+
+@pytest.mark.parametrize("bad", ["boom", "nan", "die", "hang"])
+def test_one_response_that_breaks_its_reward_function_does_not_cost_the_group(bad: str) -> None:
+    (group,) = run(scored_by(length), ["a", bad, "ccc", "dd"])
+    assert verdicts(group) == [(1.0, False, False), (0.0, True, False), (3.0, False, False), (2.0, False, False)]
+    assert group[1].response_tokens == 2, "it is learnt from"
+    assert group[1].correct is None
+
+
+def test_the_others_are_scored_as_a_group() -> None:
+    def relative(completions: list[str], **_: Any) -> list[float]:
+        sizes.append(len(completions))
+        if "boom" in completions:
+            raise ValueError("no")
+        mean = sum(map(len, completions)) / len(completions)
+        return [len(text) - mean for text in completions]
+
+    sizes: list[int] = []
+    (group,) = run(scored_by(relative), ["a", "boom", "ccccc", "boom"])
+    assert [one.reward for one in group] == [-2.0, -2.0, 2.0, -2.0], "a failure pays no better than the worst response"
+    assert [one.fault is not None for one in group] == [False, True, False, True]
+    assert sizes[:2] == [4, 4]
+    assert sizes[-1] == 2
+
+
+def test_a_function_that_fails_for_everybody_leaves_the_loss() -> None:
+    first, second = run(scored_by(rank), ["a", "boom", "ccc"], ["boom", "boom1"])
+    assert verdicts(first) == [(None, False, True)] * 3, "it cannot be called for one, so nobody is to blame"
+    assert verdicts(second) == [(None, False, True)] * 2
+    good, bad = run(scored_by(length), ["a", "bb"], ["boom", "boom"])
+    assert verdicts(good) == [(1.0, False, False), (2.0, False, False)]
+    assert verdicts(bad) == [(None, False, True)] * 2
+
+
+def test_a_server_that_is_down_is_nobodys_fault() -> None:
+    def ask(completions: list[str], **_: Any) -> list[float]:
+        if any("x" in text for text in completions):
+            try:
+                httpx.get("http://127.0.0.1:1/", timeout=5)
+            except httpx.ConnectError as error:
+                raise ValueError("no verdict") from error
+        return [1.0] * len(completions)
+
+    (group, more) = run(scored_by(ask), ["a", "b"], ["a", "x"])
+    assert verdicts(group) == [(1.0, False, False)] * 2
+    assert verdicts(more) == [(None, False, True)] * 2
+
+
+def test_a_sample_alone_is_compared_with_other_prompts() -> None:
+    first, second, third = run(scored_by(length), ["boom"], ["a"], ["boom"])
+    assert verdicts(first) == [(None, False, True)], "nothing was ever scored"
+    assert verdicts(second) == [(1.0, False, False)]
+    assert verdicts(third) == [(0.0, True, False)]
+
+
+class Talking(Environment):
+    """Breaks over a turn with a word; a server answers to others, until it is down."""
+
+    multi_turn = True
+
+    def __init__(self) -> None:
+        self.is_down = False
+
+    def step(self, state: Any, response: str) -> Turn:
+        if "down" in response:
+            self.is_down = True
+        if self.is_down or "lost" in response:
+            raise {"lost": ConnectionError, "down": RuntimeError}["lost" if "lost" in response else "down"]("gone")
+        return Turn(state=state, reward=0.5, text={"boom": ""}.get(response, response) or [][0])
+
+    def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+        return [EnvironmentReturn(reward=1.0, correct=True) for _ in requests]
+
+
+@pytest.mark.parametrize("bad", ["boom", "die", "hang"])
+def test_a_turn_that_breaks_the_environment_counts_as_a_wrong_one(bad: str) -> None:
+    (group,) = run(Talking(), ["a", bad, "c"])
+    assert verdicts(group) == [(1.5, False, False), (0.0, True, False), (1.5, False, False)]
+    assert (group[1].correct, group[1].response, group[1].response_tokens) == (False, bad, 2)
+    assert group[1].token_ids.tolist() == [1, 2, 3, 7, 8]
+
+
+def test_a_server_that_is_lost_or_down_for_everybody_leaves_the_loss() -> None:
+    (group,) = run(Talking(), ["a", "lost", "c"])
+    assert verdicts(group) == [(1.5, False, False), (None, False, True), (1.5, False, False)]
+    assert group[1].response_tokens == 0
+    first, second = run(Talking(), ["a", "b"], ["down", "c"])
+    assert verdicts(first) == [(1.5, False, False)] * 2
+    assert verdicts(second) == [(None, False, True)] * 2
+    (alone,) = run(Talking(), ["boom"])
+    assert verdicts(alone) == [(None, False, True)], "no other response shows that the environment works"
+
+
+def _chained(kind: type[Exception]) -> Exception:
+    try:
+        try:
+            raise kind("inner")
+        except kind as error:
+            raise ValueError("outer") from error
+    except ValueError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ConnectionResetError("x"), True),
+        (TimeoutError(), True),
+        (RunError("server lost"), True),
+        (_chained(ConnectionRefusedError), True),
+        (_chained(KeyError), False),
+        (FileNotFoundError("what the model wrote"), False),
+        (RecursionError(), False),
+        (MemoryError(), False),
+        (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"), False),
+    ],
+)
+def test_what_an_error_says_of_a_server(error: Exception, expected: bool) -> None:
+    assert is_outside(error) is expected
