@@ -117,7 +117,7 @@ class GroupRollout:
                         trajectory.turn_rewards[-1] += scored.reward
                         trajectory.reward = math.fsum(trajectory.turn_rewards)
                     if trajectory.reward is not None and not is_reward(trajectory.reward):
-                        _mark_failed(trajectory, f"the rewards of its turns add up to {trajectory.reward:g}")
+                        mark_failed(trajectory, f"the rewards of its turns add up to {trajectory.reward:g}")
                         continue
                     trajectory.reward_parts, trajectory.reward_errors = scored.parts, scored.errors
                     trajectory.reward_metrics, trajectory.notes = scored.metrics, scored.notes
