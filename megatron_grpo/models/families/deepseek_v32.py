@@ -100,6 +100,7 @@ def _add_indexer(
     shape: ModelShape, raw: Mapping[str, Any], *, heads: int, layers: tuple[bool, ...], interleaved: bool
 ) -> ModelShape:
     assert shape.latent is not None
+    read_size(raw, "num_key_value_heads", 1)  # transformers refuses a null, although nothing depends on the number
     if shape.latent.query_rank is None:
         raise ValueError(f"q_lora_rank=null is not supported for {shape.family}: the indexer reads the short query")
     indexer = IndexerShape(
