@@ -141,6 +141,7 @@ FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
     "no shared expert": (change("deepseek_v3", n_shared_experts=None), "n_shared_experts=null is not supported"),
     "no groups": (change("deepseek_v3", n_group=None), "n_group is missing"),
     "sizes by layer": (change("llama3_1_8b", intermediate_size=[14336] * 32), "must be a whole number above 0"),
+    "a list of dense layers": (change("glm_5_3", first_k_dense_replace=[3]), "must be a number of layers"),
     "sizes as text": (change("llama3_1_8b", hidden_size="4096"), "hidden_size=4096 must be a whole number"),
     "sizes one level down": (
         {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "text_config": read_released("llama3_1_8b")},
