@@ -85,7 +85,7 @@ def run_family(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         return {"verdict": "failed", "reason": f"still running after {TIMEOUT_S:g} s"}
     metrics = folder / "run" / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    result = judge(process.returncode, process.stdout, rows)
+    result = judge(process.returncode, process.stdout.replace(f"{folder}/", ""), rows)
     return {**result, "minutes": round((time.monotonic() - began) / 60, 2)}
 
 

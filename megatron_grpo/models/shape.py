@@ -368,14 +368,15 @@ def read_config_json(file: Path) -> dict[str, Any]:
 
 
 def read_size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Read a whole number above 0; ValueError: it is not one.
+    """Read a whole number above 0; ValueError: it is not one, or null.
 
-    `default`: result when the key is missing or null; None: the key is required.
+    `default`: result when the key is missing; None: the key is required.
     """
     value = raw.get(key)
     if value is None:
         if default is None:
             raise ValueError(f"{key} is missing")
+        _refuse_null(raw, key)
         return default
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -385,13 +386,20 @@ def read_size(raw: Mapping[str, Any], key: str, default: int | None = None) -> i
 
 
 def read_number(raw: Mapping[str, Any], key: str, default: float) -> float:
-    """Read a number above 0 from config.json; ValueError: it is not one."""
+    """Read a number above 0 from config.json; ValueError: it is not one, or null."""
     value = raw.get(key)
     if value is None:
+        _refuse_null(raw, key)
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{key}={to_text(value)} must be a number above 0")
     return float(value)
+
+
+def _refuse_null(raw: Mapping[str, Any], key: str) -> None:
+    """Refuse a null, which neither transformers nor vLLM replaces by a default."""
+    if key in raw:
+        raise ValueError(f"{key}=null is not supported; give the number, or leave the key out")
 
 
 def read_flag(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,8 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LossConfig, MoeConfig
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.models.families import UnknownFamilyError, add_text_prefix, find_model_type, read_model_shape
-from megatron_grpo.models.shape import ExpertShape, ModelShape
+from megatron_grpo.models.families import FAMILIES, UnknownFamilyError, add_text_prefix, read_model_shape
+from megatron_grpo.models.shape import ExpertShape, ModelShape, read_config_json
 from megatron_grpo.models.source import download_config, fetch_model_folder, find_local_folder, is_hub_name
 from megatron_grpo.verification.double_precision import DoublePrecision
 from megatron_grpo.verification.hf_model import find_router, list_stored_tensors, load_eager_model, read_routing
@@ -67,45 +66,88 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
 
 def _make_small_copy(path: Path, shape: ModelShape, folder: Path, seed: int) -> Path:
     """Make a small random model of a folder's own configuration."""
-    config_values = json.loads((path / "config.json").read_text())
-    part = config_values.get("text_config") or config_values  # the language model of one that also sees images
+    config_values = read_config_json(path / "config.json")
+    part = config_values["text_config"] if shape.text_prefix else config_values
     raw = {name: value for name, value in part.items() if name not in _LEFT_OUT}
+    family = FAMILIES[shape.family]
+    raw |= {"model_type": family.model_type or family.name, "tie_word_embeddings": shape.tied_embeddings}
+    return make_model(
+        {**raw, **_choose_sizes(raw, shape), **_keep_layers(raw, shape), **_cut_factors(raw)}, folder, seed
+    )
+
+
+def _choose_sizes(raw: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """Choose small sizes for those that a configuration states."""
     # Families name the number of experts differently; only the names that the configuration has are used below.
     count = EXPERTS["num_local_experts"]
     small = {**SMALL, **EXPERTS, **RARE, "num_experts": count, "n_routed_experts": count}
     kinds = {"kv_lora_rank": LATENT, "index_topk": SPARSE, "linear_num_key_heads": DELTA, "ssm_state_size": MAMBA}
     small |= {name: size for key, part in kinds.items() if key in raw for name, size in part.items()}
     small["rotary_dim"] = SMALL["head_dim"] // 2
+    del small["max_position_embeddings"]  # which some rotary embeddings compare with another number
     if raw.get("num_experts_per_tok") == 1:
         small["num_experts_per_tok"] = 1
-    required = ("pad_token_id", "vocab_size")
-    sizes = {name: size for name, size in small.items() if raw.get(name) is not None or name in required}
-    sizes |= {name: size for name, size in WINDOW.items() if raw.get(name)}
     if shape.experts is not None and shape.experts.groups == 1:
-        sizes |= {name: 1 for name in ("n_group", "topk_group") if name in sizes}
-    layers = raw.get("num_hidden_layers") or len(raw.get("layers_block_type") or ())
-    per_layer: dict[str, Any] = {
-        name: _choose_kinds(value) for name, value in raw.items() if isinstance(value, list) and len(value) == layers
+        small |= {"n_group": 1, "topk_group": 1}
+    if shape.key_value_heads in (1, shape.attention_heads):
+        small["num_key_value_heads"] = min(shape.key_value_heads, SMALL["num_attention_heads"])
+    required = ("pad_token_id", "vocab_size", "num_key_value_heads")
+    sizes = {name: size for name, size in small.items() if raw.get(name) is not None or name in required}
+    if shape.window is not None:
+        names = ("attention_chunk_size", "floor_scale") if shape.chunked else ("sliding_window",)
+        sizes |= {name: WINDOW[name] for name in names}
+    return sizes
+
+
+def _keep_layers(raw: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """Keep some of a model's layers, with those of every kind among them, as config.json spells kinds."""
+    layers = _choose_layers(shape)
+    kept: dict[str, Any] = {
+        name: [value[layer] for layer in layers]
+        for name, value in raw.items()
+        if isinstance(value, list) and len(value) == shape.layers
     }
-    if shape.indexer is not None and not all(shape.indexer.layers):
-        letters = ["F" if has_indexer else "S" for has_indexer in shape.indexer.layers]
-        per_layer["index_topk_pattern"] = "".join(_choose_kinds(letters))
     if isinstance(pattern := raw.get("hybrid_override_pattern"), str):  # a letter for each layer
-        per_layer["hybrid_override_pattern"] = "".join(
-            [*dict.fromkeys(pattern), *pattern][: SMALL["num_hidden_layers"]]
-        )
-    if raw.get("num_key_value_heads") == raw.get("num_attention_heads"):
-        sizes["num_key_value_heads"] = SMALL["num_attention_heads"]
-    raw["model_type"] = find_model_type(raw)
-    return make_model({**raw, **per_layer, **sizes, **_cut_factors(raw)}, folder, seed)
+        kept["hybrid_override_pattern"] = "".join(pattern[layer] for layer in layers)
+    if "num_hidden_layers" in raw:
+        kept["num_hidden_layers"] = len(layers)
+    if shape.indexer is not None and not all(shape.indexer.layers):
+        kept["index_topk_pattern"] = "".join("F" if shape.indexer.layers[layer] else "S" for layer in layers)
+    if shape.chunked:
+        kept["no_rope_layers"] = [int(not shape.unrotated[layer]) for layer in layers]
+    if shape.chunked or shape.sinks:  # transformers derives them
+        kept["layer_types"] = None
+    elif shape.delta_layers:
+        kinds = ("full_attention", "linear_attention")
+        kept["layer_types"] = [kinds[shape.delta_layers[layer]] for layer in layers]
+    elif len(set(shape.windowed)) > 1:
+        kinds = ("full_attention", "sliding_attention")
+        kept["layer_types"] = [kinds[shape.windowed[layer]] for layer in layers]
+    if shape.experts is not None and not shape.single_halves:
+        kept |= _keep_dense_layers(raw, [number for number, layer in enumerate(layers) if not shape.has_experts(layer)])
+    return kept
 
 
-def _choose_kinds(layers: list[Any]) -> list[Any]:
-    """Choose kinds of layers for a small copy.
+def _keep_dense_layers(raw: Mapping[str, Any], dense: list[int]) -> dict[str, Any]:
+    """Write which layers of a small copy have no experts, in the family's keys."""
+    if "interleave_moe_layer_step" in raw:
+        return {"interleave_moe_layer_step": 2 if dense else 1}
+    if {"mlp_only_layers", "decoder_sparse_step"} & raw.keys():
+        return {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+    return {"first_k_dense_replace": len(dense)} if dense or "first_k_dense_replace" in raw else {}
 
-    Each stands once, then come those of the first layers, and at the end that of the last.
-    """
-    return [*[*dict.fromkeys(layers), *layers][: SMALL["num_hidden_layers"] - 1], layers[-1]]
+
+def _choose_layers(shape: ModelShape) -> list[int]:
+    """Choose layers for a small copy: the last, the first of each other kind, and then the first."""
+    numbers = range(shape.layers)
+    by_kind = {_describe_layer(shape, layer): layer for layer in (*reversed(numbers), numbers[-1])}  # the last is first
+    chosen = dict.fromkeys([*by_kind.values(), *numbers])
+    return sorted([*chosen][: SMALL["num_hidden_layers"]])
+
+
+def _describe_layer(shape: ModelShape, layer: int) -> tuple[object, ...]:
+    """Describe the kind of a layer: its halves, its window and whether it is rotated."""
+    return (shape.list_kinds(layer), *(flags[layer : layer + 1] for flags in (shape.windowed, shape.unrotated)))
 
 
 def _cut_factors(raw: Mapping[str, Any]) -> dict[str, Any]:

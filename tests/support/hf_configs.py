@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 HF_CONFIGS = {
     "Qwen/Qwen3-0.6B": "qwen3_0_6b",
@@ -37,3 +39,14 @@ _FOLDER = Path(__file__).parents[1] / "data" / "hf_configs"
 def config_folder(hub_name: str) -> Path:
     """The folder with a released model's config.json; KeyError: there is none."""
     return _FOLDER / HF_CONFIGS[hub_name]
+
+
+def read_released(name: str) -> dict[str, Any]:
+    """The contents of a folder's config.json."""
+    raw: dict[str, Any] = json.loads((_FOLDER / name / "config.json").read_text())
+    return raw
+
+
+def list_released() -> list[str]:
+    """The names of all folders."""
+    return sorted(folder.name for folder in _FOLDER.iterdir())

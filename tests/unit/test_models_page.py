@@ -6,7 +6,12 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.models.families import FAMILIES
+import pytest
+
+from megatron_grpo.models.families import FAMILIES, parse_model_shape
+from megatron_grpo.preflight.engine_checks import find_engine_problems
+from megatron_grpo.preflight.load import compose_config
+from tests.support.engine_configs import ENGINE_CONFIGS
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -40,3 +45,16 @@ def test_the_page_says_what_whole_runs_showed() -> None:
             assert run["steps"] == run["canaries"] == 3, "a canary at every refit"
             assert run["comparisons"] >= 1
             assert run["canary"] < (0.1 if "qwen3_5" in family or family == "qwen3_next" else 1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINE_CONFIGS if not name.endswith("_vision")])
+def test_a_whole_run_passed_or_is_refused_before_the_start(name: str) -> None:
+    """No run failed, and those without one are the models that the checks of engines still refuse, with the reason."""
+    page = load_page()
+    run = page.read_newest(page.WHOLE_RUNS)["runs"][name]
+    shape = parse_model_shape(ENGINE_CONFIGS[name])
+    dtype = ["generation.engine.dtype=bfloat16"] if shape.delta is not None else []
+    overrides = ["+exp=quickstart", "generation.parallel.pipeline=1", *dtype]
+    texts = [problem.text for problem in find_engine_problems(compose_config(overrides), shape)]
+    assert run["verdict"] == ("refused" if texts else "passed")
+    assert all(text in run["reason"] for text in texts)

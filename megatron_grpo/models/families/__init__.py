@@ -338,6 +338,8 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
         tied = shape.tied_embeddings or read_flag(raw, "tie_word_embeddings", default=False)
         return replace(shape, tied_embeddings=tied, text_prefix=vision.text_prefix)
     _require_model_type(raw, (family.model_type or family.name, *family.other_model_types), architecture)
+    if raw.get("text_config") is not None:  # of which vLLM takes all sizes, and transformers none
+        raise ValueError(f"text_config is not supported in {architecture}; write its keys beside architectures instead")
     if scores:
         labels = raw.get("num_labels") or len(read_section(raw, "id2label")) or 2  # transformers' default is 2
         if labels != 1:

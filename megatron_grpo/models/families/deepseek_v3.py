@@ -58,7 +58,6 @@ def read_latent(
         family,
         rope_types=("default", "yarn"),
         defaults=defaults,
-        nullable=("num_key_value_heads",),
         options=options,
     )
     # Settings of YaRN that vLLM reads otherwise than transformers are refused.

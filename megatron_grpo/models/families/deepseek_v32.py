@@ -7,7 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.models.families.deepseek_v3 import EXPERT_BIAS, LATENT_ATTENTION, SHARED_EXPERTS, read_latent
+from megatron_grpo.models.families.deepseek_v3 import (
+    EXPERT_BIAS,
+    LATENT_ATTENTION,
+    SHARED_EXPERTS,
+    read_latent,
+    read_sparse_layers,
+)
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.llama import INPUT_NORM, MLP, MLP_NORM
 from megatron_grpo.models.families.mixtures import EXPERTS
@@ -76,9 +82,10 @@ def _leave_out(raw: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(types, list) and any(kind != "indexed_attention" for kind in types):
         raise ValueError(f"layer_types={to_text(types)} is not supported; only indexed_attention is")
     if isinstance(layers, list):  # vLLM reads the number of dense layers alone
-        dense = raw.get("first_k_dense_replace", 3)
-        if layers != [("dense" if layer < dense else "sparse") for layer in range(len(layers))]:
-            text = f"mlp_layer_types={to_text(layers)} contradicts first_k_dense_replace={to_text(dense)}"
+        sparse = read_sparse_layers(raw, len(layers), default=3)
+        if layers != ["sparse" if is_sparse else "dense" for is_sparse in sparse]:
+            dense = len(sparse) - sum(sparse)
+            text = f"mlp_layer_types={to_text(layers)} contradicts first_k_dense_replace={dense}"
             raise ValueError(f"{text}, which vLLM reads; the first layers have to be the dense ones")
     return {key: value for key, value in raw.items() if key not in ("index_topk", "layer_types")}
 
@@ -100,6 +107,7 @@ def _add_indexer(
     shape: ModelShape, raw: Mapping[str, Any], *, heads: int, layers: tuple[bool, ...], interleaved: bool
 ) -> ModelShape:
     assert shape.latent is not None
+    read_size(raw, "num_key_value_heads", 1)  # transformers refuses a null, although nothing depends on the number
     if shape.latent.query_rank is None:
         raise ValueError(f"q_lora_rank=null is not supported for {shape.family}: the indexer reads the short query")
     indexer = IndexerShape(

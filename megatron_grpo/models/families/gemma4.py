@@ -38,6 +38,7 @@ _SMALL_MODELS: Mapping[str, tuple[Any, int]] = {
     "hidden_size_per_layer_input": (0, 256),
     "num_kv_shared_layers": (0, 0),
 }
+_CAP = "final_logit_softcapping"
 # Keys that are read here, and that mean something else to `read_dense`.
 _SET_ASIDE = ("hidden_act", "rope_parameters", "per_layer_config")
 
@@ -108,7 +109,7 @@ def _read(raw: dict[str, Any]) -> ModelShape:
         global_heads=_read_global_heads(raw, shape, windowed),
         value_norm=True,
         layer_scale=True,
-        logit_cap=read_number(raw, "final_logit_softcapping", 0.0) or None,
+        logit_cap=None if raw.get(_CAP) is None else read_number(raw, _CAP, 0.0),
         experts=experts,
     )
 

@@ -63,7 +63,6 @@ def _read(raw: dict[str, Any]) -> ModelShape:
         "gpt_oss",
         rope_types=("yarn",),
         defaults=_DEFAULTS,
-        nullable=("num_key_value_heads", "head_dim"),
         options={"attention_bias": (True,), "tie_word_embeddings": (False,)},  # vLLM never ties the head
         windows=True,
         qkv_bias=True,

@@ -65,7 +65,7 @@ def read_dense(
 
     Args:
         defaults: transformers' values of keys that the file lacks, where they differ from `_DEFAULTS`.
-        nullable: keys that transformers replaces by a value of its own when they are null.
+        nullable: keys from which transformers derives a value when they are null.
         options: options that the family lacks, beyond those of `refuse_options`.
         windows: whether layers may have windows, which the caller reads.
         rotated: share of a head that is rotated if the file does not say it; None: it has to be all.
@@ -73,9 +73,10 @@ def read_dense(
     Raises:
         ValueError: one of the model's options has no support, or a size is missing or invalid.
     """
-    refuse_options(raw, family, options, nullable, windows, is_partly_rotated=rotated is not None)
+    refuse_options(raw, family, options, windows, is_partly_rotated=rotated is not None)
     default_values = {**_DEFAULTS, **(defaults or {})}
-    raw = {**default_values, **raw}
+    settings = {**default_values, **raw}
+    raw = {key: value for key, value in settings.items() if value is not None or key not in nullable}
     theta, scaling = read_rotary(raw, rope_types, default_values["rope_theta"], is_partial=rotated is not None)
     heads = read_size(raw, "num_attention_heads")
     key_value_heads = read_size(raw, "num_key_value_heads", heads)

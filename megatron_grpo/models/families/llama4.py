@@ -19,7 +19,6 @@ _DEFAULTS = {
     "rope_theta": 500000.0,
     "max_position_embeddings": 131072,
 }
-_NULLABLE = ("num_key_value_heads", "head_dim")
 _OPTIONS = {"sliding_window": (None,), "router_jitter_noise": (0, None), "attention_dropout": (0,)}
 EXPERTS = """
     experts: mlp.router.weight [experts, hidden] = mlp.router.weight
@@ -38,7 +37,7 @@ def _read(raw: dict[str, Any]) -> ModelShape:
     # The dense layers' width has a key of its own; layer_types is compared below.
     as_dense = {key: value for key, value in raw.items() if key != "layer_types"}
     as_dense["intermediate_size"] = read_size(raw, "intermediate_size_mlp", 16384)
-    shape = read_dense(as_dense, "llama4", defaults=_DEFAULTS, nullable=_NULLABLE, options=_OPTIONS)
+    shape = read_dense(as_dense, "llama4", defaults=_DEFAULTS, options=_OPTIONS)
     interval = read_size(raw, "no_rope_layer_interval", 4)
     rotated = [int((layer + 1) % interval > 0) for layer in range(shape.layers)]
     rotated = [int(flag) for flag in _read_list(raw, "no_rope_layers", (0, 1), shape.layers) or rotated]

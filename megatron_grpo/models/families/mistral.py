@@ -48,11 +48,10 @@ def _read_ministral3(raw: dict[str, Any]) -> ModelShape:
         "ministral3",
         rope_types=("yarn",),
         defaults=_MINISTRAL,
-        nullable=_NULLABLE,
         options=WINDOW,
     )
     assert shape.rope_scaling is not None
-    rope = dict(shape.rope_scaling)
+    rope = {key: value for key, value in shape.rope_scaling.items() if value is not None}
     if rope.get("llama_4_scaling_beta") is None:
         raise ValueError(
             "the rotary embedding has no llama_4_scaling_beta, which transformers needs; add it, as in 0.1"

@@ -95,7 +95,7 @@ def _read(raw: dict[str, Any]) -> ModelShape:
         "rope_theta": 10000.0,
     }
     rest = {key: value for key, value in raw.items() if key not in _LISTS}
-    shape = read_dense({**rest, **names}, "nemotron_h", defaults=_DEFAULTS, nullable=("num_key_value_heads",))
+    shape = read_dense({**rest, **names}, "nemotron_h", defaults=_DEFAULTS)
     return replace(
         shape,
         activation="relu2",

@@ -35,14 +35,12 @@ _VLLM_ONLY: Neutral = {
 }
 WINDOW: Neutral = {"sliding_window": (None, 0)}
 """For families without windows: vLLM would apply this one to every layer."""
-_READ_NUMBERS = ("head_dim", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings")
 
 
 def refuse_options(
     raw: Mapping[str, Any],
     family: str,
     family_options: Neutral | None,
-    nullable: tuple[str, ...],
     windows: bool,
     *,
     is_partly_rotated: bool = False,
@@ -59,9 +57,6 @@ def refuse_options(
             raise ValueError(text + (reason if key in _VLLM_ONLY else ""))
     if not is_partly_rotated:
         refuse_partial_rotation(raw)
-    for key in _READ_NUMBERS:  # transformers or vLLM would not replace a null by a number
-        if key in raw and raw[key] is None and key not in nullable:
-            raise ValueError(f"{key}=null is not supported for {family}; give the number, or leave the key out")
     types = raw.get("layer_types")
     unsupported = [kind for kind in types if kind != "full_attention"] if isinstance(types, list) else []
     if unsupported and not windows:

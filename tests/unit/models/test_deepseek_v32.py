@@ -97,6 +97,7 @@ def test_layers_with_an_indexer_are_those_of_transformers(keys: dict[str, Any]) 
         (GLM, {"index_topk_pattern": "S" * LAYERS}, "begins with a layer without an indexer"),
         (GLM, {"indexer_types": ["full", *["shared"] * (LAYERS - 1)]}, '"index_topk_pattern": "FSSS'),
         (GLM, {"indexer_types": ["none"] * LAYERS}, "must say full or shared"),
+        (GLM, {"first_k_dense_replace": [3], "mlp_layer_types": ["sparse"] * LAYERS}, "must be a number of layers"),
         (GLM, {"index_topk_freq": 2, "index_skip_topk_offset": None}, "index_skip_topk_offset=null must be"),
     ],
 )

@@ -34,7 +34,7 @@ PUBLISHED = {
     "deepseek-ai/DeepSeek-V3.2": 671_877_944_064,  # DeepSeek-V3's and 61 indexers
     "moonshotai/Kimi-K2-Instruct": 1_026_408_232_448,
     "moonshotai/Moonlight-16B-A3B-Instruct": 15_960_110_208,
-    "MiniMaxAI/MiniMax-M2": 228_703_644_928 - 13_880_064,  # without the scales of its 128 x 128 blocks in FP8
+    "MiniMaxAI/MiniMax-M2": 228_689_764_864,  # its hub page counts 13,880,064 scales of FP8 blocks, too
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31_577_940_288,
 }
 """Parameters of each model as its hub page or technical report counts them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.verification.problem import EXPERTS, SMALL, compute_truth, make_batch, prepare_model
 from tests.support.gemma3_config import OLD, in_the_new_spelling
-from tests.support.hf_configs import config_folder
+from tests.support.hf_configs import read_released
 
 PADDING = 20
 
@@ -65,43 +64,6 @@ def test_a_small_copy_has_layers_with_a_window_and_without(raw: dict[str, object
     assert small.softmax_scale == 1 / 16
 
 
-def released(name: str, **changes: Any) -> dict[str, Any]:
-    raw: dict[str, Any] = json.loads((config_folder(name) / "config.json").read_text())
-    return raw | changes
-
-
-GLM = released("zai-org/GLM-5")
-KIMI = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "vision_config": {}}
-QWEN_VL = {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "vision_config": {}}
-INT4 = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-
-
-@pytest.mark.parametrize(
-    ("raw", "text"),
-    [
-        (KIMI | {"text_config": released("moonshotai/Kimi-K2-Instruct")}, "KimiK25ForConditionalGeneration is not"),
-        (QWEN_VL | {"text_config": {"model_type": "qwen3_vl_text"}}, "it reads images or sound, and such models are"),
-        (
-            released("MiniMaxAI/MiniMax-M2", quantization_config=INT4),
-            "quantization_config (compressed-tensors): weights",
-        ),
-        (released("moonshotai/Kimi-K2-Instruct", quantization_config=INT4), "convert the model to bfloat16 first"),
-        (GLM | {"indexer_rope_interleave": False}, 'add "indexer_rope_interleave": true'),
-    ],
-    ids=["Kimi-K2.5", "Qwen3-VL", "MiniMax", "Kimi-K2 in 4 bits", "GLM"],
-)
-def test_a_small_copy_is_refused_in_the_words_of_the_folder(raw: dict[str, Any], text: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    refusals = []
-    for shrink in (True, False):
-        with pytest.raises(ValueError, match=re.escape(text)) as refusal:
-            prepare_model(str(tmp_path), shrink, tmp_path / "small", 0)
-        refusals.append(str(refusal.value))
-    assert refusals[0] == refusals[1]
-    assert len(refusals[0]) < 1500
-    assert not (tmp_path / "small").exists()
-
-
 @pytest.mark.parametrize(
     "keys",
     [
@@ -112,8 +74,8 @@ def test_a_small_copy_is_refused_in_the_words_of_the_folder(raw: dict[str, Any],
 )
 def test_a_small_glm_shares_indexers_as_the_large_one(keys: dict[str, Any], tmp_path: Path) -> None:
     """GLM-5.2 says it three times: by kinds, by their frequency, and by where they begin."""
-    types = GlmMoeDsaConfig(**{**GLM, **keys}).indexer_types
-    (tmp_path / "config.json").write_text(json.dumps({**GLM, **keys, "indexer_types": types}))
+    types = GlmMoeDsaConfig(**{**read_released("glm_5"), **keys}).indexer_types
+    (tmp_path / "config.json").write_text(json.dumps({**read_released("glm_5"), **keys, "indexer_types": types}))
     large = read_model_shape(tmp_path)
     small = read_model_shape(prepare_model(str(tmp_path), True, tmp_path / "small", 0))
     assert large.indexer is not None
@@ -124,7 +86,7 @@ def test_a_small_glm_shares_indexers_as_the_large_one(keys: dict[str, Any], tmp_
 
 @pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (8, 4)])
 def test_a_small_copy_has_one_group_of_experts_if_the_model_has(groups: int, top_groups: int, tmp_path: Path) -> None:
-    raw = released("moonshotai/Moonlight-16B-A3B-Instruct", n_group=groups, topk_group=top_groups)
+    raw = read_released("moonlight_16b_a3b") | {"n_group": groups, "topk_group": top_groups}
     raw |= {"num_experts_per_tok": 8, "n_routed_experts": 64}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     small = read_model_shape(prepare_model(str(tmp_path), True, tmp_path / "small", 0))
