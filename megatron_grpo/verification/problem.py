@@ -100,32 +100,34 @@ def _choose_sizes(raw: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
 
 
 def _keep_layers(raw: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """Keep some of a model's layers, with those of every kind among them, as config.json spells kinds."""
+    """Keep some layers, of every kind, as config.json spells kinds."""
     layers = _choose_layers(shape)
-    kept: dict[str, Any] = {
+    settings: dict[str, Any] = {
         name: [value[layer] for layer in layers]
         for name, value in raw.items()
         if isinstance(value, list) and len(value) == shape.layers
     }
     if isinstance(pattern := raw.get("hybrid_override_pattern"), str):  # a letter for each layer
-        kept["hybrid_override_pattern"] = "".join(pattern[layer] for layer in layers)
+        settings["hybrid_override_pattern"] = "".join(pattern[layer] for layer in layers)
     if "num_hidden_layers" in raw:
-        kept["num_hidden_layers"] = len(layers)
+        settings["num_hidden_layers"] = len(layers)
     if shape.indexer is not None and not all(shape.indexer.layers):
-        kept["index_topk_pattern"] = "".join("F" if shape.indexer.layers[layer] else "S" for layer in layers)
+        settings["index_topk_pattern"] = "".join("F" if shape.indexer.layers[layer] else "S" for layer in layers)
     if shape.chunked:
-        kept["no_rope_layers"] = [int(not shape.unrotated[layer]) for layer in layers]
+        settings["no_rope_layers"] = [int(not shape.unrotated[layer]) for layer in layers]
     if shape.chunked or shape.sinks:  # transformers derives them
-        kept["layer_types"] = None
+        settings["layer_types"] = None
     elif shape.delta_layers:
         kinds = ("full_attention", "linear_attention")
-        kept["layer_types"] = [kinds[shape.delta_layers[layer]] for layer in layers]
+        settings["layer_types"] = [kinds[shape.delta_layers[layer]] for layer in layers]
     elif len(set(shape.windowed)) > 1:
         kinds = ("full_attention", "sliding_attention")
-        kept["layer_types"] = [kinds[shape.windowed[layer]] for layer in layers]
+        settings["layer_types"] = [kinds[shape.windowed[layer]] for layer in layers]
     if shape.experts is not None and not shape.single_halves:
-        kept |= _keep_dense_layers(raw, [number for number, layer in enumerate(layers) if not shape.has_experts(layer)])
-    return kept
+        settings |= _keep_dense_layers(
+            raw, [number for number, layer in enumerate(layers) if not shape.has_experts(layer)]
+        )
+    return settings
 
 
 def _keep_dense_layers(raw: Mapping[str, Any], dense: list[int]) -> dict[str, Any]:
@@ -138,7 +140,10 @@ def _keep_dense_layers(raw: Mapping[str, Any], dense: list[int]) -> dict[str, An
 
 
 def _choose_layers(shape: ModelShape) -> list[int]:
-    """Choose layers for a small copy: the last, the first of each other kind, and then the first."""
+    """Choose layers for a small copy.
+
+    They are the last, the first of each other kind, and then the first.
+    """
     numbers = range(shape.layers)
     by_kind = {_describe_layer(shape, layer): layer for layer in (*reversed(numbers), numbers[-1])}  # the last is first
     chosen = dict.fromkeys([*by_kind.values(), *numbers])
@@ -146,7 +151,7 @@ def _choose_layers(shape: ModelShape) -> list[int]:
 
 
 def _describe_layer(shape: ModelShape, layer: int) -> tuple[object, ...]:
-    """Describe the kind of a layer: its halves, its window and whether it is rotated."""
+    """Describe a layer's halves, its window and its rotation."""
     return (shape.list_kinds(layer), *(flags[layer : layer + 1] for flags in (shape.windowed, shape.unrotated)))
 
 
