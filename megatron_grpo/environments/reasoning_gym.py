@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from megatron_grpo.environments.interface import Environment
 from megatron_grpo.environments.plain_answers import is_plain
 
 ANSWER_TIMEOUT_S = 5.0  # an answer whose scoring takes longer is wrong
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_BEGIN, _END = "<answer>", "</answer>"
 _EVALUATORS = {"eval", "exec", "parse_expr", "sympify"}
 
 
@@ -44,8 +43,7 @@ class ReasoningGymEnvironment(Environment):
         return [EnvironmentReturn(reward=reward, correct=reward >= 1) for reward in rewards]
 
     def _score_answer(self, entry: GymEntry, response: str) -> float:
-        answers = _ANSWER.findall(response)
-        answer = (answers[-1] if answers else response).strip()
+        answer = find_tagged_answer(response).strip()
         if is_evaluating(entry.task) and not is_plain(answer):
             return 0.0
         key = entry.task, repr(sorted(entry.options.items()))
@@ -83,3 +81,15 @@ def limit_time(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
+
+
+def find_tagged_answer(response: str) -> str:
+    """Find the text between the last <answer> and </answer>; else the response."""
+    # In linear time, also for many tags without an end.
+    answer, position = response, 0
+    while (begin := response.find(_BEGIN, position)) >= 0:
+        position = response.find(_END, begin)
+        if position < 0:
+            break
+        answer = response[begin + len(_BEGIN) : position]
+    return answer

@@ -8,10 +8,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
+from megatron_grpo.cluster.limited_calls import LimitedCalls, LimitError
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
 from megatron_grpo.data.specs import parse_countdown_game
@@ -53,9 +55,30 @@ class FormatEnvironment(Environment):
     whole: bool = True
     """Whether the whole response must match; else a part of it is enough."""
 
+    def __post_init__(self) -> None:
+        # In a process that can be ended: some expressions take exponential time on some responses.
+        self._matches = LimitedCalls(partial(_make_matcher, self.pattern, self.whole), cpu_s=_MATCH_CPU_S)
+
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        find = re.fullmatch if self.whole else re.search
-        return score_zero_or_one(find(self.pattern, request.response) is not None for request in requests)
+        return score_zero_or_one(self._is_match(request.response) for request in requests)
+
+    def _is_match(self, response: str) -> bool:
+        try:
+            return self._matches.call(_call_matcher, response)
+        except LimitError:
+            return False
+
+
+_MATCH_CPU_S = 1.0  # a response on which the expression takes longer does not match
+
+
+def _make_matcher(pattern: str, whole: bool) -> Callable[[str], Any]:
+    expression = re.compile(pattern)
+    return expression.fullmatch if whole else expression.search
+
+
+def _call_matcher(find: Callable[[str], Any], response: str) -> bool:
+    return find(response) is not None
 
 
 class MathEnvironment(Environment):

@@ -14,18 +14,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_grpo.cluster.limited_calls import LimitedCalls, LimitError
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.section import Positive
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
-from megatron_grpo.environments.harmony_calls import HARMONY_PARSER, HarmonyCalls
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings, score_zero_or_one
 from megatron_grpo.environments.math_answers import Verifier
 from megatron_grpo.environments.mcp_tools import McpServer, McpTools
 from megatron_grpo.environments.retriever import Retriever, read_documents
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
 from megatron_grpo.environments.tasks import OPERATORS
+from megatron_grpo.environments.turn_reader import PARSER_ADVICE, ToolCall, TurnReader
 from megatron_grpo.environments.vllm_parsers import read_parser_names
 
 _MAX_CHARACTERS = 400  # of an expression
@@ -80,8 +81,7 @@ def _require_small(value: Fraction, times: int = 1) -> Fraction:
     return value
 
 
-_PARSER_ADVICE = "give the parser of the model, by its name in vllm serve --tool-call-parser"
-
+PARSE_CPU_S = 2.0  # processor time in which the calls of a response are read
 _MAX_RESULT_CHARACTERS = 4000  # of a tool's result that the model reads
 
 Tool = Callable[[str], str]  # argument of a call to its result; raises ValueError with a message for the model
@@ -123,11 +123,6 @@ class ToolEnvironment(Environment):
     """Most tool calls of one rollout that are executed."""
 
     def __post_init__(self) -> None:
-        # Imported here: vLLM takes seconds to import, and only this environment needs it.
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.tool_parsers import ToolParserManager
-
-        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it logs a traceback for every malformed call of a model
         if self.tools is None:
             self.tools = [] if self.servers else ["calculator"]
         self._tools = {name: self._make_tool(name) for name in self.tools}
@@ -135,13 +130,8 @@ class ToolEnvironment(Environment):
         if shared := self._tools.keys() & set(self._server_tools.names):
             raise RunError(f"options.servers have a tool {min(shared)}, as options.tools has; use allow")
         tokenizer = self.settings.load_tokenizer()
-        self._harmony = HarmonyCalls() if self.parser == HARMONY_PARSER else None
-        try:
-            self._parser = ToolParserManager.get_tool_parser(self.parser)(tokenizer)
-        except Exception as error:  # parsers raise anything about the vocabulary of another model
-            text = f"options.parser={self.parser} does not fit the model's tokenizer: {error}; {_PARSER_ADVICE}"
-            raise RunError(text) from error
-        self._request = ChatCompletionRequest(messages=[], model="")
+        # In a process of its own: parsers are cubic on some loops of marks.
+        self._parser = LimitedCalls(partial(TurnReader, self.parser, tokenizer), cpu_s=PARSE_CPU_S)
         self._verifier = Verifier() if self.compare == "math" else None
         if self.settings.prompts.apply_chat_template:
             self._require_readable_calls(PromptRenderer(tokenizer, self.settings.prompts))
@@ -180,13 +170,13 @@ class ToolEnvironment(Environment):
         text, names, reason = write_call(renderer, tool), [tool], ""
         if text is not None:
             try:
-                names = [call.function.name for call in self._read_turn(text)[1]]
+                names = [call.name for call in self._read_turn(text)[1]]
             except Exception as error:  # noqa: BLE001 - parsers raise anything about calls of other models
                 names, reason = [], f": {type(error).__name__}: {error}"
         if tool not in names:
             raise RunError(
                 f"options.parser={self.parser} finds no tool call in what the model's chat template writes for one, "
-                f"{text!r}{reason}; {_PARSER_ADVICE}"
+                f"{text!r}{reason}; {PARSER_ADVICE}"
             )
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> ToolState:
@@ -206,7 +196,7 @@ class ToolEnvironment(Environment):
             # number in the rollout, so that a seed gives the same tokens again. Mistral's templates need nine letters
             # and digits.
             call_id = call.id if call.id and call.id in response else f"call{number:05d}"
-            name, content = call.function.name, self._execute(call.function)
+            name, content = call.name, self._execute(call)
             results.append({"role": "tool", "name": name, "tool_call_id": call_id, "content": content})
         text = "\n".join(result["content"] for result in results)
         return Turn(done=False, state=state, text=text, role="tool", messages=results)
@@ -217,11 +207,16 @@ class ToolEnvironment(Environment):
             return score_zero_or_one(last.strip() == answer.strip() for last, answer in pairs)
         return score_zero_or_one(self._verifier.verify(pairs))
 
-    def _read_turn(self, response: str) -> tuple[str, list[Any]]:
-        """Read the text that may be the answer, and the tool calls."""
-        if self._harmony is not None:
-            return self._harmony.read(response)
-        return response, list(self._parser.extract_tool_calls(response, self._request).tool_calls)
+    def _read_turn(self, response: str) -> tuple[str, list[ToolCall]]:
+        """Read the text that may be the answer, and the tool calls.
+
+        A response that is not read within the limits has no calls.
+        """
+        try:
+            return self._parser.call(TurnReader.read, response)
+        except LimitError as error:
+            logging.getLogger(__name__).warning("reading the calls of %d characters %s", len(response), error)
+            return response, []
 
     def _make_tool(self, name: str) -> Tool:
         if name == "calculator":
@@ -232,7 +227,7 @@ class ToolEnvironment(Environment):
         retriever = Retriever(read_documents(self.documents))
         return lambda query: "\n\n".join(retriever.search(query, self.found)) or "nothing found"
 
-    def _execute(self, call: Any) -> str:
+    def _execute(self, call: ToolCall) -> str:
         tool = self._tools.get(call.name)
         names = self._server_tools.names
         if tool is None and call.name not in names:

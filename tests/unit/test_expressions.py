@@ -1,0 +1,76 @@
+"""Regular expressions of the package take linear time on hostile texts, or stand behind a bound on their length."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "megatron_grpo"
+FOLDERS = ("data", "environments", "rollouts", "evaluation", "batch", "observability")
+"""Folders with text of models and agents."""
+LONGEST, SECONDS = 20_000, 1.0
+BOUNDED = {
+    "data.math_text": 2_000,  # MAX_CHARACTERS and TAIL_CHARACTERS
+    "environments.math_answers": 2_000,
+    "environments.plain_answers": 1_000,
+    "evaluation.results": 2_000,
+    "data.rows": 2_000,  # rows of a user's file
+    "data.code_tests": 2_000,
+}
+"""Most characters of a text that an expression of the module sees, where that is bounded."""
+WHOLE = {"_MARKED", "_STATEMENT", "_BOX_START", "_BARE_BOX", "_BOXED_LETTER", "_CHOICE", "_SAYS"}
+"""Expressions of these modules that see whole responses all the same."""
+PIECES = [
+    "a",
+    " ",
+    "1",
+    "\n",
+    ">",
+    "`",
+    "{",
+    "(",
+    "\\",
+    "answer ",
+    "1,",
+    "a ",
+    "1 ",
+    "\\text{",
+    "<answer>",
+    ">1.",
+    "*a",
+]
+
+
+def list_expressions() -> Iterator[tuple[str, str]]:
+    """List expressions of module constants, with their modules."""
+    for folder in FOLDERS:
+        for file in sorted((PACKAGE / folder).rglob("*.py")):
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            module = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
+            for node in tree.body:
+                if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("re.compile("):
+                    yield module, ast.unparse(node.targets[0])
+
+
+@pytest.mark.parametrize(("module", "name"), list_expressions(), ids=str)
+def test_an_expression_is_done_with_hostile_texts(module: str, name: str) -> None:
+    expression: re.Pattern[str] = getattr(importlib.import_module(f"megatron_grpo.{module}"), name)
+    if isinstance(expression.pattern, bytes):
+        pytest.skip("it reads our own files")
+    longest = LONGEST if name in WHOLE else BOUNDED.get(module, LONGEST)
+    for piece in PIECES:
+        for begin in ("", "**", "#### 1"):
+            length = longest // 16
+            while length <= longest:
+                text = begin + piece * (length // len(piece)) + "\x00"
+                began = time.process_time()
+                sum(1 for _ in expression.finditer(text))
+                seconds = time.process_time() - began
+                assert seconds < SECONDS, f"{len(text)} characters of {piece!r} behind {begin!r}: {seconds:.1f} s"
+                length *= 4
