@@ -19,6 +19,7 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.outside_text import NAME_CHARACTERS, clean_json, describe_error, make_line, make_note
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, ScoreOrError, Turn
 from megatron_grpo.environments.interface import STARTUP_S, EnvironmentSettings, EnvironmentStatus
@@ -92,7 +93,7 @@ class EnvironmentWorker:
         # would continue after the end of its own message.
         is_message = self._settings.prompts.apply_chat_template and not len(observation)
         if not turn.done and (turn.text or turn.messages or is_message):
-            messages = turn.messages or [{"role": turn.role, "content": turn.text}]
+            messages = clean_json(turn.messages or [{"role": turn.role, "content": turn.text}])
             observation = np.array(self._renderer.encode_later_turn(messages, last_token), dtype=np.int32)
         reward = None if turn.reward is None else float(turn.reward)  # NumPy's and torch's numbers too
         if reward is not None and not np.isfinite(reward):
@@ -122,7 +123,9 @@ class EnvironmentWorker:
             if not isinstance(score, EnvironmentReturn | str):
                 raise RunError(f"{name} returned {type(score).__name__}, not EnvironmentReturn; {count} are expected")
         texts = f"environment {self._name}: "
-        return [texts + score if isinstance(score, str) else self._convert_score(name, score) for score in scores]
+        return [
+            make_line(texts + score) if isinstance(score, str) else self._convert_score(name, score) for score in scores
+        ]
 
     def _convert_score(self, name: str, score: EnvironmentReturn) -> EnvironmentReturn:
         reward = None if score.reward is None else float(score.reward)
@@ -132,15 +135,19 @@ class EnvironmentWorker:
             score,
             reward=reward,
             correct=None if score.correct is None else bool(score.correct),
-            parts={name: float(part) for name, part in score.parts.items()},
+            parts={make_line(str(name), NAME_CHARACTERS): float(part) for name, part in score.parts.items()},
             metrics=name_reported_metrics(score.metrics),
-            notes={str(name): note if isinstance(note, str) else repr(note) for name, note in score.notes.items()},
+            notes={
+                make_line(str(name), NAME_CHARACTERS): make_note(note if isinstance(note, str) else repr(note))
+                for name, note in score.notes.items()
+            },
         )
 
     def _catch_errors(self, call: Callable[[], Value]) -> Value | str:
         try:
             return call()
         except RunError as error:
-            return f"environment {self._name}: {error}"
+            return make_line(f"environment {self._name}: {error}")
         except Exception as error:  # noqa: BLE001 - a user's environment may raise anything; the rollout fails with this message
-            return f"environment {self._name}: {type(error).__name__}: {error} ({find_place(error, self._environment)})"
+            place = find_place(error, self._environment)
+            return make_line(f"environment {self._name}: {describe_error(error)} ({place})")

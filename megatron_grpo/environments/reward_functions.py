@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.outside_text import describe_error
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess
 from megatron_grpo.environments import user_functions
@@ -143,7 +144,7 @@ class RewardCall:
         if isinstance(error, RewardError):
             return error
         failure = RewardError(
-            f"{self._path} raised {type(error).__name__}: {error} ({user_functions.find_place(error, self._owner)})"
+            f"{self._path} raised {describe_error(error)} ({user_functions.find_place(error, self._owner)})"
         )
         failure.__cause__ = error
         return failure

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_grpo.batch.generation_requests import GenerationOutput
 from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.config.outside_text import clean_json
 from megatron_grpo.data.chat_messages import ChatMessage
 from megatron_grpo.rollouts.conversation import BadCallError, ReadMessage, read_plain_message
 
@@ -58,7 +59,8 @@ class OutputParser:
                 reasoning, content, calls = parsed
             except Exception:  # noqa: BLE001 - parsers raise anything about malformed responses
                 return read_plain_message(output, text, number)
-            return _make_message(reasoning, content, calls or [], text, number)
+            message: dict[str, Any] = clean_json(_make_message(reasoning, content, calls or [], text, number))
+            return message
 
         return read
 
