@@ -29,19 +29,19 @@ def make_encodable(text: str) -> str:
     return text
 
 
-def make_line(text: str, most: int = REASON_CHARACTERS) -> str:
-    """Make one printable line of at most `most` characters.
+def make_line(text: str, limit: int = REASON_CHARACTERS) -> str:
+    """Make one printable line of at most `limit` characters.
 
     Control characters become escapes (\\x1b, \\n). Of a long text the middle is left out, because the end of an error
     names its place.
     """
-    if len(text) > 2 * most:  # first, so that the work for an endless text is bounded
-        text = text[:most] + text[-most:]
-    line = CONTROLS.sub(_escape, text)
-    if len(line) <= most:
+    if len(text) > 2 * limit:  # first, so that the work for an endless text is bounded
+        text = text[:limit] + text[-limit:]
+    line = CONTROLS.sub(_write_escape, text)
+    if len(line) <= limit:
         return line
-    end = most // 3
-    return line[: most - end - len(_GAP)] + _GAP + line[-end:]
+    end = limit // 3
+    return line[: limit - end - len(_GAP)] + _GAP + line[-end:]
 
 
 def describe_error(error: BaseException) -> str:
@@ -59,9 +59,9 @@ def make_note(text: str) -> str:
     return make_encodable(text)
 
 
-def escape_controls(text: str) -> str:
-    """Escape control characters, all but tabs and line feeds."""
-    return CONTROLS.sub(lambda match: match[0] if match[0] in "\t\n" else _escape(match), text)
+def replace_controls(text: str) -> str:
+    """Replace control characters by escapes, all but tabs and line feeds."""
+    return CONTROLS.sub(lambda match: match[0] if match[0] in "\t\n" else _write_escape(match), text)
 
 
 def format_record(text: str) -> str:
@@ -69,7 +69,7 @@ def format_record(text: str) -> str:
 
     So no line of a text from outside passes for a record of its own.
     """
-    return escape_controls(text).replace("\n", "\n    ")
+    return replace_controls(text).replace("\n", "\n    ")
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -98,7 +98,7 @@ def clean_json(value: Any, levels: int = NESTING) -> Any:
     return [clean_json(member, levels - 1) for member in value]
 
 
-def _escape(match: re.Match[str]) -> str:
+def _write_escape(match: re.Match[str]) -> str:
     return repr(match[0])[1:-1]
 
 

@@ -149,5 +149,5 @@ class EnvironmentWorker:
         except RunError as error:
             return make_line(f"environment {self._name}: {error}")
         except Exception as error:  # noqa: BLE001 - a user's environment may raise anything; the rollout fails with this message
-            place = find_place(error, self._environment)
-            return make_line(f"environment {self._name}: {describe_error(error)} ({place})")
+            location = find_place(error, self._environment)
+            return make_line(f"environment {self._name}: {describe_error(error)} ({location})")

@@ -63,14 +63,14 @@ _FORMS = {
     "tools": _Form("a list of objects", lambda value: _is_list_of(dict, value)),
     "tool_choice": _Form("a text or an object", lambda value: isinstance(value, str | dict)),
     "include": _Form("a list of texts", lambda value: _is_list_of(str, value)),
-    "logprobs": _Form("true, false or a number", lambda value: type(value) in (bool, int)),
-    "top_logprobs": _Form("a number", lambda value: type(value) is int),
+    **dict.fromkeys(("logprobs", "top_logprobs"), _Form("a number", lambda value: type(value) is int)),
     "stop": _Form(f"a text or a list of at most {MOST_STOPS} texts", _are_stops),
     "chat_template_kwargs": _Form(
         f"an object with variables of the chat template, none of them {', '.join(sorted(RESERVED))}",
         lambda value: isinstance(value, dict) and not RESERVED & value.keys(),
     ),
 }
+_CHAT_FORMS = _FORMS | {"logprobs": _FLAG}  # a number in completions
 _MEMBER_FORMS = {  # of members of objects, by field
     "reasoning": {"effort": _TEXT, "summary": _TEXT},
     "stream_options": {"include_usage": _FLAG},
@@ -87,16 +87,17 @@ _MESSAGE_FORMS = {
 
 
 def require_fields(call: Any, accepted: frozenset[str]) -> dict[str, Any]:
-    """Require a call of a protocol with fields of their form; returns those that are not null.
+    """Require fields of their form; returns those that are not null.
 
-    BadCallError names the first field that is not accepted, lacks, or is of another form.
+    BadCallError names the first field that is not accepted, is missing, or is of another form.
     """
     if not isinstance(call, dict):
         raise BadCallError("the request is not a JSON object")
     fields = {name: value for name, value in call.items() if value is not None}
     if unknown := ", ".join(sorted(fields.keys() - accepted)):
         raise BadCallError(f"{unknown}: not accepted; the run's configuration (generation) decides how rollouts sample")
-    _require_forms({**{name: None for name in _CONTENTS if name in accepted}, **fields}, _FORMS, "")
+    needed = {name: None for name in _CONTENTS if name in accepted}
+    _require_forms({**needed, **fields}, _CHAT_FORMS if "messages" in accepted else _FORMS, "")
     for name, forms in _MEMBER_FORMS.items():
         members = {key: value for key, value in fields.get(name, {}).items() if value is not None}
         _require_forms(members, forms, f"{name}.")
@@ -114,9 +115,9 @@ def require_messages(messages: Iterable[Mapping[str, Any]]) -> None:
         _require_forms(fields, _MESSAGE_FORMS, f"message {number}: ")
 
 
-def _require_forms(fields: Mapping[str, Any], forms: Mapping[str, _Form], place: str) -> None:
+def _require_forms(fields: Mapping[str, Any], forms: Mapping[str, _Form], path: str) -> None:
     for name, value in fields.items():
         form = forms.get(name)
         if form is not None and not form.fits(value):
-            shown = f"={value}" if isinstance(value, int | float) else ""
-            raise BadCallError(f"{place}{name}{shown}: give {form.words}")
+            figure = f"={value}" if isinstance(value, int | float) else ""
+            raise BadCallError(f"{path}{name}{figure}: give {form.words}")

@@ -48,7 +48,7 @@ class OutputParser:
         """Prepare to read a call's responses; BadCallError about malformed tools."""
         try:
             request, _ = self._make_reader(tools or [], variables)
-        except ValueError as error:  # pydantic's
+        except Exception as error:  # noqa: BLE001 - pydantic's, and parsers raise anything about malformed tools
             raise BadCallError(f"tools: {error}") from None
 
         def read(output: GenerationOutput, text: str, number: int) -> dict[str, Any]:
