@@ -10,6 +10,12 @@ from numpy.typing import NDArray
 
 from megatron_grpo.batch.trajectory import StopReason
 
+# Names of the arguments of reward functions and agents that are not columns. A column of such a name is not passed.
+AGENT_RESULT = "agent_result"  # of reward functions: the agent's return value for each rollout
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+AGENT_ARGUMENTS = ("prompt", "access")
+INSTANCE = "self"  # Python's own argument of a callable object
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
