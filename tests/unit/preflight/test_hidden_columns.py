@@ -32,7 +32,7 @@ class Callable:
 
     def __call__(self, prompt: Any = None, access: Any = None, **columns: Any) -> Any:
         self.columns.append(columns)
-        return [1.0] if access is None else "done"
+        return [1.0] if isinstance(columns.get("prompts"), list) else "done"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,8 +69,8 @@ def test_the_check_names_columns_that_do_not_arrive(tmp_path: Path) -> None:
     config = Config(env={"game": environment}, data=DataConfig(train_path=str(file), task_name="game"))
     texts = [remark.text for remark in check_prompt_files(config)[1]]
     assert [text for text in texts if "does not reach" in text] == [
-        "has the column completions, self, which does not reach reward functions of env.game, because an argument has this "
-        "name; give the column another name to pass it",
+        "has the column completions, self, which does not reach reward functions of env.game, because an argument "
+        "has this name; give the column another name to pass it",
         "has the column access, self, which does not reach the agent of env.game, because an argument has this name; "
         "give the column another name to pass it",
     ]
