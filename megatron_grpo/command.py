@@ -15,6 +15,7 @@ from megatron_grpo.config.help import format_help
 from megatron_grpo.config.hiding import hide_values
 from megatron_grpo.config.keys import find_key, is_section
 from megatron_grpo.config.output import tolerant_output
+from megatron_grpo.config.outside_text import replace_controls
 from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.suggestions import describe_counterpart
@@ -34,10 +35,10 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         return _run_task(*_read_options(arguments))
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(replace_controls(str(error)), file=sys.stderr)
         return MISTAKE
     except RunError as error:
-        print(f"run failed: {error}", file=sys.stderr)
+        print(replace_controls(f"run failed: {error}"), file=sys.stderr)
         return FAILED
     except KeyboardInterrupt as error:
         return report_interruption(error)
@@ -54,10 +55,10 @@ def _run_task(overrides: Sequence[str], task: str) -> int:
         from megatron_grpo.planning.check import check_fit  # here, because NumPy takes long to import
 
         for remark in check_fit(planned):
-            print(f"{remark.subject} {remark.text}", flush=True)
+            print(replace_controls(f"{remark.subject} {remark.text}"), flush=True)
     config = checked.require()
     for remark in [] if task == "show" else checked.remarks:
-        print(f"{remark.subject} {remark.text}", flush=True)
+        print(replace_controls(f"{remark.subject} {remark.text}"), flush=True)
     if task == "check":
         print(f"configuration is fine: {summarize_run(config, _check_start(config))}")
     elif task == "train":

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from megatron_grpo.batch.trajectory import REWARD_REMOVED, SCORING_RETRIES, SUSPECT_PREFIX
 from megatron_grpo.config.data_schema import ENVIRONMENT_PREFIX, UNUSUALLY_SHORT
+from megatron_grpo.config.outside_text import CONTROLS, NAME_CHARACTERS
 
 MAX_METRICS = 200  # of environments in one response, step or run; further ones are left out, with a message
-
-_MAX_CHARACTERS = 120  # of a metric's name; trackers refuse names of more than 250
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 logger = logging.getLogger(__name__)
 # The same message about every response would fill the log.
@@ -41,7 +38,7 @@ def name_reported_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 def make_metric_name(name: str) -> str:
     """Prefix a reported name with env/, unless it is suspect/NAME."""
     # No part between slashes is empty, "." or "..", because trackers store names as paths.
-    parts = _UNPRINTABLE.sub("_", name)[:_MAX_CHARACTERS].split("/")
+    parts = CONTROLS.sub("_", name[:NAME_CHARACTERS]).split("/")
     clean = "/".join("_" if part.strip() in ("", ".", "..") else part for part in parts)
     # suspect/unusually_short is the run's own, in every environment.
     return clean if clean.startswith(SUSPECT_PREFIX) and is_environment_metric(clean) else ENVIRONMENT_PREFIX + clean

@@ -21,6 +21,7 @@ from typing import TextIO
 
 from megatron_grpo.cluster import heartbeat as beats
 from megatron_grpo.cluster.phases import THIS_PROCESS
+from megatron_grpo.config.outside_text import format_record
 
 LOGS_FOLDER = "logs"  # folder of the logs, inside the folder of the run
 # Names of processes, in messages and of log files.
@@ -77,6 +78,13 @@ class LogHandler(logging.StreamHandler[TextIO]):
         if not self._has_warned:
             self._has_warned = True
             print(f"{self.stream.name} lacks records from now on: {sys.exc_info()[1]}", file=sys.stderr)
+
+
+class RecordFormatter(logging.Formatter):
+    """Formats records, whose texts may be from outside."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return format_record(super().format(record))
 
 
 class OncePerMessage(logging.Filter):
@@ -180,7 +188,7 @@ def _open(folder: Path, name: str, level: str) -> ProcessLog:
     path.parent.mkdir(parents=True, exist_ok=True)
     stream = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
     handler = LogHandler(stream)
-    handler.setFormatter(logging.Formatter(LOG_FORMAT.format(process=name.replace("%", "%%"))))
+    handler.setFormatter(RecordFormatter(LOG_FORMAT.format(process=name.replace("%", "%%"))))
     root = logging.getLogger()
     root.addHandler(handler)
     logging.getLogger(PACKAGE).setLevel(level.upper())

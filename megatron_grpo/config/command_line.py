@@ -17,6 +17,7 @@ from megatron_grpo.config.conversion import convert_argument
 from megatron_grpo.config.errors import RunError, suggest_name
 from megatron_grpo.config.hiding import hide_secrets
 from megatron_grpo.config.output import tolerant_output
+from megatron_grpo.config.outside_text import replace_controls
 from megatron_grpo.config.overrides import OPTION
 
 # Exit codes: a failure, a command line that cannot be run, Ctrl-C, SIGTERM.
@@ -107,7 +108,7 @@ def as_command(name: str, usage: str, failures: tuple[type[Exception], ...] = ()
             try:
                 return 0 if answer_help(arguments, usage) else body(arguments)
             except (ValueError, RunError, OSError) as error:
-                print(hide_secrets(f"{name}: {error}"), file=sys.stderr)
+                print(replace_controls(hide_secrets(f"{name}: {error}")), file=sys.stderr)
                 return FAILED if isinstance(error, failures) else MISTAKE
             except KeyboardInterrupt as error:
                 return report_interruption(error)

@@ -18,6 +18,13 @@ def is_reward(value: float) -> bool:
     return abs(value) <= LARGEST_REWARD  # false for NaN
 
 
+# Names of the arguments of reward functions and agents that are not columns. A column of such a name is not passed.
+AGENT_RESULT = "agent_result"  # of reward functions: the agent's return value for each rollout
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+AGENT_ARGUMENTS = ("prompt", "access")
+INSTANCE = "self"  # Python's own argument of a callable object
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
     """Progress of the run, under TRL's names: completed steps and epochs, and their limits."""

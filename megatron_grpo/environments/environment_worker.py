@@ -18,6 +18,7 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.outside_text import NAME_CHARACTERS, clean_json, describe_error, make_line, make_note
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.scores import (
     EnvironmentRequest,
@@ -109,7 +110,7 @@ class EnvironmentWorker:
         # would continue after the end of its own message.
         is_message = self._settings.prompts.apply_chat_template and not len(observation)
         if not turn.done and (turn.text or turn.messages or is_message):
-            messages = turn.messages or [{"role": turn.role, "content": turn.text}]
+            messages = clean_json(turn.messages or [{"role": turn.role, "content": turn.text}])
             observation = np.array(self._renderer.encode_later_turn(messages, last_token), dtype=np.int32)
         reward = None if turn.reward is None else float(turn.reward)  # NumPy's and torch's numbers too
         if reward is not None and not is_reward(reward):
@@ -142,7 +143,9 @@ class EnvironmentWorker:
                 text = f"{name} returned {type(score).__name__}, not EnvironmentReturn; {count} are expected"
                 raise InvalidScoresError(text)
         texts = f"environment {self._name}: "
-        return [texts + score if isinstance(score, str) else self._convert_score(name, score) for score in scores]
+        return [
+            make_line(texts + score) if isinstance(score, str) else self._convert_score(name, score) for score in scores
+        ]
 
     def _convert_score(self, name: str, score: EnvironmentReturn) -> EnvironmentReturn:
         reward = None if score.reward is None else float(score.reward)
@@ -152,9 +155,12 @@ class EnvironmentWorker:
             score,
             reward=reward,
             correct=None if score.correct is None else bool(score.correct),
-            parts={name: float(part) for name, part in score.parts.items()},
+            parts={make_line(str(name), NAME_CHARACTERS): float(part) for name, part in score.parts.items()},
             metrics=name_reported_metrics(score.metrics),
-            notes={str(name): note if isinstance(note, str) else repr(note) for name, note in score.notes.items()},
+            notes={
+                make_line(str(name), NAME_CHARACTERS): make_note(note if isinstance(note, str) else repr(note))
+                for name, note in score.notes.items()
+            },
         )
 
     def _catch_errors(self, call: Callable[[], Value]) -> Value | str:
@@ -172,8 +178,9 @@ class EnvironmentWorker:
 
     def _describe(self, error: Exception) -> str:
         if isinstance(error, RunError):
-            return f"environment {self._name}: {error}"
-        return f"environment {self._name}: {type(error).__name__}: {error} ({find_place(error, self._environment)})"
+            return make_line(f"environment {self._name}: {error}")
+        location = find_place(error, self._environment)
+        return make_line(f"environment {self._name}: {describe_error(error)} ({location})")
 
 
 def is_outside(error: BaseException) -> bool:

@@ -19,11 +19,20 @@ from types import FrameType
 from typing import Any
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.outside_text import describe_error
 from megatron_grpo.data.processors import REFERENCE
-from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess
+from megatron_grpo.data.scores import (
+    AGENT_ARGUMENTS,
+    AGENT_RESULT,
+    INSTANCE,
+    REWARD_ARGUMENTS,
+    EnvironmentRequest,
+    EnvironmentReturn,
+    ModelAccess,
+)
 from megatron_grpo.environments import user_functions
 from megatron_grpo.environments.interface import Environment
-from megatron_grpo.environments.user_functions import ARGUMENTS, RewardFunction
+from megatron_grpo.environments.user_functions import RewardFunction
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +93,7 @@ class RewardCall:
         self._path = f"{getattr(function, '__module__', '?')}.{name}"
         self._accepted_names = user_functions.list_accepted_names(function)
         required = user_functions.list_required_parameters(function)
-        self._required_names = {parameter.name for parameter in required} - {*ARGUMENTS}
+        self._required_names = {parameter.name for parameter in required} - {*REWARD_ARGUMENTS}
 
     def call(
         self, arguments: Mapping[str, Any], count: int, timeout_s: float | None
@@ -143,14 +152,14 @@ class RewardCall:
         if isinstance(error, RewardError):
             return error
         failure = RewardError(
-            f"{self._path} raised {type(error).__name__}: {error} ({user_functions.find_place(error, self._owner)})"
+            f"{self._path} raised {describe_error(error)} ({user_functions.find_place(error, self._owner)})"
         )
         failure.__cause__ = error
         return failure
 
 
 # Columns that are not arguments: prompts and completions hold the first two, the others are reserved.
-_NOT_COLUMNS = ("prompt", "completion", REFERENCE, *ARGUMENTS)
+_NOT_COLUMNS = ("prompt", "completion", REFERENCE, INSTANCE, *REWARD_ARGUMENTS)
 
 
 @dataclass(eq=False)
@@ -182,7 +191,12 @@ class RewardFunctionEnvironment(Environment):
 
     def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
         assert self.agent_function is not None, "`agent` is true only with an agent_function"
-        columns = {name: value for name, value in extra_env_info.items() if name not in ("prompt", REFERENCE)}
+        accepted = user_functions.list_accepted_names(self.agent_function)
+        columns = {
+            name: value
+            for name, value in extra_env_info.items()
+            if name not in (*AGENT_ARGUMENTS, INSTANCE, REFERENCE) and (accepted is None or name in accepted)
+        }
         result = self.agent_function(prompt=prompt, access=access, **columns)
         return asyncio.run(_await_all([result]))[0] if inspect.isawaitable(result) else result
 
@@ -260,7 +274,7 @@ class RewardFunctionEnvironment(Environment):
         names = dict.fromkeys(key for request in requests for key in request.extra_env_info if key not in _NOT_COLUMNS)
         columns = {name: [request.extra_env_info.get(name) for request in requests] for name in names}
         if self.agent:
-            columns[user_functions.AGENT_RESULT] = [request.state for request in requests]
+            columns[AGENT_RESULT] = [request.state for request in requests]
         ids = [request.response_ids for request in requests]
         return {
             "prompts": [request.prompt for request in requests],

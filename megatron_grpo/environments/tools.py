@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import logging
 import operator
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any, Literal
 
 from megatron_grpo.cluster.limited_calls import LimitedCalls, LimitError
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.outside_text import parse_json
 from megatron_grpo.config.section import Positive
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.prompt_renderer import PromptRenderer
@@ -233,8 +233,8 @@ class ToolEnvironment(Environment):
         if tool is None and call.name not in names:
             return f"error: there is no tool {call.name}; there is {', '.join([*self._tools, *names])}"
         try:
-            arguments = json.loads(call.arguments)
-        except (ValueError, RecursionError):
+            arguments = parse_json(call.arguments)
+        except ValueError:
             arguments = None
         if not isinstance(arguments, dict) or (tool is not None and len(arguments) != 1):
             return f"error: {call.name} takes {'named arguments' if tool is None else 'one argument'}"

@@ -11,15 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.scores import REWARD_ARGUMENTS
 
 # Takes prompts=, completions= and columns; returns a reward (None: no reward) per completion, or a coroutine of them.
 RewardFunction = Callable[..., Any]
 # Takes prompt=, access= and the columns of the row; returns any value, or a coroutine of it.
 AgentFunction = Callable[..., Any]
-
-AGENT_RESULT = "agent_result"  # argument of reward functions: the agent's return value for each rollout
-# Arguments other than columns of the data.
-ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 
 
 def load_reward_function(path: str) -> RewardFunction:
@@ -66,13 +63,18 @@ def check_parameters(path: str, function: RewardFunction, columns: Collection[st
     names = list_accepted_names(function)
     if names is not None and not names & {"prompts", "completions", "completion_ids"}:
         raise RunError(f"{text}; it takes {', '.join(sorted(names)) or 'nothing'}")
+    check_columns(f"reward function {path}", function, REWARD_ARGUMENTS, columns)
+
+
+def check_columns(
+    subject: str, function: Callable[..., Any], arguments: Sequence[str], columns: Collection[str] | None
+) -> None:
+    """Check that the data has every column that a function needs; RunError if not."""
     required_names = [parameter.name for parameter in list_required_parameters(function)]
-    missing = [name for name in required_names if name not in (*ARGUMENTS, *(columns or ()))]
+    missing = [name for name in required_names if name not in (*arguments, *(columns or ()))]
     if columns is not None and missing:
-        raise RunError(
-            f"reward function {path} takes {', '.join(missing)}, and the data has no such column; "
-            f"it has {', '.join(sorted(columns)) or 'none'}"
-        )
+        names = ", ".join(sorted(columns)) or "none"
+        raise RunError(f"{subject} takes {', '.join(missing)}, and the data has no such column; it has {names}")
 
 
 def load_agent_function(path: str) -> AgentFunction:

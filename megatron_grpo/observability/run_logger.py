@@ -22,6 +22,7 @@ from megatron_grpo.batch.environment_metrics import MAX_METRICS, is_environment_
 from megatron_grpo.batch.rollout_files import drop_rollouts_after
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.output import tolerant_output
+from megatron_grpo.config.outside_text import format_record
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.chat_messages import join_content
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
@@ -121,7 +122,7 @@ class ProgressDisplay:
         """Print a line, above the live one."""
         # Lines with prompts and responses may be any text, also text that the console cannot encode.
         with tolerant_output(of_run=True):
-            self._console.print(Text(text), soft_wrap=True)
+            self._console.print(Text(format_record(text)), soft_wrap=True)
 
     def close(self) -> None:
         """Leave the terminal as it was; idempotent."""

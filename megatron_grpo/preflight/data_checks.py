@@ -13,13 +13,14 @@ from megatron_grpo.batch.rollout_files import (
     find_recorded_folder,
     find_recorded_steps,
 )
-from megatron_grpo.config.data_schema import DatasetConfig
+from megatron_grpo.config.data_schema import REWARD_FUNCTIONS, DatasetConfig
 from megatron_grpo.config.errors import Problem, format_count
 from megatron_grpo.config.paths import check_readable
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rows import SetReport, examine_set
+from megatron_grpo.data.scores import AGENT_ARGUMENTS, AGENT_RESULT, INSTANCE, REWARD_ARGUMENTS
 from megatron_grpo.data.sources import Row, is_named_set
-from megatron_grpo.data.specs import find_spec_problems
+from megatron_grpo.data.specs import find_spec_problems, make_task_spec
 from megatron_grpo.models import source
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 from megatron_grpo.prepare.lessons import make_prompt_rows
@@ -42,6 +43,7 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
         remarks += [  # a remark on one row names its line; a remark on the set gets its key
             Problem(subject, remark.text) if remark.subject == dataset.path else remark for remark in report.remarks
         ]
+        remarks += [Problem(subject, text) for text in _find_hidden_columns(config, report)]
         tasks |= report.columns.keys()
         if key in training:
             visits = dataset.count_visits(report.rows)
@@ -65,6 +67,22 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
         text = f"no prompt is for it: data.task_name is {config.data.task_name}, and no row has task_name {name}"
         problems.append(Problem(f"env.{name}", f"{text}; mistyped? ~env.{name} removes it"))
     return problems, remarks
+
+
+def _find_hidden_columns(config: Config, report: SetReport) -> Iterator[str]:
+    """Find columns that reach no function, because arguments have their names."""
+    for task, columns in report.columns.items():
+        environment = config.env.get(task)
+        if environment is None or environment.type != REWARD_FUNCTIONS:
+            continue
+        arguments = {"reward functions": {*REWARD_ARGUMENTS, INSTANCE}}
+        if environment.agent_func is not None:
+            arguments["reward functions"].add(AGENT_RESULT)
+            arguments["the agent"] = {*AGENT_ARGUMENTS, INSTANCE}
+        for receiver, names in arguments.items():
+            if hidden := sorted(names & columns - {make_task_spec(config.data, task).prompt_key}):
+                text = f"which does not reach {receiver} of env.{task}, because an argument has this name"
+                yield f"has the column {', '.join(hidden)}, {text}; give the column another name to pass it"
 
 
 def count_training_rows(config: Config) -> int:

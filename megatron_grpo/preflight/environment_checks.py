@@ -8,6 +8,7 @@ from megatron_grpo.config.data_schema import REWARD_FUNCTIONS, DatasetConfig, is
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data import specs
+from megatron_grpo.data.scores import AGENT_ARGUMENTS, AGENT_RESULT
 from megatron_grpo.environments import user_functions as functions
 from megatron_grpo.environments.interface import list_import_folders, make_importable
 from megatron_grpo.environments.registry import convert_options, import_environment_class
@@ -95,7 +96,7 @@ def _find_reward_problems(
     environment = config.env[task]
     columns = _find_columns(config, sets, task) if environment.reward_funcs else None
     if columns is not None and environment.agent_func is not None:
-        columns.add(functions.AGENT_RESULT)
+        columns.add(AGENT_RESULT)
     for entry in environment.reward_funcs:
         subject = f"env.{task}.reward_funcs={entry}"
         if is_model_folder(entry):
@@ -109,7 +110,10 @@ def _find_reward_problems(
             yield Problem(subject, str(error))
     if environment.agent_func is not None:
         try:
-            functions.load_agent_function(environment.agent_func)
+            agent = functions.load_agent_function(environment.agent_func)
+            functions.check_columns(
+                f"agent {environment.agent_func}", agent, AGENT_ARGUMENTS, _find_columns(config, sets, task)
+            )
         except RunError as error:
             yield Problem(f"env.{task}.agent_func={environment.agent_func}", str(error))
 

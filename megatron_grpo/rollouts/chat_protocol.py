@@ -9,12 +9,11 @@ from itertools import accumulate
 from typing import Any
 
 from megatron_grpo.batch.generation_requests import SamplingSettings
-from megatron_grpo.data.prompt_renderer import RESERVED
+from megatron_grpo.rollouts.call_forms import require_fields
 from megatron_grpo.rollouts.call_prompts import BadCallError
-from megatron_grpo.rollouts.conversation import OPEN_CALLS, Response, cut_at_stop
+from megatron_grpo.rollouts.conversation import Response, cut_at_stop
 
 MODEL = "policy"  # name of the model in requests and answers
-MOST_STOPS = 4  # texts that may end a call's response, as in OpenAI's protocol
 
 _SAMPLING_FIELDS = {"temperature", "top_p", "presence_penalty", "frequency_penalty"}
 _COMMON_FIELDS = {*_SAMPLING_FIELDS, "model", "max_tokens", "n", "stream", "stream_options", "stop", "logprobs", "user"}
@@ -45,31 +44,18 @@ class CallOptions:
 
 def read_options(call: Any, accepted: frozenset[str], settings: SamplingSettings) -> CallOptions:
     """Read a call's options; BadCallError if they are malformed, or sample differently."""
-    if not isinstance(call, dict):
-        raise BadCallError("the request is not a JSON object")
-    fields = {name: value for name, value in call.items() if value is not None}
-    unknown = ", ".join(sorted(fields.keys() - accepted))
-    if unknown:
-        raise BadCallError(f"{unknown}: not accepted; the run's configuration (generation) decides how rollouts sample")
+    fields = require_fields(call, accepted)
     for name in sorted(_SAMPLING_FIELDS & fields.keys()):
         value = getattr(settings, name)
         if fields[name] != value:
             raise BadCallError(f"{name}={fields[name]}: every call of this run has {value}; leave it out")
     limits = [name for name in ("max_completion_tokens", "max_tokens", "max_output_tokens") if name in fields]
-    for name in (*limits, *(["n"] if "n" in fields else [])):
-        if type(fields[name]) is not int or fields[name] < 1:
-            raise BadCallError(f"{name}={fields[name]}: give a number above 0")
-    if fields.get("n", 1) > OPEN_CALLS:
-        raise BadCallError(f"n={fields['n']}: at most {OPEN_CALLS} responses at a time")
     stop = fields.get("stop", [])
-    stops: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (None,)
-    if len(stops) > MOST_STOPS or not all(isinstance(text, str) and text for text in stops):
-        raise BadCallError(f"stop: give a text or a list of at most {MOST_STOPS} texts")
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
     _require_obtainable(fields)
-    stream_options = fields.get("stream_options")
-    has_usage = isinstance(stream_options, dict) and bool(stream_options.get("include_usage"))
     limit = fields[limits[0]] if limits else None
-    return CallOptions(limit, fields.get("n", 1), stops, bool(fields.get("stream")), has_usage)
+    has_usage = bool(fields.get("stream_options", {}).get("include_usage"))
+    return CallOptions(limit, fields.get("n", 1), stops, fields.get("stream", False), has_usage)
 
 
 def _require_obtainable(fields: dict[str, Any]) -> None:
@@ -85,34 +71,10 @@ def _require_obtainable(fields: dict[str, Any]) -> None:
         raise BadCallError(f"tool_choice={fields['tool_choice']}: {text}")
     if fields.get("parallel_tool_calls", True) is not True:
         raise BadCallError("parallel_tool_calls=false: the model decides how many tools it calls; leave it out")
-    formats = fields.get("response_format"), (fields.get("text") or {}).get("format")
+    formats = fields.get("response_format"), fields.get("text", {}).get("format")
     for form in formats:
         if form is not None and form != {"type": "text"}:
             raise BadCallError("a form of responses is set for all rollouts by generation.structured")
-
-
-def require_valid_chat(call: dict[str, Any]) -> None:
-    """Require messages, tools and template variables in their form; BadCallError."""
-    for name in ("messages", "tools"):
-        if not _is_list_of(dict, call.get(name) or ([{}] if name == "tools" else None)):
-            raise BadCallError(f"{name}: give a list of objects")
-    for number, message in enumerate(call["messages"], start=1):
-        if not isinstance(message.get("role"), str):
-            raise BadCallError(f"message {number} has no role; give system, user, assistant or tool")
-    variables = call.get("chat_template_kwargs") or {}
-    if not isinstance(variables, dict) or RESERVED & variables.keys():
-        text = f"give an object with variables of the chat template, none of them {', '.join(sorted(RESERVED))}"
-        raise BadCallError(f"chat_template_kwargs: {text}")
-
-
-def require_valid_prompt(call: dict[str, Any]) -> None:
-    """Require a text or token ids; BadCallError."""
-    if not isinstance(call.get("prompt"), str) and not _is_list_of(int, call.get("prompt")):
-        raise BadCallError("prompt: give a text or a list of token ids")
-
-
-def _is_list_of(value_type: type, values: Any) -> bool:
-    return isinstance(values, list) and bool(values) and all(type(value) is value_type for value in values)
 
 
 def make_answer(responses: Sequence[Response], call: dict[str, Any], options: CallOptions, tokenizer: Any) -> Any:

@@ -99,7 +99,7 @@ class Conversation:
     def __post_init__(self) -> None:
         self._encoding = asyncio.Lock()
         self._begun = 0  # calls that were sampled, also those that failed
-        self.responses: list[Response] = []  # in the order of their completion
+        self.responses: list[Response] = []  # that the agent got, in this order
         # Failures of the engine by prompt, until the agent or its client has repeated the call with success.
         self._failures: dict[bytes, Exception] = {}
         self._sampling: set[asyncio.Task[GenerationOutput]] = set()
@@ -115,7 +115,7 @@ class Conversation:
 
     @property
     def last(self) -> Response:
-        """The response that was complete last."""
+        """The response that the agent got last."""
         return self.responses[-1]
 
     def end(self) -> None:
@@ -124,14 +124,18 @@ class Conversation:
         for task in self._sampling:
             task.cancel()
 
+    def deliver(self, responses: Sequence[Response]) -> None:
+        """Count responses, which are sent to the agent now."""
+        self.responses += responses
+
     def discard(self, responses: Sequence[Response]) -> None:
-        """Leave out responses that the agent never got."""
+        """Leave out responses whose sending failed."""
         self.responses = [response for response in self.responses if response not in responses]
 
     def list_segments(self) -> list[Segment]:
         """Divide the responses into sequences to train on.
 
-        The first response that continues another one, in the order of completion, extends its segment; every further
+        The first response that continues another one, in the order of delivery, extends its segment; every further
         one begins a segment, with all tokens before it as context. So each response is sampled in exactly one segment.
         """
         segments: list[Segment] = []
@@ -159,6 +163,8 @@ class Conversation:
         read: ReadMessage = CallTexts.read_plain,
     ) -> Response:
         """Sample the model's next message, the last of the response's history.
+
+        The response counts once it is delivered (`deliver`).
 
         `messages` are all so far. `tools` and `variables` for the chat template replace the task's. `stop`: texts that
         end the response, besides the run's; `read` makes the message. Raises BadCallError if the template refuses the
@@ -265,9 +271,7 @@ class Conversation:
         self._begun += 1
         settings = replace(self.settings, stop_strings=(*self.settings.stop_strings, *stop)) if stop else self.settings
         output = await self._generate(ids, room if max_tokens is None else min(max_tokens, room), settings)
-        response = Response(prompt.parent, context, output, await extend(output), prompt.rendered, tuple(stop))
-        self.responses.append(response)
-        return response
+        return Response(prompt.parent, context, output, await extend(output), prompt.rendered, tuple(stop))
 
     async def _generate(self, ids: NDArray[np.int32], max_tokens: int, settings: SamplingSettings) -> GenerationOutput:
         number = heapq.heappop(self._free_numbers) if self._free_numbers else self._calls

@@ -17,12 +17,14 @@ from aiohttp import web
 from megatron_grpo.cluster.ray_cluster import find_node_address
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.generation_schema import EndpointConfig
+from megatron_grpo.config.outside_text import parse_json
 from megatron_grpo.config.paths import read_token
 from megatron_grpo.data.chat_messages import ChatMessage
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.scores import ModelAccess
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.generation.http_access import BODY_BYTES, REQUEST_S, find_refusal
+from megatron_grpo.rollouts.call_forms import require_messages
 from megatron_grpo.rollouts.call_prompts import BadCallError
 from megatron_grpo.rollouts.call_texts import CallTexts
 from megatron_grpo.rollouts.chat_protocol import (
@@ -34,8 +36,6 @@ from megatron_grpo.rollouts.chat_protocol import (
     iterate_chunks,
     make_answer,
     read_options,
-    require_valid_chat,
-    require_valid_prompt,
 )
 from megatron_grpo.rollouts.conversation import Conversation, Response, TooManyCallsError
 from megatron_grpo.rollouts.responses_protocol import iterate_events, make_response, read_messages, read_tools
@@ -188,25 +188,25 @@ class Endpoint:
             return _make_error(400, str(error))
         except Exception as error:  # noqa: BLE001 - the rollout fails with the error that the conversation keeps
             return _make_error(500, str(error))
+        await _require_client(request)
+        rollout.conversation.deliver(responses)
         try:
             return await (_send_json(request, body) if events is None else _send_events(request, events))
-        except (ConnectionError, asyncio.CancelledError):  # the client has gone, and nobody got the answer
+        except (ConnectionError, asyncio.CancelledError):  # the client went before it got the answer
             rollout.conversation.discard(responses)
             raise
 
     async def _answer_chat(self, call: Any, rollout: _OpenRollout) -> _Answered:
         conversation = rollout.conversation
         options = read_options(call, CHAT_FIELDS, conversation.settings)
-        require_valid_chat(call)
         responses = await self._chat(call, call["messages"], call.get("tools"), options, conversation)
         return self._make_answer(responses, call, options)
 
     async def _answer_completion(self, call: Any, rollout: _OpenRollout) -> _Answered:
         conversation = rollout.conversation
         options = read_options(call, COMPLETION_FIELDS, conversation.settings)
-        require_valid_prompt(call)
         complete = partial(conversation.complete, call["prompt"], options.max_tokens, stop=options.stop)
-        return self._make_answer(await _sample_together(conversation, complete, options.choices), call, options)
+        return self._make_answer(await _sample_together(complete, options.choices), call, options)
 
     def _make_answer(self, responses: list[Response], call: Any, options: CallOptions) -> _Answered:
         answer = make_answer(responses, call, options, self.tokenizer)
@@ -222,7 +222,6 @@ class Endpoint:
         chat = {**call, "messages": messages, **({"reasoning_effort": effort} if effort else {}), "tools": None}
         if instructions is not None:
             chat["messages"] = [{"role": "system", "content": instructions}, *messages]
-        require_valid_chat(chat)
         (response,) = await self._chat(chat, chat["messages"], read_tools(call), options, conversation)
         answer = make_response(response, call, len(rollout.earlier) + 1)
         # Instructions are not part of the conversation that a later call goes on with.
@@ -239,6 +238,7 @@ class Endpoint:
         options: CallOptions,
         conversation: Conversation,
     ) -> list[Response]:
+        require_messages(messages)
         effort = call.get("reasoning_effort")
         variables = {**({"reasoning_effort": effort} if effort else {}), **(call.get("chat_template_kwargs") or {})}
         prompts = conversation.renderer.format
@@ -248,18 +248,16 @@ class Endpoint:
             known_tools if is_called else None, {**prompts.chat_template_kwargs, **variables}
         )
         chat = partial(conversation.chat, messages, tools, options.max_tokens, variables, stop=options.stop, read=read)
-        return await _sample_together(conversation, chat, options.choices)
+        return await _sample_together(chat, options.choices)
 
 
-async def _sample_together(
-    conversation: Conversation, sample: Callable[[], Coroutine[Any, Any, Response]], count: int
-) -> list[Response]:
+async def _sample_together(sample: Callable[[], Coroutine[Any, Any, Response]], count: int) -> list[Response]:
     tasks = [asyncio.create_task(sample()) for _ in range(count)]
     try:
         return await asyncio.gather(*tasks)
     except BaseException:  # the client has gone, or gets an error: it gets none of the responses
-        finished = [task for task in tasks if not task.cancel() and not task.cancelled() and task.exception() is None]
-        conversation.discard([task.result() for task in finished])
+        for task in tasks:
+            task.cancel()
         raise
 
 
@@ -274,7 +272,6 @@ async def _require_client(request: web.Request) -> None:
 
 
 async def _send_json(request: web.Request, body: Any) -> web.StreamResponse:
-    await _require_client(request)
     reply = web.json_response(body)
     await reply.prepare(request)
     await reply.write_eof()
@@ -283,7 +280,6 @@ async def _send_json(request: web.Request, body: Any) -> web.StreamResponse:
 
 async def _send_events(request: web.Request, events: list[str]) -> web.StreamResponse:
     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await _require_client(request)
     await stream.prepare(request)
     for event in events:
         kind, _, data = event.rpartition("\n")
@@ -303,8 +299,8 @@ async def _read_json(request: web.Request, most_bytes: int) -> Any:
     if len(body) > most_bytes:
         raise BadCallError(f"the request has {len(body)} bytes; with this context window it may have {most_bytes}")
     try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:  # also for other bytes than UTF-8
+        return parse_json(body)
+    except ValueError as error:  # also for other bytes than UTF-8
         raise BadCallError(f"the request is not JSON: {error}") from None
 
 

@@ -12,12 +12,16 @@ from collections.abc import Callable, Sequence
 
 from megatron_grpo.batch.trajectory import Outcome, Trajectory
 from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.config.outside_text import make_line
 
 LISTED_REASONS = 3
 
 
 class RolloutFailure(Exception):  # noqa: N818 - a status of a rollout, not an error of the run
-    """One rollout failed, for the reason in the message."""
+    """One rollout failed, for the reason in the message, which is made one line."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(make_line(reason))
 
 
 class ResponseFailure(RolloutFailure):

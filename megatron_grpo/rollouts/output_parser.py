@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.config.outside_text import clean_json
 from megatron_grpo.data.chat_messages import ChatMessage
 from megatron_grpo.rollouts.call_prompts import BadCallError
 
@@ -49,7 +50,7 @@ class OutputParser:
         """Raise BadCallError about malformed tools."""
         try:
             self._make_reader(tools or [], variables)
-        except ValueError as error:  # pydantic's
+        except Exception as error:  # noqa: BLE001 - pydantic's, and parsers raise anything about malformed tools
             raise BadCallError(f"tools: {error}") from None
 
     def read(
@@ -67,7 +68,8 @@ class OutputParser:
             reasoning, content, calls = parsed
         except Exception:  # noqa: BLE001 - parsers raise anything about malformed responses
             return read_plain_message(text)
-        return _make_message(reasoning, content, calls or [], text, number)
+        message: dict[str, Any] = clean_json(_make_message(reasoning, content, calls or [], text, number))
+        return message
 
     def _make_reader(self, tools: Sequence[ChatMessage], variables: Mapping[str, Any]) -> tuple[Any, Any]:
         definitions = [dict(tool) for tool in tools] or None

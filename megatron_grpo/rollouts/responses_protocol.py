@@ -23,11 +23,9 @@ def read_messages(call: dict[str, Any], earlier: Mapping[str, Sequence[ChatMessa
         if previous not in earlier:
             raise BadCallError(f"previous_response_id={previous}: no response of this rollout has this id")
         messages += [dict(message) for message in earlier[previous]]
-    items = call.get("input")
+    items = call["input"]
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
-    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise BadCallError("input: give a text or a list of items")
     is_turn_open = False  # items of one turn of the model make one message
     for number, item in enumerate(items, start=1):
         message = _read_item(item, number, messages)
@@ -46,7 +44,7 @@ def _read_item(item: dict[str, Any], number: int, earlier: Sequence[ChatMessage]
     kind = item.get("type", "message")
     try:
         if kind == "message" and isinstance(item.get("role"), str):
-            return {"role": item["role"], "content": join_content(item.get("content"), number)}
+            return {"role": item["role"], "content": _join_parts(item.get("content"), number)}
         if kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
             text = "\n".join(part["text"] for part in parts)
@@ -58,7 +56,7 @@ def _read_item(item: dict[str, Any], number: int, earlier: Sequence[ChatMessage]
         if kind == "function_call_output":
             calls = [call for message in earlier for call in message.get("tool_calls") or ()]
             names = [call["function"]["name"] for call in calls if call["id"] == item["call_id"]]
-            result = {"role": "tool", "tool_call_id": item["call_id"], "content": join_content(item["output"], number)}
+            result = {"role": "tool", "tool_call_id": item["call_id"], "content": _join_parts(item["output"], number)}
             return {**result, **({"name": names[-1]} if names else {})}
     except (KeyError, TypeError, ValueError) as error:
         raise BadCallError(f"input: item {number} of type {kind} cannot be read: {error}") from None
@@ -67,14 +65,18 @@ def _read_item(item: dict[str, Any], number: int, earlier: Sequence[ChatMessage]
     )
 
 
+def _join_parts(content: Any, number: int) -> str:
+    if not isinstance(content, str | list | None):
+        raise TypeError(f"its content is {type(content).__name__}, not a text or a list of parts")
+    return join_content(content, number)
+
+
 def read_tools(call: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Read definitions of functions in the form of chats; BadCallError about others."""
     tools = call.get("tools")
     if not tools:
         return None
-    if not isinstance(tools, list) or any(
-        not isinstance(tool, dict) or tool.get("type") != "function" for tool in tools
-    ):
+    if any(tool.get("type") != "function" for tool in tools):
         raise BadCallError("tools: give functions; there are no built-in tools here")
     names = ("name", "description", "parameters", "strict")
     return [

@@ -26,8 +26,8 @@ from megatron_grpo.data.supervised_rows import (
 )
 from megatron_grpo.environments.reward_model import RewardModel
 from megatron_grpo.rollouts.call_prompts import BadCallError
-from megatron_grpo.rollouts.conversation import Conversation
 from megatron_grpo.rollouts.responses_protocol import read_messages
+from tests.support.direct_conversation import DirectConversation
 from tests.support.released.layout import Layout
 from tests.support.released.table import ADD, BY_NAME
 from tests.support.released.templates import stored
@@ -185,7 +185,9 @@ class Recorder:
 def ask(layout: Layout, messages: Messages, tools: Any) -> list[int]:
     engine: Any = Recorder()
     renderer = PromptRenderer(layout.oracle, PromptFormat())
-    conversation = Conversation(engine, SamplingSettings(max_new_tokens=4), renderer, lambda number: number, LONGEST)
+    conversation = DirectConversation(
+        engine, SamplingSettings(max_new_tokens=4), renderer, lambda number: number, LONGEST
+    )
     asyncio.run(conversation.chat(messages, tools))
     (prompt,) = engine.prompts
     return list(prompt)

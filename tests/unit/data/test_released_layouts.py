@@ -18,7 +18,7 @@ from megatron_grpo.config.generation_schema import GenerationConfig
 from megatron_grpo.data.processors import TaskDataSpec, math_data_processor
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.tokenizer import load_tokenizer
-from megatron_grpo.rollouts.conversation import Conversation
+from tests.support.direct_conversation import DirectConversation
 from tests.support.released.layout import Layout
 from tests.support.released.table import ADD, LAYOUTS, SYSTEM, TRICKY, USER, calls, results
 
@@ -120,7 +120,7 @@ def test_the_calls_of_an_agent(layout: Layout, tokenizer: Any) -> None:
     second = "Then 9."
     engine = Script([[*layout.ids(text), layout.id(layout.end)] for text in (ANSWER, second, "")], layout)
     seed = iter(range(9)).__next__
-    talk = Conversation(engine, SETTINGS_OF_SAMPLING, renderer_of(tokenizer), lambda _: seed(), 10_000)
+    talk = DirectConversation(engine, SETTINGS_OF_SAMPLING, renderer_of(tokenizer), lambda _: seed(), 10_000)
     messages: list[dict[str, Any]] = [USER]
     expected = layout.ids(layout.render(messages))
     for answer, question in ((ANSWER, FOLLOW_UP), (second, USER)):
@@ -194,7 +194,7 @@ def test_thinking_and_tool_calls_of_an_agent(layout: Layout, tokenizer: Any, kee
     written[0] += layout.call_text if has_calls else ANSWER
     written[1] += ANSWER
     engine = Script([[*layout.ids(text), layout.id(end)] for text, end in zip(written, ends, strict=True)], layout)
-    talk = Conversation(engine, SETTINGS_OF_SAMPLING, renderer_of(tokenizer), lambda number: number, 10_000)
+    talk = DirectConversation(engine, SETTINGS_OF_SAMPLING, renderer_of(tokenizer), lambda number: number, 10_000)
 
     def read(output: GenerationOutput, text: str, number: int) -> dict[str, Any]:
         reasoning = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thoughts[number])

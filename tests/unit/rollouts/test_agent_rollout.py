@@ -28,6 +28,7 @@ from megatron_grpo.rollouts.conversation import Conversation
 from megatron_grpo.rollouts.failures import RolloutFailure
 from megatron_grpo.rollouts.partitions import concatenate_trajectories
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings, compute_sample_seed
+from tests.support.direct_conversation import deliver_at_once
 from tests.unit.rollouts.test_rollout import DATUM
 
 BATCH_SETTINGS = RolloutSettings(
@@ -63,7 +64,7 @@ class Host:
 
     @contextmanager
     def open_rollout(self, conversation: Conversation) -> Iterator[Any]:
-        yield conversation
+        yield deliver_at_once(conversation)
         conversation.end()
 
 

@@ -15,7 +15,7 @@ from megatron_grpo.batch.generation_requests import GenerationOutput, Generation
 from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.rollouts.call_prompts import BadCallError
-from megatron_grpo.rollouts.conversation import Conversation, TooManyCallsError
+from megatron_grpo.rollouts.conversation import TooManyCallsError
 
 TEMPLATE = (
     "{% for message in messages %}<start>{{ message['role'] }}:{{ message['content'] }}<end>{% endfor %}"
@@ -59,10 +59,10 @@ class Script:
 
 
 @pytest.fixture
-def talk(tokenizer: Any) -> Callable[..., tuple[Conversation, Script]]:
-    def made(*answers: list[int], longest: int = 200) -> tuple[Conversation, Script]:
+def talk(tokenizer: Any) -> Callable[..., tuple[DirectConversation, Script]]:
+    def made(*answers: list[int], longest: int = 200) -> tuple[DirectConversation, Script]:
         engine = Script(tokenizer, answers)
-        return Conversation(
+        return DirectConversation(
             engine, SETTINGS, PromptRenderer(tokenizer, PromptFormat()), lambda turn: 100 + turn, longest
         ), engine
 
@@ -106,7 +106,7 @@ def test_an_agents_turns_are_rendered_by_the_task_and_by_its_call(tokenizer: Any
     )
     prompts = PromptFormat(chat_template=template, chat_template_kwargs={"mood": "x"}, tools=[{"name": "f"}])
     engine = Script(tokenizer, [[7, END], [8, END], [9, END]])
-    talk = Conversation(engine, SETTINGS, PromptRenderer(tokenizer, prompts), lambda turn: turn, 200)
+    talk = DirectConversation(engine, SETTINGS, PromptRenderer(tokenizer, prompts), lambda turn: turn, 200)
 
     async def agent() -> None:
         messages: list[dict[str, Any]] = [user("hi")]
@@ -220,9 +220,11 @@ def test_a_call_without_room_is_refused_and_leaves_nothing(talk: Any, tokenizer:
 
 
 def test_calls_at_the_same_time_have_a_limit(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{Conversation.__module__}.OPEN_CALLS", 2)
+    monkeypatch.setattr(f"{TooManyCallsError.__module__}.OPEN_CALLS", 2)
     engine = Script(tokenizer, [[5], [6], [7]])
-    conversation = Conversation(engine, SETTINGS, PromptRenderer(tokenizer, PromptFormat()), lambda turn: turn, 100)
+    conversation = DirectConversation(
+        engine, SETTINGS, PromptRenderer(tokenizer, PromptFormat()), lambda turn: turn, 100
+    )
 
     async def agent() -> list[Any]:
         calls = (conversation.complete("a") for _ in range(3))
@@ -253,7 +255,9 @@ def test_after_its_end_a_call_under_way_is_given_up(tokenizer: Any) -> None:
             raise AssertionError("it is not answered")
 
     engine = Forever()
-    conversation = Conversation(engine, SETTINGS, PromptRenderer(tokenizer, PromptFormat()), lambda turn: turn, 100)
+    conversation = DirectConversation(
+        engine, SETTINGS, PromptRenderer(tokenizer, PromptFormat()), lambda turn: turn, 100
+    )
 
     async def agent() -> None:
         call = asyncio.create_task(conversation.complete("a", None))
@@ -291,7 +295,7 @@ def test_a_call_whose_message_the_template_leaves_out_is_refused(
     """The model would answer without it, and the agent would not know."""
     engine = Script(tokenizer, [[7, END], [8, END]])
     prompts = PromptFormat(chat_template=GENERIC, system_prompt=None)
-    talk = Conversation(engine, SETTINGS, PromptRenderer(tokenizer, prompts), lambda turn: turn, 200)
+    talk = DirectConversation(engine, SETTINGS, PromptRenderer(tokenizer, prompts), lambda turn: turn, 200)
     with pytest.raises(BadCallError, match=f"the chat template leaves out {lost}, so the model would not see it"):
         asyncio.run(talk.chat([message, user("hi")], tools))
     assert not engine.asked

@@ -1,0 +1,179 @@
+"""Whatever text comes in by any door: a step's files are written, and neither log nor console is steered."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import sys
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from megatron_grpo.batch.environment_metrics import make_metric_name, name_reported_metrics
+from megatron_grpo.batch.rollout_files import RunFacts, StepFacts, StepRecord, read_rows, write_rollouts
+from megatron_grpo.cluster.process_log import RecordFormatter
+from megatron_grpo.config.data_schema import EnvironmentConfig
+from megatron_grpo.config.outside_text import (
+    NOTE_CHARACTERS,
+    REASON_CHARACTERS,
+    clean_json,
+    describe_error,
+    make_encodable,
+    make_line,
+    make_note,
+    parse_json,
+)
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess
+from megatron_grpo.environments.environment_worker import EnvironmentWorker
+from megatron_grpo.environments.interface import EnvironmentSettings
+from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment
+from megatron_grpo.observability.run_files import format_json_line
+from megatron_grpo.observability.run_logger import ProgressDisplay
+from megatron_grpo.rollouts.failures import RolloutFailure, describe_failures
+from tests.support.trajectories import make_trajectory
+
+STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+FORGED = "2026-11-28 INFO [driver] megatron_grpo: the run is over"
+texts = st.one_of(
+    st.text(alphabet=st.characters(codec=None), max_size=60),  # all of Unicode, halves of surrogate pairs too
+    st.sampled_from(
+        ["\ud83d", "\udc00\ud800", "a\ud83d\ude00", "\x1b]0;title\x07", "\x9b2J", "\r", "\0", "\u202e", f"\n{FORGED}"]
+    ),
+    st.builds("".join, st.lists(st.sampled_from(["\x1b[2J", "\ud800", "\n", FORGED, "x" * 700, "é"]), max_size=6)),
+)
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+class RaisedError(Exception):
+    """An exception whose text is from outside, or cannot be written."""
+
+    def __init__(self, text: str | None) -> None:
+        self._text = text
+
+    def __str__(self) -> str:
+        if self._text is None:
+            raise ValueError("no text")
+        return self._text
+
+
+def make_worker(**functions: Any) -> EnvironmentWorker:
+    worker = EnvironmentWorker("task", EnvironmentConfig(type="reward_functions"), EnvironmentSettings())
+    agent = functions.pop("agent", None)
+    weights = dict.fromkeys(functions, 1.0)
+    environment = RewardFunctionEnvironment(
+        functions=functions, weights=weights, correctness=None, agent_function=agent
+    )
+    worker._environment = environment
+    return worker
+
+
+def score(worker: EnvironmentWorker) -> Any:
+    request = EnvironmentRequest(prompt="p", response="r", stop_reason="stop", extra_env_info={})
+    return worker.score([request])
+
+
+def is_line(text: str) -> bool:
+    return "\n" not in text and not STEERING.search(text) and text == text.encode().decode()
+
+
+@given(text=texts)
+@quick
+def test_every_door_leaves_writable_files(text: str, tmp_path: Path) -> None:
+    def log(prompts: list[str], completions: list[str], log_extra: Any, log_metric: Any, **_: Any) -> list[float]:
+        log_extra(text, [text])
+        log_metric(text, 1.0)
+        return [1.0]
+
+    def fail(**_: Any) -> Any:
+        raise RaisedError(text)
+
+    reasons = [
+        score(make_worker(f=fail)),
+        make_worker(f=fail, agent=fail).act("p", {}, ModelAccess("u", "t", "m")),
+        str(RolloutFailure(text)),
+    ]
+    assert all(is_line(reason) and len(reason) <= REASON_CHARACTERS for reason in reasons)
+    (scored,) = score(make_worker(f=log))
+    rollouts = [make_trajectory(failure=reason) for reason in reasons]
+    rollouts.append(make_trajectory(notes=scored.notes, reward_metrics=scored.metrics, reward_parts=scored.parts))
+    for trajectory in rollouts:
+        trajectory.task_name = "task"
+    record = StepRecord(
+        RunFacts(prompts_per_step=1, samples_per_prompt=1, max_num_steps=1, vocab=3, vocabulary=None),
+        StepFacts(position={}, longest=3, dropped=[trajectory.outcome for trajectory in rollouts]),
+    )
+    file = tmp_path / "step_1.parquet"
+    write_rollouts(file, [(0, [(trajectory, {}) for trajectory in rollouts])], record.to_metadata())
+    rows = list(read_rows(1, file))
+    assert [row["failure"] for row in rows] == [*reasons, None]
+    assert rows[-1]["notes"] == scored.notes
+    line = format_json_line({**scored.metrics, "reason": describe_failures([rollouts[0].outcome])})
+    assert line.count("\n") == 1
+    assert json.loads(line.encode())
+
+
+@given(text=texts)
+@quick
+def test_log_and_console_are_not_steered(text: str) -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(RecordFormatter("%(levelname)s %(message)s"))
+    try:
+        raise RaisedError(text)
+    except RaisedError:
+        record = logging.LogRecord("a", logging.INFO, __file__, 1, text, None, sys.exc_info())
+    handler.emit(record)
+    console = io.StringIO()
+    display = ProgressDisplay(3, live=False, console=Console(file=console, force_terminal=True, highlight=False))
+    display.print_line(text)
+    for written in (stream.getvalue(), console.getvalue()):
+        assert not STEERING.search(written)
+        assert all(line.startswith("    ") for line in written.split("\n")[1:-1]), "a forged record"
+        assert written.encode()
+
+
+@given(text=st.text(max_size=200))
+@quick
+def test_valid_text_stays_as_it_is(text: str) -> None:
+    assert make_encodable(text) == text
+    assert make_note(text) == text
+    assert clean_json([text, {text: text}]) == [text, {text: text}]
+    if text.isprintable():
+        assert make_line(text) == text
+
+
+@given(text=texts)
+@quick
+def test_only_halves_of_pairs_are_replaced(text: str) -> None:
+    whole = make_encodable(text)
+    whole.encode()
+    pairs = json.loads(json.dumps(text))  # Python's reader of JSON joins pairs
+    assert whole == "".join("\ufffd" if unicodedata.category(letter) == "Cs" else letter for letter in pairs)
+    assert parse_json(json.dumps({text: [text]})) == {whole: [whole]}
+
+
+@pytest.mark.parametrize("body", ["NaN", "[Infinity]", "{", '{"a":' * 150 + "1" + "}" * 150, "[" * 10**5, b"\xff", b""])
+def test_what_is_no_json_is_refused(body: str | bytes) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        parse_json(body)
+
+
+def test_lengths() -> None:
+    line = make_line("begin" + "\x1b" * 10**7 + "end (file.py:3)")
+    assert len(line) == REASON_CHARACTERS
+    assert line.startswith("begin\\x1b")
+    assert line.endswith("end (file.py:3)")
+    assert len(make_note("x" * 10**6)) == NOTE_CHARACTERS
+    assert describe_error(RaisedError(None)) == "RaisedError: its text cannot be written (ValueError)"
+    ids = list(range(1000))
+    assert parse_json(json.dumps(ids)) == ids
+    assert np.isclose(name_reported_metrics({"\ud800\x1b": 1.0})[make_metric_name("\ud800\x1b")], 1.0)
+    assert isinstance(score(make_worker(f=lambda **_: [1.0]))[0], EnvironmentReturn)
