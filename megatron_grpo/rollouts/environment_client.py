@@ -117,7 +117,7 @@ class EnvironmentClient:
 
     async def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
         """Return a score for each sample, or the reason why it has none."""
-        last = RolloutFailure()
+        last = RolloutFailure("")
         for attempt in range(SCORING_ATTEMPTS):
             try:
                 scores = _require_answer(await self._call(EnvironmentWorker.score, requests, is_alone=attempt > 0))

@@ -16,6 +16,7 @@ from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.rollouts.call_prompts import BadCallError
 from megatron_grpo.rollouts.conversation import TooManyCallsError
+from tests.support.direct_conversation import DirectConversation
 
 TEMPLATE = (
     "{% for message in messages %}<start>{{ message['role'] }}:{{ message['content'] }}<end>{% endfor %}"
