@@ -64,7 +64,8 @@ def find_untrusted_values(
     return [
         Problem(
             f"{started.key}={to_text(started.value)}",
-            f"is recorded in {source} and {started.effect}; give {TRUST}=true if you trust the run, or this key yourself",
+            f"is recorded in {source} and {started.effect}; give {TRUST}=true if you trust the run, "
+            "or this key yourself",
         )
         for started in list_started_values(config)
         if started.key.startswith(tuple(sections))
