@@ -44,7 +44,7 @@ def read_secret(variable: str, key: str) -> str:
 
 
 def find_secret_problems(config: Config) -> Iterator[Problem]:
-    """Report secrets in the configuration, which files, trackers and messages of a run would show."""
+    """Report secrets in the configuration, which files and messages would show."""
     for key, value in flatten(dataclasses.asdict(config)):
         section, _, name = key.rpartition(".")
         texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]

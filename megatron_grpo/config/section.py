@@ -36,9 +36,9 @@ PathText = Annotated[str, AfterValidator(os.path.expanduser), "text"]
 
 @dataclass(frozen=True, slots=True)
 class Starts:
-    """Marks a type whose values start something, so that an unknown run must not choose them."""
+    """Mark of a type whose values start programs, code or connections."""
 
-    what: str
+    effect: str
     """What a value does, after "it"."""
     is_harmless: Callable[[Any], bool] = lambda value: False
 

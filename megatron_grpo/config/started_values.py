@@ -32,7 +32,7 @@ class StartedValue:
 
     path: tuple[str, ...]
     value: Any
-    what: str
+    effect: str
 
     @property
     def key(self) -> str:
@@ -60,14 +60,16 @@ def find_untrusted_values(
         sections: beginnings of keys that the command reads, such as "policy."; "" stands for all.
     """
     # Compared by their parts, since a recorded name may have dots that make it look like another key.
-    own = [tuple(key.split(".")) for key in overrides]
+    command_line_keys = [tuple(key.split(".")) for key in overrides]
     return [
         Problem(
             f"{started.key}={to_text(started.value)}",
-            f"is recorded in {source} and {started.what}; give {TRUST}=true if you trust the run, or this key yourself",
+            f"is recorded in {source} and {started.effect}; give {TRUST}=true if you trust the run, "
+            "or this key yourself",
         )
         for started in list_started_values(config)
-        if started.key.startswith(tuple(sections)) and not any(started.path[: len(key)] == key for key in own)
+        if started.key.startswith(tuple(sections))
+        and not any(started.path[: len(key)] == key for key in command_line_keys)
     ]
 
 
@@ -79,7 +81,7 @@ def split_trust(arguments: Sequence[str]) -> tuple[bool, list[str]]:
 
 
 def _walk(hint: Any, value: Any, path: tuple[str, ...], mark: Starts | None = None) -> Iterator[StartedValue]:
-    """Yield the marked values below a value of the type `hint`, which `mark` is of."""
+    """Yield the marked values below a value of a type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         marks = [annotation for annotation in arguments[1:] if isinstance(annotation, Starts)]
@@ -98,7 +100,7 @@ def _walk(hint: Any, value: Any, path: tuple[str, ...], mark: Starts | None = No
         for field in dataclasses.fields(hint):
             yield from _walk(hints[field.name], getattr(value, field.name), (*path, field.name))
     elif mark is not None and not mark.is_harmless(value):
-        yield StartedValue(path, value, mark.what)
+        yield StartedValue(path, value, mark.effect)
 
 
 def _list_started_options(environment: EnvironmentConfig, path: tuple[str, ...]) -> Iterator[StartedValue]:
@@ -110,10 +112,10 @@ def _list_started_options(environment: EnvironmentConfig, path: tuple[str, ...])
             yield from _list_texts(value, (*path, name), starting[name])
 
 
-def _list_texts(value: Any, path: tuple[str, ...], what: str) -> Iterator[StartedValue]:
+def _list_texts(value: Any, path: tuple[str, ...], effect: str) -> Iterator[StartedValue]:
     """Yield the leaves of an option, except numbers, which start nothing."""
     if isinstance(value, dict):
         for name, element in value.items():
-            yield from _list_texts(element, (*path, str(name)), what)
+            yield from _list_texts(element, (*path, str(name)), effect)
     elif isinstance(value, list | str) and value:
-        yield StartedValue(path, value, what)
+        yield StartedValue(path, value, effect)
