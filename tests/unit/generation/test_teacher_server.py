@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,19 +30,29 @@ def entry(probability: float, rank: int) -> dict[str, Any]:
     return {"logprob": math.log(probability), "rank": rank, "decoded_token": "x"}
 
 
+def make_rows(tokens: list[int]) -> list[Any]:
+    """Rows with token t - 1 as the likeliest before t, then t itself, then a third."""
+    likeliest = ({str(t): entry(0.25, 2), str(t - 1): entry(0.5, 1), "0": entry(0.1, 3)} for t in tokens[1:])
+    return [None, *likeliest]
+
+
+def write_rows(rows: list[Any]) -> str:
+    return json.dumps({"choices": [{"prompt_logprobs": rows}]})
+
+
 @contextmanager
-def serving(status: int = 200) -> Iterator[tuple[str, list[Any]]]:
-    """A server that gives token t - 1 as the likeliest before t, then t itself, then a third."""
+def serving(
+    status: int = 200,
+    write: Callable[[list[int]], str] = lambda tokens: write_rows(make_rows(tokens)),
+    headers: dict[str, str] | None = None,
+) -> Iterator[tuple[str, list[Any]]]:
+    """A server that answers what `write` makes of a prompt's tokens; bodies of its requests have their headers."""
     requests: list[Any] = []
 
     async def complete(request: web.Request) -> web.Response:
         body = await request.json()
-        requests.append(body)
-        rows = [
-            None,
-            *({str(t): entry(0.25, 2), str(t - 1): entry(0.5, 1), "0": entry(0.1, 3)} for t in body["prompt"][1:]),
-        ]
-        return web.json_response({"choices": [{"prompt_logprobs": rows}]}, status=status)
+        requests.append(body | {"headers": request.headers})
+        return web.Response(text=write(body["prompt"]), status=status, headers=headers)
 
     application, loop, ready = web.Application(), asyncio.new_event_loop(), threading.Event()
     application.router.add_post("/v1/completions", complete)
@@ -118,3 +130,111 @@ def test_a_tail_is_never_less_than_the_rounding_of_a_sum() -> None:
     assert float(pack_row(row, server(""), 16)[-1]) == pytest.approx(math.log(LEAST_TAIL))
     with pytest.raises(RunError, match="gives token 20, and the policy has 16"):
         pack_row({"20": entry(0.7, 1), "2": entry(0.3, 2)}, server(""), 16)
+
+
+LIKELY = {"logprob": -0.5, "rank": 1}
+SECOND = {"logprob": -1.5, "rank": 2}
+
+
+def refuse(write: Callable[[list[int]], str], match: str, **options: Any) -> None:
+    """Require a RunError with the server's address, in which nothing was accepted."""
+    with serving(write=write, **options) as (url, _), pytest.raises(RunError, match=match) as caught:
+        fetch_teacher_outputs(LENGTHS, ARRAYS, np.array([0, 1]), server(url), 16)
+    assert str(caught.value).startswith(f"teacher.server_url={url}")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda rows: rows[:-1], "gives log-probabilities of . tokens, not of the . sent"),
+        (lambda rows: [*rows, rows[-1]], "gives log-probabilities of . tokens, not of the . sent"),
+        (lambda rows: rows[1:], "gives log-probabilities of . tokens, not of the . sent"),
+        (lambda rows: [], "gives log-probabilities of 0 tokens"),
+        (lambda rows: [None] * len(rows), "its rows belong to other tokens"),
+        (lambda rows: [rows[-1], *rows[:-1]], "its rows belong to other tokens"),
+        (lambda rows: [None, *([[1]] * (len(rows) - 1))], "its rows belong to other tokens"),
+    ],
+)
+def test_every_row_belongs_to_its_token(change: Callable[[list[Any]], list[Any]], match: str) -> None:
+    refuse(lambda tokens: write_rows(change(make_rows(tokens))), match)
+
+
+def test_rows_of_other_tokens_are_refused_where_nothing_was_sampled() -> None:
+    """Row 1 of the second sequence is none of the loss; it still shows that the rows are shifted."""
+    arrays = {**ARRAYS, "sampled": np.zeros(5, dtype=bool)}
+    with (
+        serving(write=lambda tokens: write_rows(make_rows([token + 7 for token in tokens]))) as (url, _),
+        pytest.raises(RunError, match="its rows belong to other tokens"),
+    ):
+        fetch_teacher_outputs(LENGTHS, arrays, np.array([0, 1]), server(url), 16)
+
+
+@pytest.mark.parametrize(
+    ("others", "match"),
+    [
+        ({"-5": LIKELY, "3": SECOND}, "gives token '-5', which is no id"),
+        ({"token_id:5": LIKELY, "3": SECOND}, "gives token 'token_id:5', which is no id"),
+        ({"3": LIKELY, "03": SECOND}, "gives token '03', which is no id"),
+        ({"\u0663": LIKELY, "1": SECOND}, "which is no id"),
+        ({"16": LIKELY, "3": SECOND}, "gives token 16, and the policy has 16"),
+        ({"3": LIKELY, "2": {"logprob": 3.0, "rank": 2}}, "gives token 2 the log-probability 3.0, which is impossible"),
+        ({"3": LIKELY, "2": {"logprob": math.nan, "rank": 2}}, "gives token 2 the log-probability nan"),
+        ({"3": LIKELY, "2": {"logprob": "-1", "rank": 2}}, "gives token 2 the log-probability -1, which is impossible"),
+        ({"3": LIKELY, "2": {"logprob": True, "rank": 2}}, "gives token 2 the log-probability True"),
+        ({"3": LIKELY, "2": {"logprob": None, "rank": 2}}, "gives token 2 the log-probability null"),
+        ({"3": LIKELY, "2": {"logprob": -1.5}}, "gives token 2 the rank null"),
+        ({"3": LIKELY, "2": -1.5}, "gives token 2 the rank null"),
+        ({"3": LIKELY, "2": {"logprob": -1.5, "rank": 3}}, "gives the ranks 1, 3, not 1 to 2"),
+        ({"3": LIKELY, "2": {"logprob": -1.5, "rank": 0}}, "gives the ranks 0, 1, not 1 to 2"),
+        ({"3": LIKELY, "2": {"logprob": -0.1, "rank": 2}}, "gives a likelier token behind a less likely one"),
+        ({"3": LIKELY, "2": {"logprob": -0.6, "rank": 2}}, "gives probabilities that add up to 1.15"),
+        (
+            {"3": {"logprob": -9999.0, "rank": 1}, "2": {"logprob": -9999.0, "rank": 2}},
+            "gives likeliest tokens with a probability of 0 together",
+        ),
+    ],
+)
+def test_ids_and_probabilities_are_possible(others: dict[str, Any], match: str) -> None:
+    own = {"logprob": -20.0, "rank": 9}
+    refuse(lambda tokens: write_rows([None, *({str(t): own, **others} for t in tokens[1:])]), match)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("<html>", "gives no JSON .*<html>"),
+        ("[" * 100_000, "gives no JSON"),
+        ("[1]", r"gives no prompt_logprobs, but \[1\]"),
+        ('{"choices": []}', "gives no prompt_logprobs"),
+        ('{"choices": [{"prompt_logprobs": null}]}', "gives no prompt_logprobs"),
+        (f'{{"choices": [{{"prompt_logprobs": {[1] * 3}}}, {{}}]}}', "gives no prompt_logprobs"),
+        ("x" * 2**21, "gives an answer of more than .* bytes"),
+    ],
+    ids=["html", "deep", "list", "no choice", "null", "two choices", "too long"],
+)
+def test_an_answer_of_another_form_names_the_server(text: str, match: str) -> None:
+    refuse(lambda _: text, match)
+
+
+def test_a_redirection_is_not_followed() -> None:
+    with serving() as (target, requests):
+        refuse(lambda _: "", f"redirects to {target}", status=307, headers={"Location": f"{target}/v1/completions"})
+    assert requests == []
+
+
+def test_equally_likely_tokens_may_share_a_rank() -> None:
+    tied = {"logprob": -2.0, "rank": 2}
+    row = {"4": tied, "9": LIKELY, "2": tied}
+    packed = pack_row(row, server(""), 16).tolist()
+    assert packed[0] == 9
+    assert packed[1] in (2, 4)
+    assert packed[2:4] == [-0.5, -2.0]
+
+
+def test_a_teacher_gets_its_own_key_and_never_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_GRPO_TOKEN", "of the run")
+    for token, header in ((None, None), ("its own", "Bearer its own")):
+        with serving() as (url, requests):
+            fetch_teacher_outputs(LENGTHS, ARRAYS, np.array([0]), replace(server(url), token=token), 16)
+        assert [request["headers"].get("Authorization") for request in requests] == [header]
+    assert "its own" not in repr(replace(server(""), token="its own"))
