@@ -175,7 +175,7 @@ class EnvironmentWorker:
 
 
 def is_outside(error: BaseException) -> bool:
-    """True if an error says that a server failed, not the text that was read."""
+    """True if an error says that a server failed."""
     # Clients such as httpx and openai raise errors of their own while they handle the connection's, and may hide it.
     causes: list[BaseException] = []
     while error not in causes:
