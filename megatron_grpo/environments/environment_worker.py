@@ -137,8 +137,9 @@ class EnvironmentWorker:
             raise InvalidScoresError(f"{name} returned {len(scores)} scores for {count} responses")
         for score in scores:
             if not isinstance(score, EnvironmentReturn | str):
-                text = f"{name} returned {type(score).__name__}, not EnvironmentReturn; {count} are expected"
-                raise InvalidScoresError(text)
+                raise InvalidScoresError(
+                    f"{name} returned {type(score).__name__}, not EnvironmentReturn; {count} are expected"
+                )
         texts = f"environment {self._name}: "
         return [texts + score if isinstance(score, str) else self._convert_score(name, score) for score in scores]
 
