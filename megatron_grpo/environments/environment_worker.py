@@ -140,8 +140,9 @@ class EnvironmentWorker:
             raise InvalidScoresError(f"{name} returned {len(scores)} scores for {count} responses")
         for score in scores:
             if not isinstance(score, EnvironmentReturn | str):
-                text = f"{name} returned {type(score).__name__}, not EnvironmentReturn; {count} are expected"
-                raise InvalidScoresError(text)
+                raise InvalidScoresError(
+                    f"{name} returned {type(score).__name__}, not EnvironmentReturn; {count} are expected"
+                )
         texts = f"environment {self._name}: "
         return [
             make_line(texts + score) if isinstance(score, str) else self._convert_score(name, score) for score in scores
@@ -184,7 +185,7 @@ class EnvironmentWorker:
 
 
 def is_outside(error: BaseException) -> bool:
-    """True if an error says that a server failed, not the text that was read."""
+    """True if an error says that a server failed."""
     # Clients such as httpx and openai raise errors of their own while they handle the connection's, and may hide it.
     causes: list[BaseException] = []
     while error not in causes:

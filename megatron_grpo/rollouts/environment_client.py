@@ -149,14 +149,14 @@ class EnvironmentClient:
         if len(requests) == 1:
             return [_make_fault(reason)] if is_answering else failed
         faults = await asyncio.gather(*(self._find_fault(request) for request in requests))
-        others = [request for request, fault in zip(requests, faults, strict=True) if fault is None]
-        if not 0 < len(others) < len(requests):
+        remaining = [request for request, fault in zip(requests, faults, strict=True) if fault is None]
+        if not 0 < len(remaining) < len(requests):
             return failed
         try:
-            scores = iter(_require_answer(await self._call(EnvironmentWorker.score, others, is_alone=True)))
+            scores = iter(_require_answer(await self._call(EnvironmentWorker.score, remaining, is_alone=True)))
         except RolloutFailure:
             return failed
-        self.remarks.append(f"{reason}; {len(requests) - len(others)} of {len(requests)} responses are to blame")
+        self.remarks.append(f"{reason}; {len(requests) - len(remaining)} of {len(requests)} responses are to blame")
         return [next(scores) if fault is None else _make_fault(fault) for fault in faults]
 
     async def _find_fault(self, request: EnvironmentRequest) -> str | None:
@@ -174,7 +174,7 @@ class EnvironmentClient:
             reason = answer.reason
         return reason
 
-    async def works_for_others(self, failure: ResponseFailure) -> bool:
+    async def is_working(self, failure: ResponseFailure) -> bool:
         """True if the environment works for other responses.
 
         An agent cannot be repeated without its model, so it counts that another one has ended well since.

@@ -46,9 +46,9 @@ def settle_faults(group: Sequence[Trajectory]) -> None:
     It is 0, or the lowest reward of the group where that is below 0: a failure never pays. They count as incorrect
     where the environment says of others whether they are correct.
     """
-    others = [trajectory for trajectory in group if trajectory.failure is None and trajectory.fault is None]
-    reward = min([0.0, *(trajectory.reward for trajectory in others if trajectory.reward is not None)])
-    is_judged = any(trajectory.correct is not None for trajectory in others)
+    scored = [trajectory for trajectory in group if trajectory.failure is None and trajectory.fault is None]
+    reward = min([0.0, *(trajectory.reward for trajectory in scored if trajectory.reward is not None)])
+    is_judged = any(trajectory.correct is not None for trajectory in scored)
     for trajectory in group:
         if trajectory.fault is not None:
             trajectory.reward, trajectory.correct = reward, False if is_judged else None

@@ -186,7 +186,7 @@ class GroupRollout:
         """Make the trajectory of a sample that failed in every attempt."""
         faults = [failure for failure in failures if isinstance(failure, ResponseFailure)]
         trajectory = faults[-1].trajectory if faults else None
-        is_fault = len(faults) == len(failures) and await self.environment.works_for_others(faults[0])
+        is_fault = len(faults) == len(failures) and await self.environment.is_working(faults[0])
         if trajectory is not None and is_fault:
             trajectory.fault = str(faults[-1])
             return trajectory

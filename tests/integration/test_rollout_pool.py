@@ -245,27 +245,27 @@ def failing(function: str, **changes: Any) -> EnvironmentConfig:
     ],
 )
 @pytest.mark.parametrize("processes", [1, *rare([2])])
-def test_only_the_groups_that_break_a_reward_function_fail(function: str, reason: str, processes: int) -> None:
+def test_only_the_responses_that_break_a_reward_function_are_at_fault(
+    function: str, reason: str, processes: int
+) -> None:
     bad = {1: [seed_text(1, 2)], 4: [seed_text(4, 0)]}
     prompts = [prompt(idx, bad.get(idx, ())) for idx in range(PROMPTS)]
-    with pool(failing(function, timeout_s=2.0, num_workers=processes), max_failed_fraction=0.4) as rollouts:
+    with pool(failing(function, timeout_s=2.0, num_workers=processes), max_failed_fraction=0.0) as rollouts:
         outcomes = [one for group in collect(rollouts, prompts) for one in group.outcomes]
-        failed = [one for one in outcomes if one.failure is not None]
-        assert [(one.prompt_idx, one.sample) for one in failed] == [
-            (row, sample) for row in bad for sample in range(SAMPLES)
-        ]
-        for one in failed:
-            assert re.fullmatch(reason, str(one.failure))
-            assert (one.reward, one.correct, one.reward_parts) == (None, None, {})
-            assert one.response_tokens > 0, "what was sampled is kept"
-        whole = [one for one in outcomes if one.failure is None]
+        faulty = [one for one in outcomes if one.fault is not None]
+        assert [(one.prompt_idx, one.sample) for one in faulty] == [(1, 2), (4, 0)]
+        for one in faulty:
+            assert re.fullmatch(reason, str(one.fault))
+            assert (one.failure, one.reward, one.correct, one.reward_parts) == (None, 0.0, None, {})
+            assert one.response_tokens > 0, "it is learnt from"
+        whole = [one for one in outcomes if one.fault is None]
         assert all(one.reward == float(seed_text(one.prompt_idx, one.sample)) for one in whole)
         (after,) = collect(rollouts, [prompt(0)])
         assert [one.failure for one in after.outcomes] == [None] * SAMPLES, "it works on afterwards"
 
 
 def test_too_many_failures_end_the_collect_with_the_reason() -> None:
-    prompts = [prompt(idx, [seed_text(idx, 0), seed_text(idx, 1)]) for idx in (31, 32)]
+    prompts = [prompt(idx, [seed_text(idx, sample) for sample in range(SAMPLES)]) for idx in (31, 32)]
     reason = (
         "8 of 8 rollouts failed, more than rollouts.max_failed_fraction=0.25 allows: 8 x environment task: "
         "tests.integration.bad_rewards.raises_on_bad raised ValueError: cannot judge this .*, row 31"

@@ -16,7 +16,7 @@ from megatron_grpo.algorithms.step_report import compute_sampling_metrics
 from megatron_grpo.batch.environment_metrics import MAX_METRICS
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ResponseFault
 from megatron_grpo.environments import environment_worker as worker_module
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.environments.interface import EnvironmentSettings
@@ -146,8 +146,8 @@ def test_a_figure_that_is_not_a_number_is_named(monkeypatch: pytest.MonkeyPatch)
     worker._environment = SimpleNamespace(score=lambda requests: [returned] * len(requests))  # type: ignore[assignment]
     request = EnvironmentRequest(prompt="p", response="r", stop_reason="stop", extra_env_info={})
     message = worker.score([request])
-    assert isinstance(message, str)
-    assert message.startswith("environment a: ValueError: figure 'f' is str, and not a number (")
+    assert isinstance(message, ResponseFault)
+    assert message.reason.startswith("environment a: ValueError: figure 'f' is str, and not a number (")
 
 
 def test_recordings_of_earlier_versions_have_bare_names() -> None:

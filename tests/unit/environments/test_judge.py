@@ -230,3 +230,34 @@ def test_it_sees_the_calls_of_a_conversation(judge: Judge, turn: dict[str, Any],
     environment.score([EnvironmentRequest(prompt=prompt, response="Yes", stop_reason="stop", extra_env_info={})])
     (message,) = judge.asked[0]["messages"]
     assert message["content"].startswith(f"user: Rain?\n\n{text}")
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "reason"),
+    [
+        (b'{"error": {"message": "blocked by the content filter"}}', 400, "blocked by the content filter"),
+        (b'{"error": "maximum context length is 4096 tokens"}', 413, "maximum context length"),
+        (
+            b'{"choices": [{"message": {"content": "I will not judge this."}, "finish_reason": "stop"}]}',
+            200,
+            "no score",
+        ),
+    ],
+    ids=["filter", "length", "words"],
+)
+def test_a_response_that_makes_the_judge_refuse_has_reward_0(
+    judge: Judge, answer: bytes, status: int, reason: str
+) -> None:
+    judge.answers, judge.refuses_with = ["Score: 5", answer], status
+    first, second, third = scored(judge, "good", "bad", "bad")
+    assert (first.reward, first.fault) == (0.5, None)
+    assert second.reward == third.reward == 0.0
+    assert reason in str(second.fault)
+
+
+def test_an_outage_of_the_judge_is_no_fault_of_a_response(judge: Judge) -> None:
+    judge.answers = ["Score: 5", 503]
+    first, second = scored(judge, "good", "good too", attempts=1)
+    assert first.reward == 0.5
+    assert "HTTP 503" in str(second)
+    assert isinstance(second, str)
