@@ -86,7 +86,7 @@ class LimitedCalls:
         try:
             if connection is not None and connection.poll():  # it ended while it was idle
                 connection = _close(connection)
-            connection = self._fork() if connection is None else connection
+            connection = self._spawn() if connection is None else connection
             try:
                 connection.send_bytes(message)
                 if not connection.poll(WALL_FACTOR * max(seconds, 1.0)):
@@ -101,7 +101,7 @@ class LimitedCalls:
             raise LimitError(f"needs more than {self._limits}") if isinstance(reply, MemoryError) else reply
         return reply
 
-    def _fork(self) -> Connection:
+    def _spawn(self) -> Connection:
         with self._fork_lock:
             for attempt in range(2):
                 ours, theirs = socket.socketpair()
