@@ -85,15 +85,17 @@ class LimitedCalls:
         connection = self._idle.get()
         try:
             if connection is not None and connection.poll():  # it ended while it was idle
-                connection = _close(connection)
-            connection = self._fork() if connection is None else connection
+                connection.close()
+                connection = None
+            connection = self._spawn() if connection is None else connection
             try:
                 connection.send_bytes(message)
                 if not connection.poll(WALL_FACTOR * max(seconds, 1.0)):
                     raise EOFError
                 is_answer, reply = pickle.loads(connection.recv_bytes(LARGEST_REPLY))
             except (EOFError, OSError):
-                connection = _close(connection)
+                connection.close()
+                connection = None
                 raise LimitError(f"needs more than {self._limits}") from None
         finally:
             self._idle.put(connection)
@@ -101,7 +103,7 @@ class LimitedCalls:
             raise LimitError(f"needs more than {self._limits}") if isinstance(reply, MemoryError) else reply
         return reply
 
-    def _fork(self) -> Connection:
+    def _spawn(self) -> Connection:
         with self._fork_lock:
             for attempt in range(2):
                 ours, theirs = socket.socketpair()
@@ -123,7 +125,7 @@ class LimitedCalls:
         command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
         with theirs:
-            self._process = subprocess.Popen(command, stdin=theirs, env=environment, start_new_session=True)
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment, start_new_session=True)
         self._control = Connection(ours.detach())
         self._end = weakref.finalize(self, _end, self._process, self._control)
         try:
@@ -140,11 +142,6 @@ class LimitedCalls:
         self._end()
         self._quick_threads.shutdown(wait=False)
         self._slow_threads.shutdown(wait=False)
-
-
-def _close(connection: Connection) -> None:
-    with suppress(OSError):
-        connection.close()
 
 
 def _end(process: subprocess.Popen[bytes], control: Connection) -> None:

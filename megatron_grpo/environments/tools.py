@@ -125,7 +125,7 @@ class ToolEnvironment(Environment):
     def __post_init__(self) -> None:
         if self.tools is None:
             self.tools = [] if self.servers else ["calculator"]
-        self._tools = {name: self._make_tool(name) for name in self.tools}
+        self._tools: dict[str, Tool] = {name: self._make_tool(name) for name in self.tools}
         self._server_tools = McpTools(self.servers or {})
         if shared := self._tools.keys() & set(self._server_tools.names):
             raise RunError(f"options.servers have a tool {min(shared)}, as options.tools has; use allow")

@@ -58,12 +58,12 @@ def encode_chat(renderer: PromptRenderer, chat: Chat, turns: Sequence[SampledTur
         conversation, restored = list(messages), None
         for turn in _find_continued(messages, turns):
             # The model's messages as they were answered: clients leave out reasoning, which the template may show.
-            whole = [*turn.history, *messages[len(turn.history) :]]
+            restored_messages = [*turn.history, *messages[len(turn.history) :]]
             if restored is None:
-                conversation, restored = whole, turn.number
-            if _is_kept(renderer, turn, Chat(whole, tools, variables)):
-                _require_shown(renderer, Chat(whole, tools, variables), after=len(turn.history))
-                earlier, later = turn.history[:-1], whole[len(turn.history) :]
+                conversation, restored = restored_messages, turn.number
+            if _is_kept(renderer, turn, Chat(restored_messages, tools, variables)):
+                _require_shown(renderer, Chat(restored_messages, tools, variables), after=len(turn.history))
+                earlier, later = turn.history[:-1], restored_messages[len(turn.history) :]
                 context = renderer.encode_continuation(
                     earlier, later, turn.last_token, tools=tools, variables=variables
                 )

@@ -87,8 +87,8 @@ class CallTexts:
         config = self.config
         make = partial(make_reader, tokenizer, config.tool_parser, config.reasoning_parser)
         if limited:
-            limits = {"cpu_s": config.text_cpu_s, "memory_mib": config.text_memory_mib, "processes": PROCESSES}
-            self._calls = await asyncio.to_thread(partial(LimitedCalls, make, **limits))
+            start = partial(LimitedCalls, make, cpu_s=config.text_cpu_s, memory_mib=config.text_memory_mib)
+            self._calls = await asyncio.to_thread(partial(start, processes=PROCESSES))
         else:
             self.reader = await asyncio.to_thread(make)
 

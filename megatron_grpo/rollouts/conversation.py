@@ -315,5 +315,5 @@ def _list_turns(responses: Sequence[Response], most_messages: int) -> Iterator[S
         is_whole = cut_at_stop(response.output.text, response.stop) == response.output.text
         if isinstance(history, list) and len(history) < most_messages and is_whole:
             path = response.path
-            places = tuple(len(step.history) - 1 for step in path if isinstance(step.history, list))
-            yield SampledTurn(number, history, places, path[0].rendered, int(response.output.token_ids[-1]))
+            positions = tuple(len(step.history) - 1 for step in path if isinstance(step.history, list))
+            yield SampledTurn(number, history, positions, path[0].rendered, int(response.output.token_ids[-1]))
