@@ -21,7 +21,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, ScoreOrError, Turn, is_reward
 from megatron_grpo.environments.interface import STARTUP_S, EnvironmentSettings, EnvironmentStatus
-from megatron_grpo.environments.process_guard import guard_children
+from megatron_grpo.environments.process_guard import start_guard
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_model import RewardModelClient
 from megatron_grpo.environments.user_functions import find_place
@@ -57,7 +57,7 @@ class EnvironmentWorker:
 
     def start(self) -> EnvironmentStatus:
         """Make the environment; must be called first."""
-        guard_children()
+        start_guard()
         for reward in self._rewards.values():
             if isinstance(reward, RewardModelClient):
                 reward.wait_ready(REWARD_MODEL_STARTUP_S)

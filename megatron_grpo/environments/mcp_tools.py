@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from megatron_grpo.config.errors import RunError, select_first_line
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.environments.mcp_results import format_result
-from megatron_grpo.environments.process_guard import guard_command
+from megatron_grpo.environments.process_guard import wrap_command
 
 PROBE_S = 5.0  # in which a server that was late with a result has to show that it lives
 MAX_TOOLS = 1000  # of a server
@@ -143,7 +143,7 @@ class _Connection:
             if command is not None:
                 if shutil.which(command[0]) is None:
                     raise FileNotFoundError(f"there is no program {command[0]}")
-                program, *arguments = guard_command(command)
+                program, *arguments = wrap_command(command)
                 target = StdioServerParameters(command=program, args=arguments)
             async with Client(target) as client:
                 ready.set_result(client)
@@ -225,7 +225,7 @@ class McpTools:
 
 
 def _require_message(name: str, arguments: dict[str, Any]) -> None:
-    """Check that the SDK can send a call; ValueError: the model's arguments cannot be sent as they are."""
+    """Check that a call can be sent; ValueError: its arguments cannot."""
     # A message that it cannot write would end the connection, with the calls of other rollouts.
     from mcp.types import CallToolRequest, CallToolRequestParams
 
