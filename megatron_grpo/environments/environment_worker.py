@@ -30,7 +30,7 @@ from megatron_grpo.data.scores import (
     is_reward,
 )
 from megatron_grpo.environments.interface import STARTUP_S, EnvironmentSettings, EnvironmentStatus
-from megatron_grpo.environments.process_guard import guard_children
+from megatron_grpo.environments.process_guard import start_guard
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_functions import RewardError
 from megatron_grpo.environments.reward_model import RewardModelClient
@@ -74,7 +74,7 @@ class EnvironmentWorker:
 
     def start(self) -> EnvironmentStatus:
         """Make the environment; must be called first."""
-        guard_children()
+        start_guard()
         for reward in self._rewards.values():
             if isinstance(reward, RewardModelClient):
                 reward.wait_ready(REWARD_MODEL_STARTUP_S)

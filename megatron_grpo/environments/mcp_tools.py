@@ -15,7 +15,7 @@ from megatron_grpo.config.errors import RunError, select_first_line
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.environments.mcp_access import open_with_key, read_variables
 from megatron_grpo.environments.mcp_results import format_result
-from megatron_grpo.environments.process_guard import guard_command
+from megatron_grpo.environments.process_guard import wrap_command
 
 PROBE_S = 5.0  # in which a server that was late with a result has to show that it lives
 MAX_TOOLS = 1000  # of a server
@@ -148,7 +148,7 @@ class _Connection:
             if server.command is not None:
                 if shutil.which(server.command[0]) is None:
                     raise FileNotFoundError(f"there is no program {server.command[0]}")
-                program, *arguments = guard_command(server.command)
+                program, *arguments = wrap_command(server.command)
                 variables = read_variables(server.variables)
                 target = StdioServerParameters(command=program, args=arguments, env=variables)
             elif server.url is not None and server.api_key_variable is not None:
@@ -233,7 +233,7 @@ class McpTools:
 
 
 def _require_message(name: str, arguments: dict[str, Any]) -> None:
-    """Check that the SDK can send a call; ValueError: the model's arguments cannot be sent as they are."""
+    """Check that a call can be sent; ValueError: its arguments cannot."""
     # A message that it cannot write would end the connection, with the calls of other rollouts.
     from mcp.types import CallToolRequest, CallToolRequestParams
 

@@ -154,10 +154,10 @@ class OpenEnvEnvironment(Environment):
         parts = urlsplit(self.url)
         address = parts._replace(scheme=_SCHEMES[parts.scheme], path=parts.path.rstrip("/") + "/ws").geturl()
         # With its host and port the library refuses a redirection to another server.
-        place = parts.hostname, parts.port or (443 if _SCHEMES[parts.scheme] == "wss" else 80)
+        host_and_port = parts.hostname, parts.port or (443 if _SCHEMES[parts.scheme] == "wss" else 80)
         limits: dict[str, Any] = {"open_timeout": self.timeout_s, "max_size": self.max_bytes}
         try:
-            return connect(address, proxy=None, address=place, additional_headers=self._headers, **limits)
+            return connect(address, proxy=None, address=host_and_port, additional_headers=self._headers, **limits)
         except Exception as error:
             text = f"{type(error).__name__}: {select_first_line(error)}"
             raise RunError(f"OpenEnv server {self.url} cannot be reached: {text}") from error

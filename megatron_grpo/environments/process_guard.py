@@ -30,7 +30,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _marks: list[int] = []  # open files, which forked processes inherit
 
 
-def guard_command(command: Sequence[str]) -> list[str]:
+def wrap_command(command: Sequence[str]) -> list[str]:
     """Make the command that runs `command` under a guard.
 
     It has the streams and the exit code of `command`. All processes that `command` starts end with it, with the calling
@@ -39,11 +39,11 @@ def guard_command(command: Sequence[str]) -> list[str]:
     return _make_program("run", *command)
 
 
-def guard_children() -> None:
+def start_guard() -> None:
     """End the processes that this process starts once it has ended.
 
     They are found by a variable of the environment, or, if they were forked without another program, by an open file.
-    A process that has removed its variable or file stays: for programs like that there is `guard_command`.
+    A process that has removed its variable or file stays: for programs like that there is `wrap_command`.
     """
     mark = secrets.token_hex(16)
     os.environ[MARK_VARIABLE] = mark
@@ -96,7 +96,7 @@ def _run_command(command: Sequence[str], watched: Sequence[int]) -> int:
         if wake_up[0] in ready and signal.SIGTERM in os.read(wake_up[0], 4096):
             deadline = min(deadline, time.monotonic() + GRACE_S)
             os.kill(child, signal.SIGTERM)
-        code = _reap(child)
+        code = _collect_exit_code(child)
     _end_children()
     return code if code is not None else 128 + signal.SIGKILL
 
@@ -109,7 +109,7 @@ def _release_streams() -> None:
     os.close(nowhere)
 
 
-def _reap(child: int) -> int | None:
+def _collect_exit_code(child: int) -> int | None:
     """Reap ended children; returns the exit code of `child`, as in a shell."""
     while True:
         try:

@@ -20,7 +20,7 @@ from typing import Any
 from megatron_grpo.config.errors import RunError, to_text
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, is_reward
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings, list_import_folders
-from megatron_grpo.environments.process_guard import guard_command
+from megatron_grpo.environments.process_guard import wrap_command
 
 ROW = "verifiers_row"  # column with the environment's own row
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class VerifiersProcess:
         variables["PATH"] = f"{Path(python).parent}{os.pathsep}{variables.get('PATH', os.defpath)}"
         if not os.access(python, os.X_OK):
             raise RunError(f"options.python={python} cannot be started: it is no program")
-        command = guard_command([python, "-P", str(_PROGRAM), settings])
+        command = wrap_command([python, "-P", str(_PROGRAM), settings])
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8", env=variables)
         self._request = ""  # id of the request whose answer comes next

@@ -190,13 +190,13 @@ def take_streams() -> tuple[TextIO, TextIO]:
     """Take standard input and output away from the environment and its processes."""
     # Copies are not inherited by programs that are executed; a process forked without one closes them.
     requests, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    own = [requests.fileno(), answers.fileno()]
+    stream_fds = [requests.fileno(), answers.fileno()]
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(2, 1)  # prints of an environment go to the log
 
     def close_streams() -> None:
-        for fd in own:  # the objects would flush what they hold
+        for fd in stream_fds:  # the objects would flush what they hold
             os.dup2(nowhere, fd)
 
     os.register_at_fork(after_in_child=close_streams)

@@ -113,15 +113,15 @@ async def _fetch_sequence(session: aiohttp.ClientSession, server: TeacherServer,
 
 async def _post(session: aiohttp.ClientSession, server: TeacherServer, path: str, body: Any, entries: int = 0) -> Any:
     """Post a request; returns the JSON of an answer with so many log-probabilities."""
-    most = _MORE_BYTES + entries * _BYTES_PER_ENTRY
+    limit = _MORE_BYTES + entries * _BYTES_PER_ENTRY
     # A redirection would get the tokens, and could be to anybody.
     async with session.post(server.url.rstrip("/") + path, json=body, allow_redirects=False) as answer:
         try:
-            await answer.content.readexactly(most)
+            await answer.content.readexactly(limit)
         except asyncio.IncompleteReadError as error:
             content = error.partial
         else:
-            raise RunError(f"{server.address}{path} gives an answer of more than {most} bytes")
+            raise RunError(f"{server.address}{path} gives an answer of more than {limit} bytes")
         if answer.status >= 300:
             text = content.decode(errors="replace")[:ERROR_CHARACTERS]
             target = answer.headers.get("Location")
@@ -146,7 +146,7 @@ def pack_row(row: dict[str, dict[str, Any]], server: TeacherServer, vocab: int) 
     total, total_of_all = math.fsum(map(math.exp, logprobs)), math.fsum(math.exp(logprob) for *_, logprob in entries)
     reason = None
     # Equally likely tokens may have one rank.
-    if not all(1 <= rank <= place for place, rank in enumerate(ranks, start=1)):
+    if not all(1 <= rank <= position for position, rank in enumerate(ranks, start=1)):
         reason = f"the ranks {', '.join(map(str, ranks))}, not 1 to {server.top_k}"
     elif any(later > earlier + ROUNDING for earlier, later in pairwise(logprobs)):
         reason = "a likelier token behind a less likely one"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.environments.process_guard import NOT_FOUND, guard_command
+from megatron_grpo.environments.process_guard import NOT_FOUND, wrap_command
 
 # Ignores SIGTERM and the end of its input. One child has a session and nothing of its environment, the other forked
 # away twice, closed all files and ignores SIGTERM too.
@@ -34,8 +34,8 @@ time.sleep(1000)
 # Starts processes as user code does, then is killed: by another program, forked without one, and forked twice.
 ENVIRONMENT = """
 import multiprocessing, os, subprocess, sys, time
-from megatron_grpo.environments.process_guard import guard_children
-guard_children()
+from megatron_grpo.environments.process_guard import start_guard
+start_guard()
 subprocess.Popen(["sleep", sys.argv[1]], start_new_session=True)
 subprocess.Popen(["sh", "-c", "setsid sh -c 'trap \\"\\" TERM HUP; (sleep \\"$0\\"; :)' $0 & ", sys.argv[1]])
 fork = multiprocessing.get_context("fork")
@@ -89,7 +89,7 @@ def start(command: list[str]) -> subprocess.Popen[str]:
 def test_a_command_that_ignores_its_end_ends_with_what_it_started(
     mark: str, end: Callable[[subprocess.Popen[str]], None]
 ) -> None:
-    process = start(guard_command([sys.executable, "-c", STUBBORN, mark]))
+    process = start(wrap_command([sys.executable, "-c", STUBBORN, mark]))
     assert len(find(mark)) == 5, "the guard's two, the command and its two"
     end(process)
     process.wait(10)
@@ -98,8 +98,8 @@ def test_a_command_that_ignores_its_end_ends_with_what_it_started(
 
 def test_a_command_ends_with_the_process_that_started_it(mark: str) -> None:
     program = (
-        "import subprocess, sys, time; from megatron_grpo.environments.process_guard import guard_command\n"
-        f"process = subprocess.Popen(guard_command([sys.executable, '-c', {STUBBORN!r}, {mark!r}]))\n"
+        "import subprocess, sys, time; from megatron_grpo.environments.process_guard import wrap_command\n"
+        f"process = subprocess.Popen(wrap_command([sys.executable, '-c', {STUBBORN!r}, {mark!r}]))\n"
         "time.sleep(1000)"
     )
     process = start([sys.executable, "-c", program])
@@ -111,22 +111,22 @@ def test_a_command_ends_with_the_process_that_started_it(mark: str) -> None:
 
 def test_what_an_ended_command_left_behind_ends_too(mark: str) -> None:
     text = f"setsid sleep {mark} & exit 7"
-    assert subprocess.run(guard_command(["sh", "-c", text]), check=False, timeout=10).returncode == 7
+    assert subprocess.run(wrap_command(["sh", "-c", text]), check=False, timeout=10).returncode == 7
     require_gone(mark, 5)
 
 
 def test_a_command_has_its_streams_and_its_exit_code() -> None:
-    command = guard_command(["sh", "-c", "cat; echo late >&2; exit 5"])
+    command = wrap_command(["sh", "-c", "cat; echo late >&2; exit 5"])
     result = subprocess.run(command, input=b"text\n", capture_output=True, check=False, timeout=10)
     assert (result.returncode, result.stdout, result.stderr) == (5, b"text\n", b"late\n")
-    assert subprocess.run(guard_command(["sh", "-c", "kill -9 $$"]), check=False).returncode == 128 + 9
-    result = subprocess.run(guard_command(["/no/program"]), capture_output=True, check=False)
+    assert subprocess.run(wrap_command(["sh", "-c", "kill -9 $$"]), check=False).returncode == 128 + 9
+    result = subprocess.run(wrap_command(["/no/program"]), capture_output=True, check=False)
     assert (result.returncode, result.stderr) == (NOT_FOUND, b"cannot run /no/program: No such file or directory\n")
 
 
 def test_a_polite_command_has_time_to_end() -> None:
     text = "trap 'echo saved; exit 0' TERM; echo up; while :; do sleep 0.05; done"
-    process = start(guard_command(["sh", "-c", text]))
+    process = start(wrap_command(["sh", "-c", text]))
     process.terminate()
     assert process.communicate(timeout=10)[0] == "saved\n"
 
