@@ -148,7 +148,8 @@ def run_batch(
     """Sample and score rows; returns the groups, and the seconds of each row."""
     prompts = {row: make_prompt(tokenizer, batch * len(KINDS) + row) for row in rows}
     settings = pool.make_settings(SAMPLES, SamplingSettings(max_new_tokens=512), run_seed=1, generation_batch=batch)
-    began, seconds, complete = time.monotonic(), {}, []
+    began, complete = time.monotonic(), []
+    seconds: dict[int, float] = {}
     pending = pool.begin(prompts, settings)
     while len(seconds) < len(prompts):
         for prompt in pool.list_complete([pending]):
@@ -178,7 +179,8 @@ def describe_verdict(trajectory: Trajectory) -> str:
         return "failed"
     if trajectory.fault is not None:
         return "fault"
-    return {1.0: "right", 0.0: "wrong"}.get(trajectory.reward, f"reward {trajectory.reward}")
+    reward = trajectory.reward
+    return "right" if reward == 1.0 else "wrong" if reward == 0.0 else f"reward {reward}"
 
 
 def is_deserved(kind: str, trajectory: Trajectory, verdict: str) -> bool:

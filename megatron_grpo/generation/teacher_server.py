@@ -162,10 +162,12 @@ def pack_row(row: dict[str, dict[str, Any]], server: TeacherServer, vocab: int) 
 
 def _read_row(row: dict[str, dict[str, Any]], server: TeacherServer, vocab: int) -> list[tuple[int, int, float]]:
     """Read rank, token and log-probability of each token of a row."""
-    entries = []
+    entries: list[tuple[int, int, float]] = []
     for token, entry in row.items():
         reason = None
-        rank, logprob = (entry.get("rank"), entry.get("logprob")) if isinstance(entry, dict) else (None, None)
+        fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+        rank: Any = fields.get("rank")
+        logprob: Any = fields.get("logprob")
         if not (token.isascii() and token.isdecimal() and str(int(token)) == token):
             reason = f"token {to_text(token)!r}, which is no id"
         elif int(token) >= vocab:
