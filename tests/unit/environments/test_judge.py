@@ -39,7 +39,8 @@ class Judge:
                 answer = judge.answers.pop(0) if len(judge.answers) > 1 else judge.answers[0]
                 if answer == "hang":
                     time.sleep(3)
-                status = answer if isinstance(answer, int) else judge.refuses_with or 200
+                refusal = judge.refuses_with if isinstance(answer, bytes) else None
+                status = answer if isinstance(answer, int) else refusal or 200
                 content = {"choices": [{"message": {"content": answer}, "finish_reason": judge.finish_reason}]}
                 data = answer if isinstance(answer, bytes) else json.dumps(content).encode()
                 self.send_response(status)
