@@ -2,7 +2,7 @@
 
     python benchmarks/parser_inputs.py [--longest 8000] [--seconds 4] [--only NAME]
 
-Every parser reads, in a process of its own, eight kinds of loops of 500 marks, then twice as many, until one takes more
+Every parser reads, in a process of its own, eight kinds of loops of 1000 marks, then twice as many, until one takes more
 than the seconds or the longest is read. The row of a parser has its worst kind: length in marks, processor seconds, and
 the power of the length by which the last doubling grew (1 linear, 2 quadratic, 3 cubic; below 0.05 s: not told).
 """
@@ -108,7 +108,7 @@ def measure(kind: str, name: str, options: argparse.Namespace) -> dict[str, Any]
     marks = find_marks("tool_parsers" if kind == "tool" else "reasoning", name)
     worst: dict[str, Any] = {}
     for loop, make in list_loops(marks).items():
-        before, length = 0.0, 500
+        before, length = 0.0, 1000
         while length <= options.longest:
             seconds = time_in_child(kind, name, marks, make(length), options.seconds)
             if isinstance(seconds, str):

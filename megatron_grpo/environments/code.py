@@ -24,7 +24,7 @@ _HARNESS = re.compile(
     r"ptrace|\bctypes\b|settrace|setprofile|sys\.monitoring|sys\.modules|__builtins__|\bbuiltins\b|__main__\.|"
     r"\bos\._exit|\bunittest\b"
 )
-_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
 _DECIMAL = re.compile(r"(?=.*[.eE])" + _NUMBER.pattern)
 # Fewest cases with different inputs whose equal outputs are reported as suspect.
 _EQUAL_CASES = 3
