@@ -162,6 +162,8 @@ def _read_row(row: dict[str, dict[str, Any]], server: TeacherServer, vocab: int)
     entries = []
     for token, entry in row.items():
         reason = None
+        rank: Any
+        logprob: Any
         rank, logprob = (entry.get("rank"), entry.get("logprob")) if isinstance(entry, dict) else (None, None)
         if not (token.isascii() and token.isdecimal() and str(int(token)) == token):
             reason = f"token {to_text(token)!r}, which is no id"
