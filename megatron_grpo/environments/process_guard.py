@@ -79,7 +79,7 @@ def _run_command(command: Sequence[str], watched: Sequence[int]) -> int:
         signal.signal(number, lambda *_: None)
     try:
         ignored = [signal.SIGPIPE, signal.SIGXFSZ]  # by Python
-        child = os.posix_spawnp(command[0], list(command), os.environ, setsid=True, setsigdef=ignored)
+        child = os.posix_spawnp(command[0], [*command], os.environ, setsid=True, setsigdef=ignored)
     except OSError as error:
         print(f"cannot run {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
         return NOT_FOUND

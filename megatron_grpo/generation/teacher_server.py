@@ -165,9 +165,9 @@ def _read_row(row: dict[str, dict[str, Any]], server: TeacherServer, vocab: int)
     entries: list[tuple[int, int, float]] = []
     for token, entry in row.items():
         reason = None
-        fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
-        rank: Any = fields.get("rank")
-        logprob: Any = fields.get("logprob")
+        rank: Any
+        logprob: Any
+        rank, logprob = (entry.get("rank"), entry.get("logprob")) if isinstance(entry, dict) else (None, None)
         if not (token.isascii() and token.isdecimal() and str(int(token)) == token):
             reason = f"token {to_text(token)!r}, which is no id"
         elif int(token) >= vocab:

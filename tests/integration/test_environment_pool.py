@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
+import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import psutil
 import pytest
 import ray
 
+from megatron_grpo.cluster.cleanup import is_alive
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ScoreOrError
 from megatron_grpo.environments.environment_processes import EnvironmentHandle, EnvironmentPool, build_environments
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
-from megatron_grpo.environments.interface import EnvironmentSettings
+from megatron_grpo.environments.interface import Environment, EnvironmentSettings
 from megatron_grpo.rollouts.clock import RolloutClock
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
 
@@ -97,3 +103,40 @@ def test_a_process_can_be_made_in_the_place_of_another() -> None:
     assert ray.get(spare.run.remote([(EnvironmentWorker.score, (job("025"),))])) == [[EnvironmentReturn(1.0, True)]]
     ray.kill(spare)
     pool.shutdown()
+
+
+class Starting(Environment):
+    """Its scoring leaves processes behind: forked away, with a session of their own, deaf to SIGTERM."""
+
+    def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+        mark = requests[0].response
+        subprocess.run(["sh", "-c", "setsid sh -c 'trap \"\" TERM HUP; sleep $0; :' $0 &", mark], check=True)
+        if os.fork() == 0:
+            os.setsid()
+            time.sleep(1000)
+        return [EnvironmentReturn(float(os.getpid()), None) for _ in requests]
+
+
+@pytest.mark.parametrize("end", ["by a signal", "by Ray"])
+def test_what_an_environment_started_ends_with_its_process(end: str) -> None:
+    mark = f"1{os.getpid()}{time.monotonic_ns() % 10**6:06}"
+    with handles(EnvironmentConfig(type=f"{__name__}:Starting")) as (handle,):
+        ((score,),) = scored(handle, [job(mark)])
+        assert isinstance(score, EnvironmentReturn)
+        pid = int(score.reward or 0)
+        forked = psutil.Process(pid).children()
+        assert forked
+        assert find_marked(mark)
+        if end == "by Ray":
+            ray.kill(handle.actors[0])
+        else:
+            os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while (find_marked(mark) or any(map(is_alive, forked))) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not find_marked(mark)
+        assert not any(map(is_alive, forked))
+
+
+def find_marked(mark: str) -> list[str]:
+    return subprocess.run(["pgrep", "-f", mark], capture_output=True, text=True, check=False).stdout.split()
