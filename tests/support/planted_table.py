@@ -19,6 +19,8 @@ from tests.support.planted_options import OPTIONS
 from tests.support.planted_orders import ORDERS
 from tests.support.planted_others import RECORDS, TRAINERS
 from tests.support.planted_parts import PARTS
+from tests.support.planted_places import PLACES
+from tests.support.planted_served import MORE_OPTIONS, SERVED
 from tests.support.recorded_runs import RecordedRun
 
 
@@ -29,6 +31,7 @@ def main() -> None:
         *HEALTHY,
         *MORE_HEALTHY,
         *OPTIONS,
+        *MORE_OPTIONS,
         *TENSORS,
         *SETTINGS,
         *TRAINERS,
@@ -37,6 +40,8 @@ def main() -> None:
         *LAST,
         *PARTS,
         *ORDERS,
+        *PLACES,
+        *SERVED,
     ]
     patterns = sys.argv[1:]
     chosen = [one for one in cases if not patterns or any(re.search(pattern, one.name) for pattern in patterns)]

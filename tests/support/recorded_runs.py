@@ -245,6 +245,7 @@ def sampled(
     choose: Callable[[Tensor], Tensor] = lambda logits: logits,
     forward: Callable[[Any, list[int], int], Tensor] = last_logits,
     samples: int = SAMPLES,
+    seed: int = 7,
 ) -> list[Trajectory]:
     """Rollouts that transformers samples with the weights of a folder.
 
@@ -260,10 +261,11 @@ def sampled(
         choose: changes logits, [vocabulary], float32, before the softmax.
         forward: computes the logits of the next token, with the arguments of `last_logits`.
         samples: samples of each prompt.
+        seed: seed of the draws.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     prepare(model)
-    draw = torch.Generator().manual_seed(7)
+    draw = torch.Generator().manual_seed(seed)
     found = []
     for row, prompt in enumerate(prompts):
         for sample in range(samples):

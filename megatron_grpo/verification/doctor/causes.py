@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from megatron_grpo.verification.doctor.diagnosis import (
     describe_engines,
     find_first_apart,
     find_rollouts_apart,
+    group_by_engine,
     is_rounding,
     measure_rounding,
 )
@@ -35,6 +36,7 @@ from megatron_grpo.verification.doctor.packs import iterate_packing_suspects, re
 from megatron_grpo.verification.doctor.prompt_findings import Prompts
 from megatron_grpo.verification.doctor.recorded_figures import replay_in_layout
 from megatron_grpo.verification.doctor.suspects.layer_settings import iterate_layer_settings
+from megatron_grpo.verification.doctor.suspects.parts import list_tensor_shards
 from megatron_grpo.verification.doctor.suspects.permuted import iterate_permutations
 from megatron_grpo.verification.doctor.suspects.reordered import (
     iterate_head_orders,
@@ -85,6 +87,8 @@ OTHER_WEIGHTS = "refit.weight_check_period=1 refit.canary_share=1 name the tenso
 LAYER_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 """Relative difference of hidden states that rounding explains, by precision."""
 MOST_NAMED = 3  # rollouts that a finding names
+SHARDS = (2, 4, 8)
+"""Numbers of ranks whose shards of single tensors are tried."""
 FEW_EDITS = 2
 """Most changed numbers of a record that are taken for edits before other causes are tried."""
 
@@ -138,7 +142,9 @@ class Causes:
             return measure_rounding(base, None)
         return measure_rounding(base, side.predict(oracle=self.load_oracle(version, torch.bfloat16)))
 
-    def explain(self, side: Side, base: Tensor, version: int, rounding: Distance, stops: frozenset[int]) -> Finding:
+    def explain(
+        self, side: Side, base: Tensor, version: int, rounding: Distance, stops: frozenset[int]
+    ) -> list[Finding]:
         """Explain a record that differs from the oracle beyond rounding.
 
         Args:
@@ -150,6 +156,26 @@ class Causes:
         """
         # One of several engines may be wrong, so only the rollouts that differ have to be explained.
         apart = find_rollouts_apart(side, base, rounding)
+        explain = partial(self._explain_rollouts, side, base, version, rounding, stops)
+        finding = explain(apart)
+        groups = list(group_by_engine(apart, side.rollouts).values()) if side.name == "engine" else []
+        # Engines may be wrong in different ways, so that nothing explains all of them.
+        if finding.cause == "unexplained" and len(groups) > 1:
+            findings = [explain(numbers) for numbers in groups]
+            if any(part.cause != "unexplained" for part in findings):
+                return findings
+        return [finding]
+
+    def _explain_rollouts(
+        self,
+        side: Side,
+        base: Tensor,
+        version: int,
+        rounding: Distance,
+        stops: frozenset[int],
+        apart: Sequence[int],
+    ) -> Finding:
+        """Explain the rollouts `apart` of a record; arguments are those of `explain`."""
         part, base = side.select_rollouts(apart), torch.cat([base.split(side.lengths)[number] for number in apart])
         damage = find_damage(part, base, rounding)
         if self.is_confirmed and damage is not None and damage.key == CHANGED:
@@ -159,8 +185,11 @@ class Causes:
             return finding
         names = "; ".join(rollout.name for rollout in part.rollouts) if len(apart) <= MOST_NAMED else ""
         where = f"in {len(apart)} of {len(side.rollouts)} rollouts{': ' * bool(names)}{names}"
-        where += describe_engines(part.rollouts, side.rollouts) if side.name == "engine" else ""
-        return replace(finding, text=f"{finding.text} ({where})")
+        engines = list(group_by_engine(apart, side.rollouts)) if side.name == "engine" else []
+        if engines == list(group_by_engine(range(len(side.rollouts)), side.rollouts)):
+            engines = []  # all engines sampled some of them
+        where += describe_engines(engines, len(apart), side.rollouts)
+        return replace(finding, text=f"{finding.text} ({where})", engines=engines)
 
     def describe_wrong_checkpoint(
         self, engine: Side, distance: Distance, rounding: Distance, error: float | None
@@ -273,6 +302,12 @@ class Causes:
             *(adapters if has_adapters and version != 0 else []),
         ]
         yield [partial(iterate_scaled_parts, parts), iterate_layer_settings]
+        # Of few heads some shards are factors of the same products, so these come after.
+        shards = list(list_tensor_shards(side.oracle.list_tensors(), SHARDS))
+        yield [
+            *(partial(iterate_fine_stale_parts, shards, load, text) for load, text in named),
+            partial(iterate_fine_parts, shards),
+        ]
         yield [iterate_head_orders, iterate_token_orders, iterate_orders]
         yield [
             partial(iterate_stale_sets, parts, partial(self.load_oracle, number), texts[number]) for number in earlier

@@ -73,6 +73,8 @@ class Finding:
     """That distance under this explanation."""
     others: list[str] = field(default_factory=list)
     """Texts of other explanations, each with the share of the difference that it explains."""
+    engines: list[int] = field(default_factory=list)
+    """Numbers of the engines that sampled what it explains; empty: all engines, or they are not recorded."""
 
     @property
     def explained(self) -> float:
@@ -240,18 +242,24 @@ def find_rollouts_apart(side: Side, base: Tensor, rounding: Distance) -> list[in
     ]
 
 
-def describe_engines(apart: Sequence[Rollout], rollouts: Sequence[Rollout]) -> str:
-    """Name the engines that sampled the rollouts that differ.
+def group_by_engine(numbers: Sequence[int], rollouts: Sequence[Rollout]) -> dict[int, list[int]]:
+    """Group the numbers of rollouts by their engine; empty if one is not recorded."""
+    groups: dict[int, list[int]] = {}
+    for number in numbers:
+        engine = rollouts[number].row.get("engine")
+        if engine is None:
+            return {}
+        groups.setdefault(engine, []).append(number)
+    return dict(sorted(groups.items()))
 
-    Empty if all engines sampled some of them.
-    """
-    engines, every = ({rollout.row.get("engine") for rollout in part} for part in (apart, rollouts))
-    if None in every or engines == every:
+
+def describe_engines(engines: Sequence[int], apart: int, rollouts: Sequence[Rollout]) -> str:
+    """Describe the engines of the `apart` rollouts that differ; empty without engines."""
+    if not engines:
         return ""
-    numbers = sorted(int(number) for number in engines if number is not None)
     size = sum(rollout.row["engine"] in engines for rollout in rollouts)
-    share = "all" if size == len(apart) else f"{len(apart)} of the {size}"
-    return f": {share} of engine{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+    share = "all" if size == apart else f"{apart} of the {size}"
+    return f": {share} of engine{'s' * (len(engines) > 1)} {', '.join(map(str, engines))}"
 
 
 def describe_apart(lengths: Sequence[int], recorded: Tensor, base: Tensor, rounding: Distance) -> str:
@@ -298,9 +306,9 @@ def is_rounding(side: Side, base: Tensor, coarse: Tensor) -> bool:
 
 def drop_repetitions(findings: list[Finding]) -> list[Finding]:
     """Drop repeated findings; the one that explains a distance stays."""
-    findings_by_name: dict[tuple[str, bool], Finding] = {}
+    findings_by_name: dict[tuple[str, bool, tuple[int, ...]], Finding] = {}
     for finding in findings:
-        name = finding.name, finding.text.startswith("the trainer ")
+        name = finding.name, finding.text.startswith("the trainer "), tuple(finding.engines)
         if name not in findings_by_name or (findings_by_name[name].before is None and finding.before is not None):
             findings_by_name[name] = finding
     return list(findings_by_name.values())

@@ -318,7 +318,7 @@ class Examination:
             if stop is not None:
                 yield stop
                 return
-        yield self._causes.explain(side, base, version, rounding, self._stops)
+        yield from self._causes.explain(side, base, version, rounding, self._stops)
 
     @property
     def _rounding(self) -> float:

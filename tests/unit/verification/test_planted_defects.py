@@ -25,10 +25,12 @@ from tests.support.planted_options import OPTIONS
 from tests.support.planted_orders import ORDERS
 from tests.support.planted_others import RECORDS, TRAINERS
 from tests.support.planted_parts import PARTS
+from tests.support.planted_places import PLACES
+from tests.support.planted_served import MORE_OPTIONS, SERVED
 from tests.support.recorded_runs import RecordedRun, sampled
 
-DEFECTS = (*TENSORS, *SETTINGS, *TRAINERS, *RECORDS, *MORE, *LAST, *PARTS, *ORDERS)
-HEALTHY_RUNS = (*HEALTHY, *MORE_HEALTHY, *OPTIONS)
+DEFECTS = (*TENSORS, *SETTINGS, *TRAINERS, *RECORDS, *MORE, *LAST, *PARTS, *ORDERS, *PLACES, *SERVED)
+HEALTHY_RUNS = (*HEALTHY, *MORE_HEALTHY, *OPTIONS, *MORE_OPTIONS)
 FAST = frozenset(
     {
         "stale head",
@@ -40,6 +42,8 @@ FAST = frozenset(
         "packed sequences leak",
         "a log-probability edited",
         "one seed for all samples",
+        "temperature twice",
+        "checkpoints exchanged",
         "rotary base of one layer",
         "float32",
         "greedy",

@@ -118,6 +118,16 @@ def list_shards(tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> Iterator
                 yield Part(f"the experts of rank {rank} of {size} (expert parallel)", experts)
 
 
+def list_tensor_shards(tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> Iterator[Part]:
+    """Yield what each of several tensor-parallel ranks has of each tensor."""
+    for name, value in tensors.items():
+        for size in sizes:
+            for rank in range(size):
+                region = _cut_shard(name, value, rank, size)
+                if region is not None and value[region].numel():
+                    yield Part(f"the shard of rank {rank} of {size} of {name}", {name: region})
+
+
 def _cut_shard(name: str, value: Tensor, rank: int, size: int) -> Region | None:
     if _COLUMN.search(name) or name in (HEAD, EMBEDDING):
         return (_slice(len(value), rank, size),)

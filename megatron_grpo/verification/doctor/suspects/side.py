@@ -107,7 +107,9 @@ def fit(side: Side, tried: Sequence[float], predict: Predictions, rounds: int = 
             return tried[at]
         before = min(before, errors[at])
         low, best, high = tried[max(at - 1, 0)], tried[at], tried[min(at + 1, len(tried) - 1)]
-        tried = sorted({low + (high - low) * step / 12 for step in range(13)} | {best})
+        # A neighbour that is the best number but for rounding would hide one side of it.
+        grid = (low + (high - low) * step / 12 for step in range(13))
+        tried = sorted([best, *(number for number in grid if abs(number - best) > (high - low) / 50)])
     return best
 
 

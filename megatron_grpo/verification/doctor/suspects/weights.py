@@ -33,7 +33,7 @@ FIRST_FACTOR = 1.05
 ROUNDS = 5
 """Most corrections of a factor."""
 RANKED = 24
-"""Heads, and kinds of tensors within a layer or stage, that are tried exactly: those whose effects fit best."""
+"""Small parts that are tried exactly: those whose effects fit best."""
 MOST_STALE = 16
 """Most parts of a set; if more are stale, the version as a whole is suspect."""
 
@@ -68,7 +68,7 @@ def list_fine_parts(oracle: Oracle, pipelines: Sequence[int]) -> list[Part]:
 
 
 def iterate_fine_parts(parts: Sequence[Part], side: Side) -> Iterator[Candidate]:
-    """Yield heads and kinds that fit best, wrong or scaled."""
+    """Yield the parts that fit best, wrong or scaled."""
     ours = side.oracle.list_tensors()
     (effects,) = compute_effects(side, [make_part_probe(parts, ours)])
     chosen = [parts[number] for number in effects.rank_multiples(RANKED)]
