@@ -3,8 +3,9 @@
     python benchmarks/parser_inputs.py [--longest 8000] [--seconds 4] [--only NAME]
 
 Every parser reads, in a process of its own, eight kinds of loops of 1000 marks, then twice as many, until one takes
-more than the seconds or the longest is read. The row of a parser has its worst kind: length in marks, processor seconds, and
-the power of the length by which the last doubling grew (1 linear, 2 quadratic, 3 cubic; below 0.05 s: not told).
+more than the seconds or the longest is read. The row of a parser has its worst kind: length in marks, processor
+seconds, and the power of the length by which the last doubling grew (1 linear, 2 quadratic, 3 cubic; below 0.05 s:
+not told).
 """
 
 from __future__ import annotations
