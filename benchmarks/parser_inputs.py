@@ -2,10 +2,10 @@
 
     python benchmarks/parser_inputs.py [--longest 8000] [--seconds 4] [--only NAME]
 
-Every parser reads, in a process of its own, eight kinds of loops of 1000 marks, then twice as many, until one takes
+Every parser reads, in a process of its own, eight kinds of loops of 250 marks, then twice as many, until one takes
 more than the seconds or the longest is read. The row of a parser has its worst kind: length in marks, processor
-seconds, and the power of the length by which the last doubling grew (1 linear, 2 quadratic, 3 cubic; null: too short
-to tell). `stopped`: it took more than `seconds`, so the power is a lower bound.
+seconds, and the power of the length by which the last doubling that was done grew (1 linear, 2 quadratic, 3 cubic;
+null: too short to tell). `stopped`: it took more than `seconds`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from megatron_grpo.rollouts.output_parser import OutputParser
 
 MARK = re.compile(r"<[^<>\s{}]{1,40}>|\[/?[A-Z_]{2,20}\]|<[|｜][^<>]{1,40}[|｜]>")
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}
-LEAST_S = 0.05
+LEAST_S = 0.02  # shorter times tell no power
+SHORTEST = 250  # marks
 
 
 def main() -> None:
@@ -109,7 +110,7 @@ def list_loops(marks: list[str]) -> dict[str, Callable[[int], str]]:
 def measure(kind: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
     marks = find_marks("tool_parsers" if kind == "tool" else "reasoning", name)
     loops = list_loops(marks)
-    lengths = [1000 * 2**step for step in range(10) if 1000 * 2**step <= options.longest]
+    lengths = [SHORTEST * 2**step for step in range(10) if SHORTEST * 2**step <= options.longest]
     jobs = [(loop, length) for loop in loops for length in lengths]
     times: dict[tuple[str, int], float] = {}
     while jobs:
@@ -121,15 +122,15 @@ def measure(kind: str, name: str, options: argparse.Namespace) -> dict[str, Any]
         times |= dict.fromkeys(stopped, options.seconds)  # its longer ones would be stopped, too
         jobs = [job for job in jobs if not stopped or job[0] != stopped[0][0]]
     (loop, length), seconds = max(times.items(), key=lambda pair: (pair[1], -pair[0][1]))
-    before = times.get((loop, length // 2), 0.0)
-    is_told = seconds > LEAST_S and before > LEAST_S / 4
+    # Of the two longest that were done and long enough to tell.
+    done = [times[loop, size] for size in lengths if LEAST_S < times.get((loop, size), 0.0) < options.seconds]
     return {
         "worst": loop,
         "marks": length,
         "characters": len(loops[loop](length)),
         "cpu_s": round(seconds, 3),
         "stopped": seconds >= options.seconds,
-        "power": round(math.log2(seconds / before), 1) if is_told else None,
+        "power": round(math.log2(done[-1] / done[-2]), 1) if len(done) > 1 else None,
     }
 
 
