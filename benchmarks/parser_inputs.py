@@ -2,10 +2,10 @@
 
     python benchmarks/parser_inputs.py [--longest 8000] [--seconds 4] [--only NAME]
 
-Every parser reads, in a process of its own, eight kinds of loops of 1000 marks, then twice as many, until one takes
+Every parser reads, in a process of its own, eight kinds of loops of 250 marks, then twice as many, until one takes
 more than the seconds or the longest is read. The row of a parser has its worst kind: length in marks, processor
-seconds, and the power of the length by which the last doubling grew (1 linear, 2 quadratic, 3 cubic; below 0.05 s:
-not told).
+seconds, and the power of the length by which the last doubling that was done grew (1 linear, 2 quadratic, 3 cubic;
+null: too short to tell). `stopped`: it took more than `seconds`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from header import header
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -34,7 +35,8 @@ from megatron_grpo.rollouts.output_parser import OutputParser
 
 MARK = re.compile(r"<[^<>\s{}]{1,40}>|\[/?[A-Z_]{2,20}\]|<[|｜][^<>]{1,40}[|｜]>")
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}
-LEAST_S = 0.05
+LEAST_S = 0.02  # shorter times tell no power
+SHORTEST = 250  # marks
 
 
 def main() -> None:
@@ -107,30 +109,33 @@ def list_loops(marks: list[str]) -> dict[str, Callable[[int], str]]:
 
 def measure(kind: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
     marks = find_marks("tool_parsers" if kind == "tool" else "reasoning", name)
-    worst: dict[str, Any] = {}
-    for loop, make in list_loops(marks).items():
-        before, length = 0.0, 1000
-        while length <= options.longest:
-            seconds = time_in_child(kind, name, marks, make(length), options.seconds)
-            if isinstance(seconds, str):
-                return {"does not load here": seconds}
-            grows = round(math.log2(seconds / before), 1) if before > LEAST_S / 4 and seconds > LEAST_S else None
-            row = {
-                "worst": loop,
-                "marks": length,
-                "characters": len(make(length)),
-                "cpu_s": round(seconds, 3),
-                "power": grows,
-            }
-            worst = row if seconds > worst.get("cpu_s", -1) else worst
-            if seconds >= options.seconds:
-                break
-            before, length = seconds, 2 * length
-    return worst
+    loops = list_loops(marks)
+    lengths = [SHORTEST * 2**step for step in range(10) if SHORTEST * 2**step <= options.longest]
+    jobs = [(loop, length) for loop in loops for length in lengths]
+    times: dict[tuple[str, int], float] = {}
+    while jobs:
+        measured = time_in_child(kind, name, marks, [loops[loop](length) for loop, length in jobs], options.seconds)
+        if isinstance(measured, str):
+            return {"does not load here": measured}
+        times |= dict(zip(jobs, measured, strict=False))
+        stopped, jobs = jobs[len(measured) : len(measured) + 1], jobs[len(measured) + 1 :]
+        times |= dict.fromkeys(stopped, options.seconds)  # its longer ones would be stopped, too
+        jobs = [job for job in jobs if not stopped or job[0] != stopped[0][0]]
+    (loop, length), seconds = max(times.items(), key=lambda pair: (pair[1], -pair[0][1]))
+    # Of the two longest that were done and long enough to tell.
+    done = [times[loop, size] for size in lengths if LEAST_S < times.get((loop, size), 0.0) < options.seconds]
+    return {
+        "worst": loop,
+        "marks": length,
+        "characters": len(loops[loop](length)),
+        "cpu_s": round(seconds, 3),
+        "stopped": seconds >= options.seconds,
+        "power": round(math.log2(done[-1] / done[-2]), 1) if len(done) > 1 else None,
+    }
 
 
-def time_in_child(kind: str, name: str, marks: list[str], text: str, seconds: float) -> float | str:
-    """Processor seconds of one response, at most `seconds`; a text: why the parser does not load."""
+def time_in_child(kind: str, name: str, marks: list[str], texts: list[str], seconds: float) -> list[float] | str:
+    """Processor seconds of the responses before one that takes too long; a text: why the parser does not load."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -138,20 +143,22 @@ def time_in_child(kind: str, name: str, marks: list[str], text: str, seconds: fl
         try:
             reader = OutputParser(tokenizer, name if kind == "tool" else None, name if kind == "reasoning" else None)
         except Exception as error:  # noqa: BLE001 - parsers of models with tokenizers of their own
-            os.write(writing, json.dumps(str(error)[:200]).encode())
+            os.write(writing, json.dumps(str(error)[:200]).encode() + b"\n")
             os._exit(0)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        ids = __import__("numpy").array(tokenizer(text)["input_ids"])
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        began = time.process_time()
-        reader.read([TOOL], {}, ids, text, 0)
-        os.write(writing, json.dumps(time.process_time() - began).encode())
+        for text in texts:
+            ids = np.array(tokenizer(text)["input_ids"])
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            began = time.process_time()
+            reader.read([TOOL], {}, ids, text, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            os.write(writing, json.dumps(time.process_time() - began).encode() + b"\n")
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as answer:
-        written = answer.read()
+        lines = [json.loads(line) for line in answer]
     os.waitpid(child, 0)
-    return json.loads(written) if written else seconds
+    return lines[0] if lines and isinstance(lines[0], str) else lines
 
 
 if __name__ == "__main__":
