@@ -125,9 +125,7 @@ class DeltaShape:
 
 
 LEAST_TIME_STEP = 1e-30
-"""`time_step_min` with which transformers computes as vLLM and training do, without a lower bound of time steps.
-
-It raises the steps below it. Not 0, of which it takes the logarithm when it initialises weights."""
+"""`time_step_min` with which transformers, as vLLM and training, raises no time step; 0 has no logarithm."""
 
 
 @dataclass(frozen=True, kw_only=True)

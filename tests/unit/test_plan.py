@@ -203,7 +203,7 @@ def test_a_profile_that_is_calibrated_on_a_run_plans_its_seconds(
     ("words", "text"),
     [
         (["{run}", "{run}"], "calibrate takes one RUN_DIR"),
-        (["{run}", "cluster.nodes=2"], "cluster.nodes=2: calibrate takes cluster.gpu and policy.model.path"),
+        (["{run}", "cluster.nodes=2"], "cluster.nodes=2: calibrate takes cluster.gpu, policy.model.path and trust_run"),
         (["{run}", "cluster.gpu=v100"], "cluster.gpu=v100"),
         (["{run}", "policy.model.path=/none"], "policy.model.path=/none no such folder"),
         (["{run}"], "has no steps after the first 2"),

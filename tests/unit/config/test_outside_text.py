@@ -96,8 +96,8 @@ def test_every_door_leaves_writable_files(text: str, tmp_path: Path) -> None:
         raise RaisedError(text)
 
     reasons = [
-        score(make_worker(f=fail)),
-        make_worker(f=fail, agent=fail).act("p", {}, ModelAccess("u", "t", "m")),
+        score(make_worker(f=fail)).reason,
+        make_worker(f=fail, agent=fail).act("p", {}, ModelAccess("u", "t", "m")).reason,
         str(RolloutFailure(text)),
     ]
     assert all(is_line(reason) and len(reason) <= REASON_CHARACTERS for reason in reasons)

@@ -196,7 +196,7 @@ def test_thinking_and_tool_calls_of_an_agent(layout: Layout, tokenizer: Any, kee
     engine = Script([[*layout.ids(text), layout.id(end)] for text, end in zip(written, ends, strict=True)], layout)
     talk = DirectConversation(engine, SETTINGS_OF_SAMPLING, renderer_of(tokenizer), lambda number: number, 10_000)
 
-    def read(output: GenerationOutput, text: str, number: int) -> dict[str, Any]:
+    async def read(output: GenerationOutput, text: str, number: int) -> dict[str, Any]:
         reasoning = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thoughts[number])
         is_call = has_calls and number == 0
         return {"role": "assistant", "content": "" if is_call else ANSWER, **reasoning} | (
@@ -221,7 +221,7 @@ def test_thinking_and_tool_calls_of_an_agent(layout: Layout, tokenizer: Any, kee
             assert rest == layout.ids(rendered)[-len(rest) :]
         else:
             assert prompt == layout.ids(rendered)
-        answer = read(response.output, "", len(talk.responses) - 1)
+        answer = asyncio.run(read(response.output, "", len(talk.responses) - 1))
         sent = (
             answer
             if keeps_reasoning

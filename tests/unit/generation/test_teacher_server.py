@@ -233,8 +233,10 @@ def test_equally_likely_tokens_may_share_a_rank() -> None:
 
 def test_a_teacher_gets_its_own_key_and_never_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_GRPO_TOKEN", "of the run")
-    for token, header in ((None, None), ("its own", "Bearer its own")):
+    monkeypatch.setenv("TEACHER_KEY", "its own")
+    for variable, header in ((None, None), ("TEACHER_KEY", "Bearer its own")):
         with serving() as (url, requests):
-            fetch_teacher_outputs(LENGTHS, ARRAYS, np.array([0]), replace(server(url), token=token), 16)
+            teacher = replace(server(url), api_key_variable=variable)
+            fetch_teacher_outputs(LENGTHS, ARRAYS, np.array([0]), teacher, 16)
         assert [request["headers"].get("Authorization") for request in requests] == [header]
-    assert "its own" not in repr(replace(server(""), token="its own"))
+    assert "its own" not in repr(replace(server(""), api_key_variable="TEACHER_KEY"))

@@ -23,6 +23,7 @@ from megatron_grpo.rollouts.call_prompts import BadCallError
 from megatron_grpo.rollouts.call_texts import CallTexts
 from megatron_grpo.rollouts.conversation import Conversation
 from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
+from tests.support.direct_conversation import DirectConversation
 
 BEGIN, CALL, SEPARATOR = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 MARKS = [BEGIN, "<｜tool▁calls▁end｜>", CALL, "<｜tool▁call▁end｜>", SEPARATOR]
@@ -175,7 +176,7 @@ def test_calls_and_segments_of_a_rollout_are_limited() -> None:
     texts = CallTexts(EndpointConfig(max_calls=8, max_segments=3))
     renderer = PromptRenderer(Unread(), PromptFormat())
     settings = SamplingSettings(max_new_tokens=8)
-    talk = Conversation(Says("de"), settings, renderer, lambda n: n, 100, texts)  # type: ignore[arg-type]
+    talk = DirectConversation(Says("de"), settings, renderer, lambda n: n, 100, texts)  # type: ignore[arg-type]
 
     async def agent() -> None:
         for token in (1, 2, 3):
