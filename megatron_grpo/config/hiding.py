@@ -26,7 +26,8 @@ _PATTERNS = tuple(
         rf"(?i)((?<![\w-])(?:\w+[-_.])*(?:{_NAME}|{_TOKEN})['\"]?=['\"]?){_VALUE}",  # options.api_key=VALUE
         rf"(?i)((?:{_NAME}|{_TOKEN})['\"]\s*:\s*['\"]){_VALUE}",  # "api_key": "VALUE"
         rf"((?<!\w)[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD|PASS|PWD)=['\"]?){_VALUE}",  # API_KEY=VALUE
-        rf"(?i)((?<![\w-])(?:authorization|(?:\w[\w-]*-)?api-key)\s*:\s*['\"]?(?:(?:bearer|basic|token)\s+)?){_VALUE}",  # a header
+        # A header.
+        rf"(?i)((?<![\w-])(?:authorization|(?:\w[\w-]*-)?api-key)\s*:\s*['\"]?(?:(?:bearer|basic|token)\s+)?){_VALUE}",
         r"(?i)(\bbearer\s+)[\w.~+/=-]{20,}",
         r"()\b(?:sk-[\w-]{20,}|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|AKIA[A-Z0-9]{16})",
     )
