@@ -109,7 +109,7 @@ def open_pool(folder: Path) -> Iterator[RolloutPool]:
 
 
 def soak(pool: RolloutPool, tokenizer: Any, rollouts: int, mark: str) -> dict[str, Any]:
-    """Run batches with one row of each kind; returns what came of them."""
+    """Run batches with one row of each kind; returns the verdicts of their rollouts."""
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     problems: defaultdict[str, list[str]] = defaultdict(list)
     waits: list[float] = []

@@ -29,7 +29,7 @@ class _RefusedError(ValueError):
 
 
 class _WrongAnswerError(ValueError):
-    """The server sends what the protocol does not allow."""
+    """The server sent a message that the protocol does not allow."""
 
 
 @dataclass(frozen=True, slots=True)

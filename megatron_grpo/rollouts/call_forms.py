@@ -88,7 +88,7 @@ _MESSAGE_FORMS = {
 
 
 def require_fields(call: Any, accepted: frozenset[str]) -> dict[str, Any]:
-    """Require fields of their form; returns those that are not null.
+    """Check the forms of a call's fields; returns the fields that are not null.
 
     BadCallError names the first field that is not accepted, is missing, or is of another form.
     """

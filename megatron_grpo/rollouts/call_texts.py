@@ -110,7 +110,10 @@ class CallTexts:
         """Prepare to read a call's responses; BadCallError about malformed tools."""
         if not self.has_parser:
             return self.read_plain
-        await self._run(TextReader.check_tools, tools, variables)
+        try:
+            await self._run(TextReader.check_tools, tools, variables)
+        except LimitError as error:
+            raise BadCallError(f"reading the tools of the call {error} ({self._keys})") from None
 
         async def read(output: GenerationOutput, text: str, number: int) -> dict[str, Any]:
             try:

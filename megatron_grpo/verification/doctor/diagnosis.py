@@ -74,7 +74,7 @@ class Finding:
     others: list[str] = field(default_factory=list)
     """Texts of other explanations, each with the share of the difference that it explains."""
     engines: list[int] = field(default_factory=list)
-    """Numbers of the engines that sampled what it explains; empty: all engines, or they are not recorded."""
+    """Numbers of the engines whose rollouts the finding explains; empty: all engines, or none is recorded."""
 
     @property
     def explained(self) -> float:

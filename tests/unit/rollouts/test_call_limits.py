@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.batch.trajectory import Span
+from megatron_grpo.cluster.limited_calls import LimitedCalls, LimitError
 from megatron_grpo.config.generation_schema import EndpointConfig
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.rollouts.call_prompts import BadCallError
@@ -190,3 +191,15 @@ def test_calls_and_segments_of_a_rollout_are_limited() -> None:
 
     asyncio.run(agent())
     assert [len(segment.outputs) for segment in talk.list_segments()] == [1, 1, 6]
+
+
+def test_tools_that_cannot_be_read_in_time_are_a_mistake_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def exceed(*_: Any) -> None:
+        raise LimitError("needs more than 2 s of a processor")
+
+    calls = object.__new__(LimitedCalls)
+    monkeypatch.setattr(calls, "run", exceed)
+    texts = CallTexts(EndpointConfig(tool_parser="hermes"))
+    monkeypatch.setattr(texts, "_calls", calls)
+    with pytest.raises(BadCallError, match=r"reading the tools of the call needs more than .*text_cpu_s"):
+        asyncio.run(texts.prepare([{"type": "function"}], {}))

@@ -119,7 +119,7 @@ def list_shards(tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> Iterator
 
 
 def list_tensor_shards(tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> Iterator[Part]:
-    """Yield what each of several tensor-parallel ranks has of each tensor."""
+    """Yield the shard of each tensor that each tensor-parallel rank would hold."""
     for name, value in tensors.items():
         for size in sizes:
             for rank in range(size):
