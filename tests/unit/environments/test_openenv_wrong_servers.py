@@ -26,16 +26,23 @@ def answer(**changes: Any) -> str:
 
 
 class Server:
-    """A server whose answer to a step is a script of texts and pauses; other messages get one answer."""
+    """A server whose answer to a step is a script of texts and pauses; other messages get one answer.
+
+    Texts in a tuple leave in one write, so that no pause of this thread can come between them.
+    """
 
     port: int
 
     def __init__(self) -> None:
-        self.script: list[str | bytes | float] = []
+        self.script: list[str | bytes | float | tuple[str, ...]] = []
+        self.has_sent_all = threading.Event()
         self.paths: list[str] = []
 
+    def note_path(self, connection: Any, request: Any) -> None:
+        """Keep the path before the client's opening ends; the thread that serves it may begin later."""
+        self.paths.append(request.path)
+
     def serve(self, connection: Any) -> None:
-        self.paths.append(connection.request.path)
         for text in connection:
             if json.loads(text)["type"] == "reset":
                 connection.send(answer())
@@ -43,14 +50,20 @@ class Server:
                 for part in self.script:
                     if isinstance(part, float):
                         time.sleep(part)
+                    elif isinstance(part, tuple):
+                        with connection.protocol_mutex:
+                            for together in part:
+                                connection.protocol.send_text(together.encode())
+                            connection.send_data()
                     else:
                         connection.send(part)
+                self.has_sent_all.set()
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     scripted = Server()
-    with websockets_server.serve(scripted.serve, "127.0.0.1", 0) as listening:
+    with websockets_server.serve(scripted.serve, "127.0.0.1", 0, process_request=scripted.note_path) as listening:
         thread = threading.Thread(target=listening.serve_forever, daemon=True)
         thread.start()
         scripted.port = listening.socket.getsockname()[1]
@@ -104,9 +117,9 @@ def test_a_wrong_answer_fails_the_rollout_alone(server: Server, script: list[Any
 @pytest.mark.parametrize(
     "script",
     [
-        [answer(reward=1.0), answer()],
+        [(answer(reward=1.0), answer())],
         [answer(reward=1.0), 0.1, answer()],
-        [answer(reward=1.0), json.dumps({"type": "state", "data": {}})],
+        [(answer(reward=1.0), json.dumps({"type": "state", "data": {}}))],
         [answer()] * 40,
     ],
     ids=["together", "later", "of another type", "a flood"],
@@ -115,7 +128,7 @@ def test_a_second_answer_is_not_that_of_the_next_action(server: Server, script: 
     environment = open_environment(server)
     server.script = script
     turn = environment.step(environment.reset("", {}), "a")
-    time.sleep(0.2 if 0.1 in script else 0.0)
+    assert server.has_sent_all.wait(60)
     server.script = [answer()]
     with pytest.raises(RunError, match="sent a message that no action asked for"):
         environment.step(turn.state, "b")
@@ -123,10 +136,10 @@ def test_a_second_answer_is_not_that_of_the_next_action(server: Server, script: 
 
 def test_a_second_answer_at_the_end_fails_the_rollout(server: Server) -> None:
     environment = open_environment(server)
-    server.script = [answer(reward=1.0, done=True), answer()]
+    server.script = [(answer(reward=1.0, done=True), answer())]
     with pytest.raises(RunError, match="sent a message that no action asked for"):
         environment.step(environment.reset("", {}), "a")
-    server.script = [answer(reward=1.0), answer()]
+    server.script = [(answer(reward=1.0), answer())]
     turn = environment.step(environment.reset("", {}), "a")
     assert "sent a message that no action asked for" in score(environment, turn.state)
     server.script = [answer(reward=1.0)]
