@@ -45,6 +45,11 @@ def explain_foreign_key(key: str, algorithm: str) -> str:
 
 
 @functools.cache
+def store_schema_defaults() -> None:
+    """Give Hydra the defaults over which it composes conf/, once a process."""
+    ConfigStore.instance().store("schema_defaults", build_schema_defaults())  # the first of conf/config.yaml
+
+
 def build_schema_defaults() -> dict[str, Any]:
     """Build the defaults over which Hydra composes conf/."""
     tree = dataclasses.asdict(Config())
@@ -192,7 +197,7 @@ def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[str, list[P
     job, environments = into.job, list_config_groups()["env"]
     environment_option = [f"env={job.environment}"] if job.has_option(environments) else []
     accepted = [*environment_option, *parsed.accepted]
-    ConfigStore.instance().store("schema_defaults", build_schema_defaults())  # the first of conf/config.yaml
+    store_schema_defaults()
     with initialize_config_module(CONF_MODULE, version_base="1.3"):
         try:
             composed = compose("config", [*build_search_override(), *accepted])

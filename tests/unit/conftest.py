@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_grpo.config import compose
 from megatron_grpo.preflight import engine_checks
+from tests.support.composed_once import compose_with_settings
 from tests.support.config_problems import SMALL, write_weights
+
+COMPOSED_WHOLE = ("test_composed_once.py", "test_job.py", "test_overrides.py")
+"""Files whose command lines go through Hydra whole, as a user's do."""
 
 torch.set_num_threads(1)  # on the tests' small tensors, threads that wait for each other take more time than they save
 
@@ -41,3 +46,10 @@ def given(model: Path, rows: Path, tmp_path: Path) -> list[str]:
 def as_if_torchvision_were_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recipes of models that need it for vLLM are valid on machines whose index lacks it, too."""
     monkeypatch.setattr(engine_checks, "find_spec", lambda name: object())
+
+
+@pytest.fixture(autouse=True)
+def composed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compose a choice of recipe and options once a process, in the other files."""
+    if request.path.name not in COMPOSED_WHOLE:
+        monkeypatch.setattr(compose, "compose", compose_with_settings)
