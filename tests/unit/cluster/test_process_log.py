@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
-import re
 import time
 import warnings
 from pathlib import Path

@@ -15,10 +15,6 @@ from tests.support.config_problems import problems_of, setting_problems_of
 
 ARGS = "generation.engine_args"
 SETTINGS = [
-    ("policy.megatron.num_layers=2", "is set by the run itself: comes from the model's config.json"),
-    ("policy.megatron.tensor_model_parallel_size=2", "give policy.parallel.tensor"),
-    ("policy.ddp.use_distributed_optimizer=true", "give policy.optimizer.distributed"),
-    ("policy.megatron_optimizer.lr=1.0", "give policy.optimizer.lr"),
     ("policy.recompute_modules=[mlp,mlp]", "names a module twice"),
     ("policy.recompute_modules=[moe]", "the model has no experts; leave out moe"),
     ("policy.recompute_modules=[layernorm]", "only by Transformer Engine"),
@@ -27,15 +23,22 @@ SETTINGS = [
     ("policy.optimizer.precision_aware=true", "needs GPUs"),
     ("policy.gradient_accumulation_fusion=true", "needs GPUs"),
     ("policy.overlap_param_gather=true", "needs policy.overlap_grad_reduce=true"),
-    (f"{ARGS}.model=x", "is set by the run itself: the model and its tokenizer are those of policy.model.path"),
-    (f"{ARGS}.tensor_parallel_size=2", "give generation.parallel.tensor"),
-    (f"{ARGS}.seed=2", "from grpo.seed"),
-    (f"{ARGS}.trust_remote_code=true", "code that comes with a model is never run"),
-    (f"{ARGS}.speculative_config={{method: eagle}}", "give generation.engine.speculative"),
     ("generation.engine.batch_invariant=true", "are for GPUs"),
     ("generation.engine.enable_chunked_prefill=true", "a CPU engine cannot repeat a response"),
     ("generation.engine.max_num_batched_tokens=300", "is less than policy.max_total_sequence_length=2048"),
 ]
+OF_THE_RUN = {
+    "policy.megatron.num_layers=2": "is set by the run itself: comes from the model's config.json",
+    "policy.megatron.tensor_model_parallel_size=2": "give policy.parallel.tensor",
+    "policy.ddp.use_distributed_optimizer=true": "give policy.optimizer.distributed",
+    "policy.megatron_optimizer.lr=1.0": "give policy.optimizer.lr",
+    f"{ARGS}.model=x": "is set by the run itself: the model and its tokenizer are those of policy.model.path",
+    f"{ARGS}.tensor_parallel_size=2": "give generation.parallel.tensor",
+    f"{ARGS}.seed=2": "from grpo.seed",
+    f"{ARGS}.trust_remote_code=true": "code that comes with a model is never run",
+    f"{ARGS}.speculative_config={{method: eagle}}": "give generation.engine.speculative",
+}
+"""Fields that are passed on but are the run's own, checked together: a process imports each library once."""
 MEGATRON: dict[str, dict[str, tuple[Any, str]]] = {
     "policy.megatron": {
         "atention_softmax_in_fp32": (False, "did you mean policy.megatron.attention_softmax_in_fp32?"),
@@ -88,6 +91,16 @@ def test_refused_before_anything_starts(given: list[str], override: str, text: s
     assert text in message
 
 
+def test_fields_that_are_the_runs_own_are_refused(given: list[str]) -> None:
+    problems = problems_of([*given, *OF_THE_RUN])
+    assert len(problems) == len(OF_THE_RUN)
+    for override, text in OF_THE_RUN.items():
+        (message,) = (
+            problem for subject, problem in problems.items() if subject.startswith(override.partition("=")[0])
+        )
+        assert text in message
+
+
 def test_fields_against_the_libraries_own_classes() -> None:
     from megatron_grpo.generation.engine_arguments import find_passed_field_problems as vllm_problems
     from megatron_grpo.trainer.model.megatron_config import find_passed_field_problems as megatron_problems
@@ -137,7 +150,10 @@ def test_a_wrong_field_is_refused_at_start_and_a_library_that_is_missing_is_name
 
 
 @pytest.mark.parametrize("form", ["{}", "+{}", "++{}"])
-def test_fields_are_given_as_any_other_key(given: list[str], form: str) -> None:
+def test_fields_are_given_as_any_other_key(given: list[str], form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if form != "{}":  # the form is read before any library is asked
+        answer = subprocess.CompletedProcess([], 0, "[]\n")
+        monkeypatch.setattr(subprocess, "run", lambda command, **others: answer)
     fields = ["policy.megatron.attention_softmax_in_fp32=false", f"{ARGS}.compilation_config={{cudagraph_mode: NONE}}"]
     config = compose_config([*given, *(form.format(one) for one in fields)])
     assert config.policy.megatron == {"attention_softmax_in_fp32": False}
