@@ -7,9 +7,15 @@ import gc
 import pytest
 
 from tests.support.nothing_shown import pytest_sessionfinish
+from tests.support.rotation import SEED, read_seed
 from tests.support.tiny_models import BUILDERS, TinyModel, make_tiny_model
 
 __all__ = ["pytest_sessionfinish"]
+
+
+def pytest_report_header() -> str:
+    """Say which cases of layouts run, and how to have the same again."""
+    return f"cases of layouts that take turns: {SEED}={read_seed()}"
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,4 @@
-"""A whole run that several files of tests compare with, made once; and which tests share a worker of xdist."""
+"""A whole run that several files compare with, made once; which files share a worker of xdist, and their order."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import SHORT, TrainingRun
+from tests.support.durations import read_durations
 
 SHARING = ("test_colocated_run.py", "test_debug_modes.py", "test_evaluate.py", "test_run.py")
 """Files with tests that compare with the straight run."""
@@ -20,6 +21,12 @@ def straight_run(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     assert run.finish() == 0, run.log()
     run.assert_nothing_left()
     return run
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first, so that no worker is left with one of them at the end."""
+    seconds = read_durations()
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from megatron_grpo.verification.problem import TINY, Truth, compute_truth, make_
 from megatron_grpo.verification.ranks import RankResults, Row, Task, compare_layout, measure
 from megatron_grpo.verify import add_sequence_parallelism, read_layouts
 from tests.parity.ranks import Layout, run_on_ranks
+from tests.support.rotation import choose_part
 from tests.support.vision_models import CONTAINERS, make_vision_model
 
 # Of a decay, of which each token's exponential is multiplied on; of heads whose products have no scale, so that the
@@ -26,6 +27,8 @@ GRADIENTS = {
 """Largest relative error of a gradient where it is not 1e-5."""
 QUICK = ["tp2sp", "pp2", "ep2"]
 SLOW = ["cp2", "tp2", "tp2pp2", "pp2vp2", "dp2", "cp2dp2", "tp2cp2", "tp2ep2", "pp2ep2", "ep2etp2"]
+TURNS = {name: [family for family in TINY if name in choose_part(family, QUICK, 1)] for name in QUICK}
+"""By quick layout, the families whose turn it is; `make test-slow` has all of each."""
 BATCH = make_batch(vocab=131, sequences=7, longest=40, seed=0)
 """For every replica of the widest layout at least one sequence."""
 
@@ -49,25 +52,33 @@ def measure_on_rank(_layout: Layout, tasks: list[Task]) -> list[dict[str, Any]]:
     return [measure(task, lambda _phase: None) for task in tasks]
 
 
-@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["packed", "padded"])
-@pytest.mark.parametrize("name", ["tp1", *QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+CASES = [
+    pytest.param("tp1", True, TINY, id="tp1-packed"),
+    *(pytest.param(name, True, families, id=f"{name}-packed") for name, families in TURNS.items()),
+    *(pytest.param(name, True, TINY, marks=pytest.mark.slow, id=f"{name}-packed-all") for name in (*QUICK, *SLOW)),
+    *(pytest.param(name, False, TINY, marks=pytest.mark.slow, id=f"{name}-padded") for name in ("tp1", *QUICK, *SLOW)),
+]
+
+
+@pytest.mark.parametrize(("name", "packed", "families"), CASES)
 def test_families_compute_what_transformers_computes(
     name: str,
     packed: bool,
+    families: Collection[str],
     problem: Callable[[str], tuple[Path, Truth]],
     record_property: Callable[[str, object], None],
 ) -> None:
     ((_, requested),) = read_layouts("layouts", name)
     by_layout: dict[Layout, list[str]] = {}
-    for family in TINY:
+    for family in families:
         shape = read_model_shape(problem(family)[0])
         parallel = add_sequence_parallelism(requested, shape)
         if not any(is_broken for is_broken, _key, _text in check_split("parallel", parallel, shape)):
             by_layout.setdefault(lay_out(parallel), []).append(family)
-    for layout, families in by_layout.items():
-        tasks = [Task(str(problem(family)[0]), layout.parallel, packed, BATCH, 1, 0, 600.0) for family in families]
+    for layout, members in by_layout.items():
+        tasks = [Task(str(problem(family)[0]), layout.parallel, packed, BATCH, 1, 0, 600.0) for family in members]
         ranks = run_on_ranks(layout, measure_on_rank, tasks, timeout_s=600.0)
-        for number, family in enumerate(families):
+        for number, family in enumerate(members):
             results = [RankResults(**rank[number]) for rank in ranks]
             row = compare_layout(name, packed, results, problem(family)[1], BATCH, None)
             record_property(family, f"{row.logprob:.1e} {row.gradient:.1e} {row.exact}")

@@ -15,8 +15,18 @@ from typing import Any
 import psutil
 import pytest
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 CPU_S = "cpu_s"
 """Attribute of a test's last report: CPU seconds since the report before, of this process and all below it."""
+
+
+def read_durations() -> dict[str, float]:
+    """Read the seconds of each file from the last result that is kept; empty where there is none."""
+    seconds: dict[str, float] = {}
+    for result in sorted(RESULTS.glob("*_suite_durations.json"))[-1:]:
+        for session in json.loads(result.read_text())["sessions"]:
+            seconds |= {file: figures["seconds"] for file, figures in session["files"].items()}
+    return seconds
 
 
 def measure_cpu() -> float:
@@ -61,7 +71,8 @@ class Measurement:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write the line, in the process that has all reports."""
-        if hasattr(session.config, "workerinput") or self.first_report is None:
+        is_of_a_test = session.config.rootpath != RESULTS.parents[1]  # pytest that a test has started elsewhere
+        if hasattr(session.config, "workerinput") or self.first_report is None or is_of_a_test:
             return
         wall_s = time.monotonic() - self.began
         longest = sorted(self.tests, key=lambda test: -self.tests[test])[:20]
