@@ -73,9 +73,7 @@ def make_endpoint_settings(config: EndpointConfig, tokenizer: Any) -> EndpointSe
 class _OpenRollout:
     conversation: Conversation
     earlier: dict[str, list[ChatMessage]] = field(default_factory=dict)  # conversations by id of their last response
-    calls: set[asyncio.Task[Any] | None] = field(
-        default_factory=set
-    )  # tasks without an answer, or whose answer is being sent
+    calls: set[asyncio.Task[Any] | None] = field(default_factory=set)  # in progress
     answers: set[asyncio.Task[Any]] = field(default_factory=set)  # that are being sent
 
 
