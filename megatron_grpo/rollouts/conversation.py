@@ -232,7 +232,7 @@ class Conversation:
 
     @asynccontextmanager
     async def _share_processes(self) -> AsyncIterator[None]:
-        """Have one text of the rollout read at a time, none once it is over."""
+        """Wait for the rollout's turn to have a text read."""
         async with self._reading:
             if self._is_over:
                 raise BadCallError(OVER)
