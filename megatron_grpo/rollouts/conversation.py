@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, TypeVar, TypeVarTuple
@@ -97,7 +98,7 @@ class Conversation:
     texts: CallTexts = field(default_factory=CallTexts)
 
     def __post_init__(self) -> None:
-        self._encoding = asyncio.Lock()
+        self._reading = asyncio.Lock()
         self._begun = 0  # calls that were sampled, also those that failed
         self.responses: list[Response] = []  # that the agent got, in this order
         # Failures of the engine by prompt, until the agent or its client has repeated the call with success.
@@ -174,7 +175,9 @@ class Conversation:
 
         async def extend(output: GenerationOutput) -> list[ChatMessage]:
             assert isinstance(prompt.history, list)
-            return [*prompt.history, await read(output, cut_at_stop(output.text, stop), next(self._message_numbers))]
+            number = next(self._message_numbers)
+            async with self._share_processes():
+                return [*prompt.history, await read(output, cut_at_stop(output.text, stop), number)]
 
         return await self._sample(prompt, max_tokens, stop, extend)
 
@@ -224,8 +227,16 @@ class Conversation:
         return _Prompt(response, list(prompt[len(path) :]))
 
     async def _encode(self, function: Callable[[PromptRenderer, *Arguments], Answer], *arguments: *Arguments) -> Answer:
-        async with self._encoding:  # one at a time, so that a rollout takes no more than its share of the processes
+        async with self._share_processes():
             return await self.texts.encode(function, self.renderer, *arguments)
+
+    @asynccontextmanager
+    async def _share_processes(self) -> AsyncIterator[None]:
+        """Wait for the rollout's turn to have a text read."""
+        async with self._reading:
+            if self._is_over:
+                raise BadCallError(OVER)
+            yield
 
     @property
     def largest_call(self) -> int:

@@ -37,7 +37,7 @@ from megatron_grpo.rollouts.chat_protocol import (
     make_answer,
     read_options,
 )
-from megatron_grpo.rollouts.conversation import Conversation, Response, TooManyCallsError
+from megatron_grpo.rollouts.conversation import OPEN_CALLS, Conversation, Response, TooManyCallsError
 from megatron_grpo.rollouts.responses_protocol import iterate_events, make_response, read_messages, read_tools
 
 IDLE_CONNECTIONS = 512  # without a request; beyond it, the oldest are closed
@@ -73,6 +73,8 @@ def make_endpoint_settings(config: EndpointConfig, tokenizer: Any) -> EndpointSe
 class _OpenRollout:
     conversation: Conversation
     earlier: dict[str, list[ChatMessage]] = field(default_factory=dict)  # conversations by id of their last response
+    calls: set[asyncio.Task[Any] | None] = field(default_factory=set)  # in progress
+    answers: set[asyncio.Task[Any]] = field(default_factory=set)  # that are being sent
 
 
 # The responses of a call, the JSON of its answer, and of a streamed one the events: each its JSON, behind the line of
@@ -100,7 +102,7 @@ class Endpoint:
         tokenizer = self._settings.tokenizer
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         await self.texts.start(tokenizer, limited=self._settings.limited)
-        app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._check_access])
+        app = web.Application(middlewares=[self._check_access])
         for base in ("/v1", "/rollouts/{rollout}/v1"):
             app.router.add_get(f"{base}/models", self._list_models)
             app.router.add_post(f"{base}/chat/completions", partial(self._answer, answer=self._answer_chat))
@@ -132,8 +134,10 @@ class Endpoint:
             url = f"http://{url_host}:{self.port}/rollouts/{name}/v1"
             yield ModelAccess(url, self._settings.token or "none", MODEL)
         finally:
-            del self._open[name]
+            rollout = self._open.pop(name)
             conversation.end()
+            for answer in rollout.answers:  # the agent may hold a connection that it never reads
+                answer.cancel()
 
     async def _close_idle_connections(self, _: web.Application) -> AsyncIterator[None]:
         task = asyncio.create_task(self._watch_connections())
@@ -176,6 +180,17 @@ class Endpoint:
         rollout = self._open.get(request.match_info.get("rollout") or request.headers.get("X-Rollout-Id") or "")
         if rollout is None:
             return _make_error(404, "no open rollout has this name; use the base URL that the agent was given")
+        # Before the body is read: each call takes memory and a connection, however slowly it comes.
+        if len(rollout.calls) >= OPEN_CALLS:
+            return _make_error(429, f"{OPEN_CALLS} calls of the rollout have no answer yet; wait for one of them")
+        call = asyncio.current_task()
+        rollout.calls.add(call)
+        try:
+            return await self._answer_call(request, rollout, answer)
+        finally:
+            rollout.calls.discard(call)
+
+    async def _answer_call(self, request: web.Request, rollout: _OpenRollout, answer: Answer) -> web.StreamResponse:
         try:
             responses, body, events = await answer(
                 await _read_json(request, rollout.conversation.largest_call), rollout
@@ -190,11 +205,16 @@ class Endpoint:
             return _make_error(500, str(error))
         await _require_client(request)
         rollout.conversation.deliver(responses)
+        sending = asyncio.create_task(_send_json(request, body) if events is None else _send_events(request, events))
+        rollout.answers.add(sending)
         try:
-            return await (_send_json(request, body) if events is None else _send_events(request, events))
-        except (ConnectionError, asyncio.CancelledError):  # the client went before it got the answer
-            rollout.conversation.discard(responses)
+            return await sending
+        except (ConnectionError, asyncio.CancelledError):
+            if events is None:  # half of a JSON is no answer, but of a stream the client may have read enough
+                rollout.conversation.discard(responses)
             raise
+        finally:
+            rollout.answers.discard(sending)
 
     async def _answer_chat(self, call: Any, rollout: _OpenRollout) -> _Answered:
         conversation = rollout.conversation
@@ -291,15 +311,22 @@ async def _send_events(request: web.Request, events: list[str]) -> web.StreamRes
 async def _read_json(request: web.Request, most_bytes: int) -> Any:
     try:
         async with asyncio.timeout(REQUEST_S):
-            body = await request.read()
+            body = bytearray()
+            async for chunk in request.content.iter_any():
+                body += chunk
+                if len(body) > BODY_BYTES:
+                    raise web.HTTPRequestEntityTooLarge(BODY_BYTES, len(body))
+                if len(body) > most_bytes:  # the rest is not read
+                    raise BadCallError(
+                        f"the request has more than {most_bytes} bytes, the most that it may have with this "
+                        "context window"
+                    )
     except TimeoutError:
         raise web.HTTPRequestTimeout from None
     except web.RequestPayloadError as error:
         raise BadCallError(f"the request cannot be read: {error}") from None
-    if len(body) > most_bytes:
-        raise BadCallError(f"the request has {len(body)} bytes; with this context window it may have {most_bytes}")
     try:
-        return parse_json(body)
+        return parse_json(bytes(body))
     except ValueError as error:  # also for other bytes than UTF-8
         raise BadCallError(f"the request is not JSON: {error}") from None
 
