@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 BATCH_ROWS = 256  # most rows that are read at once
-MAX_VALUES = (
-    2**28
-)  # of a column in a row group: a run ends one after 2**22 tokens, or with the prompt that reaches them
+MAX_VALUES = 2**28  # of a column in a row group; a run ends one with the prompt that reaches 2**22 tokens
 MAX_BATCH_BYTES = 2**31  # of texts that are read at once; a text that repeats takes no space in the file
 _ADDED = ("engine", "fault", "notes", "reward_errors", "segment_tokens", "turn_rewards", "turn_tokens")  # later columns
 _NEVER_EMPTY = ("prompt_idx", "group", "sample", "token_ids", "spans", "logprobs", "response", "stop_reason")

@@ -127,7 +127,7 @@ def test_sizes_are_refused_before_they_are_read(tmp_path: Path, monkeypatch: pyt
     assert file.stat().st_size < 30_000
     monkeypatch.setattr(rollout_checks, "MAX_VALUES", 2**20)
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *_, **__: pytest.fail("the file was read"))
-    with pytest.raises(ValueError, match="3000000 values of token_ids.* in a row group, and at most 1048576 are read"):
+    with pytest.raises(ValueError, match=r"3000000 values of token_ids.* in a row group, and at most 1048576 are read"):
         list(read_rows(1, file))
 
 
