@@ -88,7 +88,10 @@ class RecordFormatter(logging.Formatter):
 
 
 class PrintedText:
-    """Writes what user code prints to a log: indented, so that no line passes for a record, and without controls."""
+    """Writes what user code prints to a log.
+
+    It is indented, so that no line passes for a record, and steers no terminal.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._begins_line = stream, True

@@ -44,7 +44,10 @@ def read_secret(variable: str, key: str) -> str:
 
 
 def make_authorization(variable: str, key: str) -> dict[str, str]:
-    """Make the header with an API key; ValueError: there is none, or a header cannot hold it."""
+    """Make the header with an API key.
+
+    ValueError: there is none, or a header cannot hold it.
+    """
     secret = read_secret(variable, key)
     if not (secret.isascii() and secret.isprintable()):  # libraries would repeat it in their errors
         raise ValueError(f"{key}={variable}: its content cannot be sent: it has line breaks or other than ASCII signs")
