@@ -26,11 +26,11 @@ def name_reported_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     renamed: dict[str, float] = {}
     for name, value in metrics.items():
         if len(renamed) == MAX_METRICS:
-            _warn_once(f"more than {MAX_METRICS} figures of one response: figure {name!r} and others are left out")
+            _warn_once(f"a response has more than {MAX_METRICS} figures; the others are left out")
             break
         try:
             renamed[make_metric_name(str(name))] = float(value)
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError, OverflowError):
             raise ValueError(f"figure {name!r} is {type(value).__name__}, and not a number") from None
     return renamed
 

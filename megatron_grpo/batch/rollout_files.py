@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_grpo.batch.rollout_checks import choose_batch_rows, find_file_problem, require_possible
 from megatron_grpo.batch.trajectory import ROW_FIELDS, Outcome, Trajectory
 from megatron_grpo.config.errors import select_first_line
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 
 ROLLOUTS_FOLDER = "rollouts"
+_STEP_FILE = re.compile(r"step_(0|[1-9][0-9]{0,17})\.parquet")
 _ARRAYS = ("token_ids", "logprobs", "prev_logprobs", "advantages")  # a value for each token or sampled token
 ROW_GROUP_TOKENS = 4 * 2**20  # tokens that are gathered in memory before they are written as a row group
 
@@ -169,7 +172,7 @@ def _translate_damage(file: Path | None = None) -> Iterator[None]:
 
     try:
         yield
-    except (pa.ArrowException, LookupError, OSError) as error:
+    except (pa.ArrowException, LookupError, OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # pyarrow's have none
             raise
         problem = f"is damaged or was not written to its end: {select_first_line(error)}"
@@ -177,15 +180,26 @@ def _translate_damage(file: Path | None = None) -> Iterator[None]:
         raise ValueError(problem if file is None else f"{file} {problem}; {DAMAGE_ADVICE}") from None
 
 
+def _read_vocab(metadata: Mapping[bytes, bytes] | None) -> int | None:
+    """Read the number of the recorded model's tokens, if it is recorded."""
+    return StepRecord.from_metadata(metadata).run.vocab if METADATA_KEY in (metadata or {}) else None
+
+
 def _decode_rows(step: int, file: Path) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(file) as opened:
-        for batch in opened.iter_batches(batch_size=256):
+        problem = find_file_problem(opened.metadata, opened.schema_arrow, _make_schema())
+        if problem is not None:
+            raise ValueError(problem)
+        vocab = _read_vocab(opened.metadata.metadata)
+        for batch in opened.iter_batches(batch_size=choose_batch_rows(opened.metadata)):
             plain = batch.select([name for name in batch.schema.names if name not in _ARRAYS])
             arrays = {name: batch.column(name).to_numpy(zero_copy_only=False) for name in _ARRAYS}
             for index, row in enumerate(plain.to_pylist(maps_as_pydicts="strict")):
-                yield {"step": step, **row, **{name: column[index] for name, column in arrays.items()}}
+                row |= {name: column[index] for name, column in arrays.items()}
+                require_possible(row, vocab)
+                yield {"step": step, **row}
 
 
 def count_rollouts(file: Path) -> int:
@@ -236,11 +250,11 @@ class StepRecord:
     @staticmethod
     def from_metadata(metadata: Mapping[bytes, bytes] | None) -> StepRecord:
         """Invert `to_metadata`; ValueError if there is none, or of another version."""
+        from pydantic import TypeAdapter
+
         try:
-            record = json.loads((metadata or {})[METADATA_KEY])
-            dropped = [Outcome(**outcome) for outcome in record["step"]["dropped"]]
-            return StepRecord(RunFacts(**record["run"]), StepFacts(**{**record["step"], "dropped": dropped}))
-        except (LookupError, TypeError, ValueError):
+            return TypeAdapter(StepRecord).validate_json((metadata or {})[METADATA_KEY], strict=True)
+        except (LookupError, ValueError):
             raise ValueError("was written by another version, which recorded other things") from None
 
 
@@ -256,7 +270,8 @@ class RecordedFile:
 def find_recorded_steps(path: str | Path) -> dict[int, Path]:
     """Find the files of a run's rollouts, sorted by step."""
     files = find_recorded_folder(path).glob("step_*.parquet")
-    return dict(sorted((int(file.stem.removeprefix("step_")), file) for file in files))
+    numbered = ((_STEP_FILE.fullmatch(file.name), file) for file in files)  # copies have names such as "step_1 (2)"
+    return dict(sorted((int(match[1]), file) for match, file in numbered if match))
 
 
 def find_recorded_folder(path: str | Path) -> Path:

@@ -13,15 +13,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 from megatron_grpo.cluster import heartbeat as beats
 from megatron_grpo.cluster.phases import THIS_PROCESS
-from megatron_grpo.config.outside_text import format_record
+from megatron_grpo.config.outside_text import format_record, replace_controls
 
 LOGS_FOLDER = "logs"  # folder of the logs, inside the folder of the run
 # Names of processes, in messages and of log files.
@@ -85,6 +85,31 @@ class RecordFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return format_record(super().format(record))
+
+
+class PrintedText:
+    """Writes what user code prints to a log.
+
+    It is indented, so that no line passes for a record, and steers no terminal.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._begins_line = stream, True
+
+    def write(self, text: str) -> int:
+        """Write a text; return its length."""
+        for line in replace_controls(text).splitlines(keepends=True):
+            self._stream.write(f"    {line}" if self._begins_line else line)
+            self._begins_line = line.endswith("\n")
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class OncePerMessage(logging.Filter):
@@ -173,6 +198,7 @@ def begin_process_log(name: str, lasting_phase: str | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):  # a reward function may print any text
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
         os.dup2(log.stream.fileno(), descriptor)  # also for output of C code; Ray's own files are hard to find
+    sys.stdout = cast(TextIO, PrintedText(sys.stdout))
     faulthandler.enable(file=log.stream)
     sys.excepthook = lambda kind, error, _: logger.critical(
         "the process ends: uncaught %s", kind.__name__, exc_info=error

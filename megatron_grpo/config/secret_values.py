@@ -43,6 +43,17 @@ def read_secret(variable: str, key: str) -> str:
     return secret
 
 
+def make_authorization(variable: str, key: str) -> dict[str, str]:
+    """Make the header with an API key.
+
+    ValueError: there is none, or a header cannot hold it.
+    """
+    secret = read_secret(variable, key)
+    if not (secret.isascii() and secret.isprintable()):  # libraries would repeat it in their errors
+        raise ValueError(f"{key}={variable}: its content cannot be sent: it has line breaks or other than ASCII signs")
+    return {"Authorization": f"Bearer {secret}"}
+
+
 def find_secret_problems(config: Config) -> Iterator[Problem]:
     """Report secrets in the configuration, which files and messages would show."""
     for key, value in flatten(dataclasses.asdict(config)):

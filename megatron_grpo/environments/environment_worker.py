@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,6 +39,8 @@ from megatron_grpo.environments.reward_model import RewardModelClient
 from megatron_grpo.environments.user_functions import find_place
 
 Value = TypeVar("Value")
+MAX_NOTES = 100  # of a response; further ones are left out, with a message
+_warn_once = cache(logging.getLogger(__name__).warning)
 
 # Deadline in seconds for loading a reward model, shorter than that of the process that waits for it, so that the error
 # names the model.
@@ -152,6 +156,8 @@ class EnvironmentWorker:
         reward = None if score.reward is None else float(score.reward)
         if not all(map(is_reward, [*score.parts.values(), *([] if reward is None else [reward])])):
             raise InvalidScoresError(f"{name} returned the reward {reward}; None says that a response has no reward")
+        if len(score.notes) > MAX_NOTES:
+            _warn_once(f"environment {self._name}: a response has more than {MAX_NOTES} notes; the others are left out")
         return replace(  # with Python's types: files refuse those of NumPy and torch
             score,
             reward=reward,
@@ -160,7 +166,7 @@ class EnvironmentWorker:
             metrics=name_reported_metrics(score.metrics),
             notes={
                 make_line(str(name), NAME_CHARACTERS): make_note(note if isinstance(note, str) else repr(note))
-                for name, note in score.notes.items()
+                for name, note in islice(score.notes.items(), MAX_NOTES)
             },
         )
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.secret_values import read_secret
+from megatron_grpo.config.secret_values import make_authorization
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.data.chat_messages import join_content, parse_arguments
 from megatron_grpo.data.processors import REFERENCE
@@ -79,8 +79,7 @@ class JudgeEnvironment(Environment):
         self._has_scored = False  # the judge has given a score
         self._headers = {"Content-Type": "application/json"}
         if self.api_key_variable is not None:
-            key = read_secret(self.api_key_variable, "options.api_key_variable")
-            self._headers["Authorization"] = f"Bearer {key}"
+            self._headers |= make_authorization(self.api_key_variable, "options.api_key_variable")
         maximum = f"(?:\\s*/\\s*{self.highest:g})?"
         # Markup and punctuation may stand around the word and the number.
         self._last_line = re.compile(rf"\W*score\W*?(-?\d+(?:\.\d+)?){maximum}\W*", re.IGNORECASE)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from megatron_grpo.config.secret_values import read_secret
+from megatron_grpo.config.secret_values import make_authorization, read_secret
 
 
 def read_variables(names: Sequence[str] | None) -> dict[str, str]:
@@ -20,9 +20,8 @@ async def open_with_key(url: str, variable: str) -> AsyncIterator[Any]:
     from mcp.client.streamable_http import streamable_http_client
     from mcp.shared._httpx_utils import create_mcp_http_client
 
-    headers = {"Authorization": f"Bearer {read_secret(variable, 'api_key_variable')}"}
     async with (
-        create_mcp_http_client(headers) as http_client,
+        create_mcp_http_client(make_authorization(variable, "api_key_variable")) as http_client,
         streamable_http_client(url, http_client=http_client) as streams,
     ):
         yield streams

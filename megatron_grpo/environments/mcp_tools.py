@@ -8,18 +8,23 @@ import logging
 import shutil
 import threading
 from collections.abc import Coroutine, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from megatron_grpo.cluster.process_log import OncePerMessage
 from megatron_grpo.config.errors import RunError, select_first_line
+from megatron_grpo.config.hiding import hide_secrets
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.environments.mcp_access import open_with_key, read_variables
 from megatron_grpo.environments.mcp_results import format_result
 from megatron_grpo.environments.process_guard import wrap_command
+from megatron_grpo.environments.program_output import log_output
 
 PROBE_S = 5.0  # in which a server that was late with a result has to show that it lives
 MAX_TOOLS = 1000  # of a server
 Result = TypeVar("Result")
+_ONCE = OncePerMessage()
 logger = logging.getLogger(__name__)
 
 
@@ -58,8 +63,9 @@ class _Connection:
 
     @property
     def title(self) -> str:
-        """Name and address, for messages."""
-        return f"MCP server {self.name} ({self.server.url or ' '.join(self.server.command or ())})"
+        """Name and address or program, for messages; arguments may be secrets."""
+        address = self.server.url or (self.server.command or [""])[0]
+        return hide_secrets(f"MCP server {self.name} ({address})")
 
     async def get_client(self) -> Any:
         """Return the open connection; RunError: there is none, and a new one fails."""
@@ -141,16 +147,19 @@ class _Connection:
     async def _hold(self, ready: asyncio.Future[Any]) -> None:
         # The SDK wants a connection to be closed by the task that opened it.
         from mcp import Client, StdioServerParameters
+        from mcp.client.stdio import stdio_client
 
         server, close = self.server, self._close
         target: Any = server.url
+        opened = ExitStack()
         try:
             if server.command is not None:
                 if shutil.which(server.command[0]) is None:
                     raise FileNotFoundError(f"there is no program {server.command[0]}")
                 program, *arguments = wrap_command(server.command)
                 variables = read_variables(server.variables)
-                target = StdioServerParameters(command=program, args=arguments, env=variables)
+                parameters = StdioServerParameters(command=program, args=arguments, env=variables)
+                target = stdio_client(parameters, opened.enter_context(log_output(self.title)))
             elif server.url is not None and server.api_key_variable is not None:
                 target = open_with_key(server.url, server.api_key_variable)
             async with Client(target) as client:
@@ -160,6 +169,7 @@ class _Connection:
             if not ready.done():
                 ready.set_exception(RunError(f"{self.title}: {_describe(error)}"))
         finally:
+            opened.close()
             if self._task is asyncio.current_task():  # otherwise there is another connection by now
                 self._client = None
 
@@ -175,6 +185,8 @@ class McpTools:
         self._owners: dict[str, _Connection] = {}  # by name of the tool
         self._loop = asyncio.new_event_loop()
         if servers:
+            # The SDK logs a traceback for every line of a server's output that is no message.
+            logging.getLogger("mcp.client.stdio").addFilter(_ONCE)
             threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True).start()
         self._connections = [_Connection(name, server) for name, server in servers.items()]
         try:

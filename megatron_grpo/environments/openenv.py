@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_grpo.config.errors import RunError, select_first_line, to_text
-from megatron_grpo.config.secret_values import read_secret
+from megatron_grpo.config.secret_values import make_authorization
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ScoreOrError, Turn, is_reward
 from megatron_grpo.environments.interface import Environment
@@ -71,7 +71,7 @@ class OpenEnvEnvironment(Environment):
     def __post_init__(self) -> None:
         self._headers: dict[str, str] = {}
         if self.api_key_variable is not None:
-            self._headers["Authorization"] = f"Bearer {read_secret(self.api_key_variable, 'options.api_key_variable')}"
+            self._headers = make_authorization(self.api_key_variable, "options.api_key_variable")
         self._sessions: OrderedDict[str, tuple[Any, int]] = OrderedDict()  # connection and number of its actions
         self._close(self._open())  # a server that cannot be reached ends the start
 

@@ -149,7 +149,7 @@ class VerifiersEnvironment(Environment):
         return [
             EnvironmentReturn(
                 reward=reward,
-                correct=None if self.correct_at is None else reward >= self.correct_at,
+                correct=None if self.correct_at is None or reward is None else reward >= self.correct_at,
                 metrics=request.state["metrics"],
             )
             for request, reward in zip(requests, rewards, strict=True)

@@ -17,7 +17,7 @@ from megatron_grpo.batch.special_tokens import list_added_tokens
 from megatron_grpo.batch.step_batch import TokenArrays
 from megatron_grpo.batch.token_batch import find_token_indices
 from megatron_grpo.config.errors import RunError, select_first_line, to_text
-from megatron_grpo.config.secret_values import read_secret
+from megatron_grpo.config.secret_values import make_authorization
 from megatron_grpo.data.tokenizer import encode_text, load_tokenizer, make_sample_texts, quote_difference
 from megatron_grpo.generation.server import CONNECT_S, ERROR_CHARACTERS
 
@@ -82,11 +82,11 @@ async def _fetch(
 
 def _open_session(server: TeacherServer) -> aiohttp.ClientSession:
     name = server.api_key_variable
-    token = None if name is None else read_secret(name, server.key.replace("server_url", "api_key_variable"))
+    key = server.key.replace("server_url", "api_key_variable")
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-        headers={} if token is None else {"Authorization": f"Bearer {token}"},
+        headers={} if name is None else make_authorization(name, key),
     )
 
 

@@ -188,7 +188,9 @@ def _find_checkpoint_before(run_dir: Path, step: int, config: Config) -> Path | 
         return None
     if not path.is_dir():
         steps_with_checkpoint = sorted(
-            int(folder.name.removeprefix("step_")) + 1 for folder in (run_dir / "checkpoints").glob("step_*")
+            int(number) + 1
+            for folder in (run_dir / "checkpoints").glob("step_*")
+            if (number := folder.name.removeprefix("step_")).isdecimal()
         )
         steps = (
             f"steps {', '.join(map(str, steps_with_checkpoint))} have one"

@@ -19,7 +19,8 @@ from rich.console import Console
 
 from megatron_grpo.batch.environment_metrics import make_metric_name, name_reported_metrics
 from megatron_grpo.batch.rollout_files import RunFacts, StepFacts, StepRecord, read_rows, write_rollouts
-from megatron_grpo.cluster.process_log import RecordFormatter
+from megatron_grpo.cluster.process_log import PrintedText, RecordFormatter
+from megatron_grpo.config.command_line import as_command
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.outside_text import (
     NOTE_CHARACTERS,
@@ -32,7 +33,7 @@ from megatron_grpo.config.outside_text import (
     parse_json,
 )
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess
-from megatron_grpo.environments.environment_worker import EnvironmentWorker
+from megatron_grpo.environments.environment_worker import MAX_NOTES, EnvironmentWorker
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment
 from megatron_grpo.observability.run_files import format_json_line
@@ -138,6 +139,50 @@ def test_log_and_console_are_not_steered(text: str) -> None:
         assert not STEERING.search(written)
         assert all(line.startswith("    ") for line in written.split("\n")[1:-1]), "a forged record"
         assert written.encode()
+
+
+@given(parts=st.lists(texts, max_size=4))
+@quick
+def test_what_user_code_prints_steers_no_log(parts: list[str]) -> None:
+    stream = io.StringIO()
+    printed: Any = PrintedText(stream)
+    for part in parts:
+        print(part, end="", file=printed)
+    print(file=printed)
+    stream.write("a record\n")
+    *lines, record, end = stream.getvalue().split("\n")
+    assert (record, end) == ("a record", "")
+    assert not STEERING.search(stream.getvalue())
+    assert all(line.startswith("    ") for line in lines)
+
+
+@given(text=texts)
+@quick
+def test_what_a_command_prints_steers_no_terminal(text: str) -> None:
+    @as_command("show", "usage")
+    def show(arguments: Any) -> int:
+        print(f"remark: {text}")
+        return 0
+
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        assert show([]) == 0
+    stream.flush()
+    written = stream.buffer.getvalue().decode()  # type: ignore[attr-defined]
+    assert not STEERING.search(written)
+    assert written.startswith("remark: ")
+
+
+def test_notes_of_a_response_are_limited(caplog: pytest.LogCaptureFixture) -> None:
+    def log(prompts: list[str], completions: list[str], log_extra: Any, **_: Any) -> list[float]:
+        for number in range(5000):
+            log_extra(f"note {number}", ["x"])
+        return [1.0]
+
+    (scored,) = score(make_worker(f=log))
+    assert len(scored.notes) == MAX_NOTES
+    assert "environment task: a response has more than 100 notes; the others are left out" in caplog.text
 
 
 @given(text=st.text(max_size=200))

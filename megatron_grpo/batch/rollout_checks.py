@@ -1,0 +1,105 @@
+"""Checks of recorded rollouts: a file may come from elsewhere, and hold what no run writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, chain, pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_grpo.config.errors import to_text
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+BATCH_ROWS = 256  # most rows that are read at once
+MAX_VALUES = 2**28  # of a column in a row group; a run ends one with the prompt that reaches 2**22 tokens
+MAX_BATCH_BYTES = 2**31  # of texts that are read at once; a text that repeats takes no space in the file
+_ADDED = ("engine", "fault", "notes", "reward_errors", "segment_tokens", "turn_rewards", "turn_tokens")  # later columns
+_NEVER_EMPTY = ("prompt_idx", "group", "sample", "token_ids", "spans", "logprobs", "response", "stop_reason")
+_BY_TOKEN = ("logprobs", "prev_logprobs", "advantages")  # a value for each sampled token
+
+
+def find_file_problem(metadata: pq.FileMetaData, columns: pa.Schema, expected: pa.Schema) -> str | None:
+    """Find columns that lack, have another type, or are too large to be read."""
+    for name in expected.names:
+        if name not in columns.names:
+            if name not in _ADDED:
+                return f"it has no column {name}"
+        elif columns.field(name).type != expected.field(name).type:
+            return f"its column {name} is {to_text(columns.field(name).type)}, not {expected.field(name).type}"
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for index in range(group.num_columns):
+            column = group.column(index)
+            if column.num_values > MAX_VALUES:
+                text = f"{column.num_values} values of {to_text(column.path_in_schema)} in a row group"
+                return f"it has {text}, and at most {MAX_VALUES} are read"
+    return None
+
+
+def choose_batch_rows(metadata: pq.FileMetaData) -> int:
+    """Choose how many rows are read at once, by the sizes of their texts."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    columns = [group.column(index) for group in groups for index in range(group.num_columns)]
+    sizes = (column.total_uncompressed_size for column in columns if column.physical_type == "BYTE_ARRAY")
+    return max(1, min(BATCH_ROWS, MAX_BATCH_BYTES // max([1, *sizes])))
+
+
+def require_possible(row: Mapping[str, Any], vocab: int | None) -> None:
+    """Check a row of a file of rollouts; ValueError: no run writes it.
+
+    `vocab`: number of the model's tokens; None: not recorded. Log-probabilities and advantages may be any numbers,
+    because a run that computed wrong ones records them.
+    """
+    finders = (_find_value_problems, _find_token_problems, _find_span_problems)
+    for problem in chain.from_iterable(find(row, vocab) for find in finders):
+        raise ValueError(f"prompt {row['prompt_idx']}, sample {row['sample']} has {problem}")
+
+
+def _find_value_problems(row: Mapping[str, Any], vocab: int | None) -> Iterator[str]:
+    yield from (f"no {name}" for name in _NEVER_EMPTY if row[name] is None)
+    if row["stop_reason"] not in ("stop", "length"):
+        yield f"the stop_reason {to_text(row['stop_reason'])}"
+    turn_rewards, turn_tokens = row.get("turn_rewards") or [], row.get("turn_tokens") or []
+    if len(turn_rewards) != len(turn_tokens) or None in [*turn_rewards, *turn_tokens]:
+        yield f"{len(turn_rewards)} rewards of turns, and {len(turn_tokens)} numbers of their tokens"
+    yield from ("an infinite reward" for reward in (row["reward"], *turn_rewards) if reward and math.isinf(reward))
+    weight = row["loss_multiplier"]
+    if weight is None or not 0 <= weight <= 1:
+        yield f"the loss_multiplier {to_text(weight)}, which is not from 0 to 1"
+
+
+def _find_token_problems(row: Mapping[str, Any], vocab: int | None) -> Iterator[str]:
+    token_ids = row["token_ids"]
+    # Of numbers with gaps Arrow makes an array of another type.
+    if token_ids.dtype != np.int32 or any(
+        row[name] is not None and row[name].dtype != np.float32 for name in _BY_TOKEN
+    ):
+        yield "no number at some tokens"
+    if len(token_ids) and token_ids.min() < 0:
+        yield f"the token {token_ids.min()}"
+    if len(token_ids) and vocab is not None and token_ids.max() >= vocab:
+        yield f"the token {token_ids.max()}, and the model has {vocab} tokens"
+
+
+def _find_span_problems(row: Mapping[str, Any], vocab: int | None) -> Iterator[str]:
+    tokens, before, sampled = len(row["token_ids"]), 0, 0
+    segments = row.get("segment_tokens") or [tokens]
+    if row.get("segment_tokens") and not (None not in segments and min(segments) > 0 and sum(segments) == tokens):
+        yield f"segments of {to_text(segments)} tokens, and {tokens} tokens"
+    bounds = list(pairwise([0, *accumulate(segments)]))
+    for span in row["spans"]:
+        if span is None or len(span) != 3 or None in span:
+            yield f"the span {to_text(span)}, which is not start, end and version"
+        start, end, _ = span
+        # The first token of a sequence is not sampled: no token predicts it.
+        if not (before <= start <= end and any(first < start and end <= last for first, last in bounds)):
+            yield f"the span {to_text(span)}, which does not follow the others among its {tokens} tokens"
+        before, sampled = end, sampled + end - start
+    for name in _BY_TOKEN:
+        if row[name] is not None and len(row[name]) != sampled:
+            yield f"{len(row[name])} {name} of {sampled} sampled tokens"
