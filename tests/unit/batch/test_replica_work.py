@@ -163,11 +163,16 @@ def test_a_part_of_a_batch_has_its_shards_and_their_sequences_counted_anew() -> 
     assert part.lengths.tolist() == [11, 14, 12, 15, 16]
     assert part.response_tokens.tolist() == [1, 4, 2, 5, 6]
     assert part.in_loss.tolist() == [True, True, False, False, True]
-    assert part.positive is None
-    assert part.loss_weights is None
-    assert part.advantages is not None
-    assert part.advantages.tolist() == [-1, -4, -2, -5, -6]
+    chosen = [1, 4, 2, 5, 6]
+    for name, offset in NUMBERS.items():
+        assert getattr(part, name).tolist() == [offset + number for number in chosen], name
+    assert part.positive is not None
+    assert part.positive.tolist() == [False, True, True, False, True]
     assert part.fields == {"token_ids": ["second", "third"]}
+
+
+NUMBERS = {"advantages": -9.0, "loss_weights": 0.5, "rollout_shares": 0.25, "teachers": 3}
+"""Numbers of sequences in `make_step`: each is that of the sequence, and this more."""
 
 
 def make_step() -> StepBatch:
@@ -177,7 +182,8 @@ def make_step() -> StepBatch:
         lengths=10 + numbers,
         response_tokens=numbers,
         in_loss=np.isin(numbers, [1, 4, 6]),
-        advantages=-numbers.astype(np.float32),
+        positive=numbers % 2 == 0,
+        **{name: numbers + offset for name, offset in NUMBERS.items()},
         partitions=[np.array([0, 3]), np.array([1, 4]), np.array([2, 5, 6]), np.array([7])],
         fields={"token_ids": ["first", "second", "third", "fourth"]},
     )
