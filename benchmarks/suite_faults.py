@@ -336,18 +336,24 @@ def main() -> None:
         print(imported.strip(), flush=True)
         assert imported.startswith(str(copy)), "the tests would import another copy"
         unsound: dict[str, list[str]] = {}
-        while waiting := [fault for fault in chosen if fault.name not in verdicts or options.again]:
-            options.again = False
-            for fault in waiting:
+        while True:
+            for fault in chosen:
+                if fault.name in verdicts and not options.again:
+                    continue
                 arguments = options.stages, options.limit, unsound.get(fault.name, [])
                 verdict = verdicts[fault.name] = try_fault(graph, fault, copy, *arguments)
                 print(json.dumps(asdict(verdict)), flush=True)
                 write_result()
+            options.again = False
             check_soundness(copy, [verdicts[fault.name] for fault in chosen])
             write_result()
-            for fault in chosen:
-                if verdicts[fault.name].sound is False:
-                    unsound[fault.name] = verdicts.pop(fault.name).unsound
+            unsound = {
+                fault.name: verdicts[fault.name].unsound for fault in chosen if verdicts[fault.name].sound is False
+            }
+            if not unsound:
+                break
+            for name in unsound:
+                del verdicts[name]
 
 
 if __name__ == "__main__":

@@ -209,6 +209,26 @@ def test_every_rank_is_sent_the_part_and_the_microbatches_of_its_replica(monkeyp
         assert all(sum(lengths) <= 32 for lengths in found)
 
 
+def test_a_sequence_with_an_output_that_is_not_finite_is_found_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas answer for their sequences, partition after partition, and in any order."""
+    policy = MegatronPolicy.__new__(MegatronPolicy)
+    policy._config = PolicyConfig(parallel=ParallelConfig(data=2))
+    monkeypatch.setattr(MegatronPolicy, "cost", TOKEN_COST)
+    policy.actors = ["second", "first"]
+    policy._reports = [RankReport(data_rank=replica, device_name="cpu", startup_s={}) for replica in (1, 0)]
+    monkeypatch.setattr(model_ranks, "ray", SimpleNamespace(put=lambda work: work))
+    monkeypatch.setattr(model_ranks, "call_actor", lambda actor, method, work, field: (actor, work[0]))
+    bad = {3, 5}
+
+    def answer(calls: list[tuple[str, StepBatch]], _: str) -> list[tuple[list[str], NDArray[np.bool_]]]:
+        return [([actor], np.array([length - 10 not in bad for length in part.lengths])) for actor, part in calls]
+
+    monkeypatch.setattr(policy, "_gather", answer, raising=False)
+    references, finite = policy._forward(make_step(), "prev_logprobs", "log-probabilities")
+    assert references == ["first", "second"]
+    assert {*np.flatnonzero(~finite).tolist()} == bad
+
+
 def through_pickle(value: Any) -> tuple[Any, list[pickle.PickleBuffer], int]:
     """As Ray sends it: the copy, the buffers that travel beside the pickle, and the pickle's bytes."""
     buffers: list[pickle.PickleBuffer] = []
