@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -238,14 +238,12 @@ def run_python(copy: Path, words: Sequence[str], limit: float) -> tuple[int | No
         process = subprocess.Popen(
             [sys.executable, *words], cwd=copy, env=environment, stdout=output, stderr=output, start_new_session=True
         )
+        code: int | None = None
         try:
-            code: int | None = process.wait(max(limit, 1.0))
-        except subprocess.TimeoutExpired:
-            code = None
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(max(limit, 1.0))
+        finally:  # also when the benchmark itself is ended
+            if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         output.seek(0)
