@@ -39,7 +39,9 @@ class DistillationLossFn(ClippedPGLossFn):
             tokens = replace(tokens, advantages=torch.zeros_like(curr_logprobs))
         policy_loss, metrics = super().__call__(curr_logprobs, tokens, counts, segments)
         divergence = mask_values(require_field(tokens.divergence), mask)
-        total = loss_share(divergence, mask, counts, self.config, segments, token_weights(tokens, mask))
+        weight = token_weights(tokens, mask)
+        share = 1.0 if tokens.rollout_share is None else mask_values(tokens.rollout_share, mask)
+        total = loss_share(divergence, mask, counts, self.config, segments, weight, share)
         if self.weight:
             total = total + self.weight * policy_loss
             metrics["policy_loss"] = policy_loss

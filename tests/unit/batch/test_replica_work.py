@@ -163,11 +163,16 @@ def test_a_part_of_a_batch_has_its_shards_and_their_sequences_counted_anew() -> 
     assert part.lengths.tolist() == [11, 14, 12, 15, 16]
     assert part.response_tokens.tolist() == [1, 4, 2, 5, 6]
     assert part.in_loss.tolist() == [True, True, False, False, True]
-    assert part.positive is None
-    assert part.loss_weights is None
-    assert part.advantages is not None
-    assert part.advantages.tolist() == [-1, -4, -2, -5, -6]
+    chosen = [1, 4, 2, 5, 6]
+    for name, offset in NUMBERS.items():
+        assert getattr(part, name).tolist() == [offset + number for number in chosen], name
+    assert part.positive is not None
+    assert part.positive.tolist() == [False, True, True, False, True]
     assert part.fields == {"token_ids": ["second", "third"]}
+
+
+NUMBERS = {"advantages": -9.0, "loss_weights": 0.5, "rollout_shares": 0.25, "teachers": 3}
+"""Numbers of sequences in `make_step`: each is that of the sequence, and this more."""
 
 
 def make_step() -> StepBatch:
@@ -177,7 +182,8 @@ def make_step() -> StepBatch:
         lengths=10 + numbers,
         response_tokens=numbers,
         in_loss=np.isin(numbers, [1, 4, 6]),
-        advantages=-numbers.astype(np.float32),
+        positive=numbers % 2 == 0,
+        **{name: numbers + offset for name, offset in NUMBERS.items()},
         partitions=[np.array([0, 3]), np.array([1, 4]), np.array([2, 5, 6]), np.array([7])],
         fields={"token_ids": ["first", "second", "third", "fourth"]},
     )
@@ -201,6 +207,26 @@ def test_every_rank_is_sent_the_part_and_the_microbatches_of_its_replica(monkeyp
         found = [part.lengths[indices].tolist() for indices in microbatches]
         assert found == [batch.lengths[numbers].tolist() for numbers in plans[replica]]
         assert all(sum(lengths) <= 32 for lengths in found)
+
+
+def test_a_sequence_with_an_output_that_is_not_finite_is_found_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas answer for their sequences, partition after partition, and in any order."""
+    policy = MegatronPolicy.__new__(MegatronPolicy)
+    policy._config = PolicyConfig(parallel=ParallelConfig(data=2))
+    monkeypatch.setattr(MegatronPolicy, "cost", TOKEN_COST)
+    policy.actors = ["second", "first"]
+    policy._reports = [RankReport(data_rank=replica, device_name="cpu", startup_s={}) for replica in (1, 0)]
+    monkeypatch.setattr(model_ranks, "ray", SimpleNamespace(put=lambda work: work))
+    monkeypatch.setattr(model_ranks, "call_actor", lambda actor, method, work, field: (actor, work[0]))
+    bad = {3, 5}
+
+    def answer(calls: list[tuple[str, StepBatch]], _: str) -> list[tuple[list[str], NDArray[np.bool_]]]:
+        return [([actor], np.array([length - 10 not in bad for length in part.lengths])) for actor, part in calls]
+
+    monkeypatch.setattr(policy, "_gather", answer, raising=False)
+    references, finite = policy._forward(make_step(), "prev_logprobs", "log-probabilities")
+    assert references == ["first", "second"]
+    assert {*np.flatnonzero(~finite).tolist()} == bad
 
 
 def through_pickle(value: Any) -> tuple[Any, list[pickle.PickleBuffer], int]:

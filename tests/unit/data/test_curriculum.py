@@ -57,6 +57,7 @@ def test_a_level_begins_when_the_last_responses_are_accurate() -> None:
     (second,) = draw(batches, 1)
     assert {*second} < {*range(7, 16)}
     assert loader.epoch == 1, "a level's end ends no epoch"
+    assert judge(loader, [7, 8, 9], 6) is None, "a level has a window of its own"
     judge(loader, [*range(7, 11)], 8)
     (third,) = draw(batches, 1)
     assert {*third} < {*range(16, 22)}

@@ -16,6 +16,7 @@ from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import DataConfig
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
+from megatron_grpo.data.load_prompts import JoinedPrompts
 from megatron_grpo.data.loader import PromptLoader, PromptSampler, StreamLoader
 from megatron_grpo.data.processors import REFERENCE, DatumSpec, TaskDataSpec, math_data_processor
 
@@ -198,6 +199,12 @@ def test_prompts_that_are_too_long_are_left_out_and_counted() -> None:
     assert loader.left_out == 2
     epoch(loader)
     assert loader.left_out == 2, "counted anew each epoch"
+
+
+def test_rows_of_joined_sets_have_numbers_of_their_own() -> None:
+    """Equal numbers would mean equal seeds of samples."""
+    joined = JoinedPrompts([Numbered(5), Numbered(4)])
+    assert [joined[number]["idx"] for number in range(9)] == list(range(9))
 
 
 def test_an_epoch_without_a_batch_is_an_error() -> None:

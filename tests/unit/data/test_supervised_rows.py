@@ -206,6 +206,20 @@ def test_pairs_may_have_their_prompt_in_common() -> None:
     assert data[0]["message_log"][0] == data[0]["rejected"][0], "the prompt"
 
 
+@pytest.mark.parametrize("longer", ["chosen", "rejected"])
+@pytest.mark.parametrize("process", [preference_data_processor, score_data_processor])
+def test_a_pair_is_as_long_as_its_longer_response(process: Any, longer: str) -> None:
+    spec = TaskDataSpec(task_name="math", answer_key=None)
+    row = {"prompt": [USER], "chosen": "There are 12.", "rejected": "There are 11."}
+    row[longer] = "Let me count them one by one: there are a dozen."
+    tokenizer = BY_NAME["qwen2_5"].oracle
+    datum = process(row, spec, tokenizer, 1000, 0)
+    longest = max(sum(len(part["token_ids"]) for part in log) for log in pair_of(datum))
+    assert (datum["length"], datum["loss_multiplier"]) == (longest, 1.0)
+    assert process(row, spec, tokenizer, longest, 0)["loss_multiplier"] == 1.0
+    assert process(row, spec, tokenizer, longest - 1, 0)["loss_multiplier"] == 0.0
+
+
 def pair_of(datum: Any) -> list[Any]:
     return [datum["message_log"], datum["rejected"]]
 

@@ -105,6 +105,36 @@ def test_a_commit_that_fails_leaves_nothing_of_it_under_way(engine: VllmEngine) 
     asyncio.run(scene())
 
 
+def test_prompts_cached_under_earlier_weights_are_not_used(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that outlasts refits is kept apart by the version of the weights."""
+    kept = AsyncGRPOConfig(enabled=True, recompute_kv_cache_after_weight_updates=False)
+    engine._settings = replace(engine._settings, in_flight=kept)
+    salts: list[str | None] = []
+
+    def record(tokens: list[int], cache_salt: str | None = None) -> None:
+        salts.append(cache_salt)
+
+    monkeypatch.setattr("vllm.inputs.engine.tokens_input", record)
+    request = GenerationRequest(prompt_ids=np.array([2, 3], dtype=np.int32), seed=0, max_new_tokens=2)
+
+    async def scene() -> None:
+        llm: Any = started(engine)
+        monkeypatch.setattr(engine, "_call_workers", _confirm)
+        for version in (1, 2, 3):
+            await engine._gate.close("weights", "the weights are incomplete")
+            await engine.commit_weights(version)
+            llm.refused = f"{version}.0"
+            with pytest.raises(ValueError, match="cannot be sampled"):
+                await engine._add(str(version), [request], SamplingSettings(max_new_tokens=2))
+
+    asyncio.run(scene())
+    assert len(set(salts)) == 3
+
+
+async def _confirm(*_: Any) -> list[None]:
+    return [None]
+
+
 def test_a_canary_that_vllm_refuses_is_skipped(engine: VllmEngine, caplog: pytest.LogCaptureFixture) -> None:
     """A difference ends the run, but not an error in what only the canary uses."""
 

@@ -51,6 +51,20 @@ def test_sequences_may_weigh_the_same() -> None:
     assert float(loss) == pytest.approx(float(expected))
 
 
+@pytest.mark.parametrize("token_level", [False, True])
+def test_sequences_have_weights_and_shares_of_their_rollouts(token_level: bool) -> None:
+    """Two segments of one rollout, of weight 1/4: two thirds of its tokens are in the first."""
+    curr, tokens = make_tokens()
+    weight, share = MASK * 0.25, MASK * torch.tensor([[2 / 3], [1 / 3]])
+    tokens = replace(tokens, weight=weight, rollout_share=share)
+    counts = GlobalCounts(tokens=3.0, sequences=0.25, all_sequences=0.25, token_weight=0.25)
+    loss, _ = DistillationLossFn(LossConfig(token_level_loss=token_level))(curr, tokens, counts)
+    assert float(loss) == pytest.approx(float(tokens.divergence[MASK > 0].mean())), "one rollout: its mean"
+    heavier = replace(tokens, weight=MASK * torch.tensor([[0.5], [0.0]]))
+    loss, _ = DistillationLossFn(LossConfig(token_level_loss=True))(curr, heavier, replace(counts, token_weight=1 / 3))
+    assert float(loss) == pytest.approx(float(tokens.divergence[0, 1:].mean())), "a weight of 0 leaves it out"
+
+
 def test_beside_rewards_it_adds_the_weighted_loss_of_grpo() -> None:
     config = LossConfig(policy_loss_weight=0.25, reference_policy_kl_penalty=0.0)
     curr, tokens = make_tokens()

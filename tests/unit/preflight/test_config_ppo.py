@@ -64,6 +64,17 @@ def problems_of(*overrides: str) -> dict[str, str]:
             "policy.train_global_batch_samples=2",
             "policy.parallel.data=2 and value.parallel.data=4 ranks together; use a multiple of 4",
         ),
+        (
+            PPO,
+            [
+                "ppo.num_prompts_per_step=12",
+                "policy.parallel.data=2",
+                "value.parallel.data=3",
+                "value.train_global_batch_samples=3",
+            ],
+            "value.train_global_batch_samples=3",
+            "policy.parallel.data=2 and value.parallel.data=3 ranks together; use a multiple of 6",
+        ),
         (PPO, ["ppo.adv_estimator.gae_lambda=1.5"], "ppo.adv_estimator.gae_lambda=1.5", "<= 1"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,11 @@ def test_vllm_that_leaves_too_little_for_the_communicator_is_remarked_on() -> No
     assert remark.subject == "generation.engine.gpu_memory_utilization=0.98"
     text = "leaves 1.6 GB of a GPU with 80 GB, and a refit takes up to 3.0 GB of that (NCCL 2.9, buffers 0.1, "
     assert remark.text.startswith(text)
+    [remark] = find_refit_remarks(config, None, H100)
+    nbytes = 81559 * 2**20  # as nvidia-smi shows an H100
+    free, whole = re.findall(r"([\d.]+) GB", remark.text)[:2]
+    assert float(whole) == pytest.approx(nbytes / 1e9, rel=0.02)
+    assert float(free) == pytest.approx(0.02 * nbytes / 1e9, rel=0.05)
     config.generation.engine.gpu_memory_utilization = float(remark.text.rpartition("use at most ")[2])
     assert list(find_refit_remarks(config, None, None)) == []
 

@@ -121,9 +121,9 @@ class FakeEnvironment:
     async def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
         self.jobs.append(requests)
         what = self.trouble.pop(0) if self.trouble else None
-        if what == "stuck":
-            await asyncio.sleep(60)
-        if what is not None:
+        if what in ("stuck", "slow"):
+            await asyncio.sleep(60 if what == "stuck" else 0.05)
+        elif what is not None:
             return list(what)
         return [EnvironmentReturn(float(len(one.response)), True, {"length": 1.0}) for one in requests]
 
@@ -295,6 +295,8 @@ def test_scoring_that_takes_too_long_is_tried_again_with_the_same_responses() ->
     environment = FakeEnvironment(trouble=["stuck"])
     assert [one.failure for one in run(FakeEngine(), environment)] == [None] * 3
     assert environment.jobs[0] == environment.jobs[1]
+    environment = FakeEnvironment(trouble=["stuck", "slow"])
+    assert [one.failure for one in run(FakeEngine(), environment)] == [None] * 3, "the second time has its own deadline"
     environment = FakeEnvironment(trouble=["stuck", "stuck"])
     reason = "environment task: no score within rollouts.timeout_s=0.2 s"
     assert [one.failure for one in run(FakeEngine(), environment)] == [reason] * 3

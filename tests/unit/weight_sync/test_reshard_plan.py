@@ -33,6 +33,8 @@ from megatron_grpo.weight_sync.transfer_plan import (
 )
 from tests.support.engine_table import table_boxes
 from tests.support.moe_config import QWEN3_MOE
+from tests.support.nemotron_config import NANO
+from tests.support.qwen3_5_configs import QWEN3_5_27B
 from tests.support.refit_models import DENSE, LATENT, SHAPES, full_tensor, model_of, vllm_parameters
 
 MOE = parse_model_shape(QWEN3_MOE)
@@ -414,3 +416,20 @@ def test_ranks_that_would_share_a_block_are_named() -> None:
     assert "model.layers.0.mlp.gate_proj.weight on policy ranks: 0 to 192 of (384, 320)" in cuts
     assert "model.layers.0.mlp.down_proj.weight on engine ranks: 96 to 192 of (320, 384)" in cuts
     assert not any("q_proj" in cut for cut in cuts if "engine" in cut)
+
+
+@pytest.mark.parametrize("config", [NANO, QWEN3_5_27B, LATENT], ids=["mamba", "delta nets", "selection bias"])
+def test_exponents_and_biases_of_selection_travel_in_float32(config: dict[str, Any]) -> None:
+    """A decay is an exponential of an exponential, and a bias decides between near ties; vLLM has both in float32."""
+    shape = parse_model_shape(config)
+    dtypes = choose_wire_dtypes(shape, "bfloat16", fp8_blocks=False)
+    tensors = {
+        tensor.name: dtype
+        for entry, dtype in zip(build_weight_map(shape), dtypes, strict=True)
+        for tensor in entry.hf
+        if dtype == "float32"
+    }
+    precise = ("A_log", "e_score_correction_bias")
+    names = {tensor.name for entry in build_weight_map(shape) for tensor in entry.hf}
+    assert tensors.keys() == {name for name in names if name.endswith(precise)}
+    assert tensors
