@@ -10,7 +10,7 @@ import pytest
 from megatron_grpo.config.overrides import RECIPES, list_config_groups
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import compose_config, load_config
-from tests.support.config_problems import problems_of, setting_problems_of
+from tests.support.config_problems import setting_problems_of
 
 
 def test_composed_defaults_are_the_defaults_of_the_schema(given: list[str]) -> None:
@@ -85,23 +85,6 @@ def test_training_sets_on_the_command_line_take_the_place_of_the_recipes_single_
     assert list(compose_config([*recipe, sets]).data.training_sets) == ["data.train_sets.sums.path"]
     problems = setting_problems_of([*recipe, sets, "data.train_path=b.jsonl"])
     assert problems == {"data.train_path=b.jsonl": "and data.train_sets say the same; give one of them"}
-
-
-def test_all_mistakes_come_in_one_message(given: list[str]) -> None:
-    problems = problems_of([*given, "policy.parallel.tensor=3", "grpo.num_prompt_per_step=4", "policy.precision=fp8"])
-    assert problems == {
-        "grpo.num_prompt_per_step": "unknown key; did you mean grpo.num_prompts_per_step?",
-        "policy.precision=fp8": "must be one of float32, bfloat16",
-        "policy.parallel.tensor=3": "does not divide the model's 8 attention heads; use 1, 2, 4 or 8",
-    }
-
-
-def test_an_unknown_key_hides_no_other_mistake(given: list[str]) -> None:
-    """Its name may be part of another key's; of a wrong value's default, on the other hand, nothing is said."""
-    assert problems_of([*given, "lr=3", "policy.optimizer.min_lr=1"]).keys() == {"lr", "policy.optimizer.min_lr=1"}
-    assert problems_of([*given, "policy.optimizer.lr=nan", "policy.optimizer.min_lr=1"]).keys() == {
-        "policy.optimizer.lr=nan"
-    }
 
 
 def test_an_environment_variable_and_the_time_are_filled_in(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

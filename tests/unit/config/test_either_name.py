@@ -12,19 +12,12 @@ from omegaconf import OmegaConf
 
 import megatron_grpo.conf
 from megatron_grpo.config.compose import build_schema_defaults, compose_typed, unite_shared_keys
-from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.keys import find_key, flatten, is_section, read_keys, read_sections
 from megatron_grpo.config.loop_schema import LOOPS, is_shared, translate_key
 from megatron_grpo.config.schema import Config, LoopConfig
 from megatron_grpo.preflight.load import compose_config
 
 GRPO, PPO = "+exp=quickstart", "+exp=quickstart_ppo"
-
-
-def problems_of(*overrides: str) -> dict[str, str]:
-    with pytest.raises(ConfigError) as caught:
-        compose_config(overrides)
-    return {problem.subject: problem.text for problem in caught.value.problems}
 
 
 def test_a_shared_key_is_known_under_both_names_and_listed_once() -> None:
@@ -94,34 +87,6 @@ def test_a_value_may_refer_to_either_name() -> None:
 def test_the_command_line_beats_the_recipe_under_either_name() -> None:
     """The recipe says ppo.num_prompts_per_step=256."""
     assert compose_config([PPO, "grpo.num_prompts_per_step=64"]).ppo.num_prompts_per_step == 64
-
-
-def test_two_values_on_the_command_line_are_a_contradiction() -> None:
-    assert problems_of(PPO, "grpo.seed=1", "ppo.seed=2") == {
-        "ppo.seed=2": "is the same setting as grpo.seed=1; leave one of them out"
-    }
-    assert problems_of(GRPO, "grpo.seed=1", "ppo.seed=2").keys() == {"grpo.seed=1"}
-    assert compose_config([PPO, "grpo.seed=1", "ppo.seed=1"]).ppo.seed == 1
-
-
-def test_a_variant_speaks_for_ppo_as_far_as_it_shares() -> None:
-    """DAPO's dynamic sampling is shared; its baseline is GRPO's alone."""
-    assert problems_of(PPO, "+variant=dapo", "ppo.num_generations_per_prompt=2").keys() == {
-        "grpo.use_leave_one_out_baseline=False"
-    }
-
-
-def test_a_wrong_value_is_told_under_the_name_it_was_given_under() -> None:
-    assert problems_of(PPO, "grpo.max_num_steps=0") == {
-        "grpo.max_num_steps=0": "must be int > 0 or -1 (it sets ppo.max_num_steps)"
-    }
-    found = problems_of(PPO, "grpo.batch_multiplier=2")
-    assert "needs ppo.use_dynamic_sampling=true" in found["grpo.batch_multiplier=2"]
-
-
-def test_keys_of_one_algorithm_are_refused_in_the_other() -> None:
-    assert "is for algorithm=ppo" in problems_of(GRPO, "ppo.ppo_epochs=1")["ppo.ppo_epochs=1"]
-    assert "is for algorithm=grpo" in problems_of(PPO, "grpo.num_iterations=1")["grpo.num_iterations=1"]
 
 
 def test_the_printed_configuration_has_shared_keys_once() -> None:

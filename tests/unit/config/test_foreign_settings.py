@@ -160,7 +160,3 @@ def test_a_recipe_without_its_first_line_is_told_the_line(tmp_path: Path) -> Non
     (tmp_path / "exp" / "plain.yaml").write_text("policy: {model_name: x}\n")
     problems = problems_of([f"--config-dir={tmp_path}", "+exp=plain"])
     assert problems["exp"] == "unknown key; a recipe's file in exp/ begins with the line # @package _global_"
-
-
-def test_an_unknown_section_of_nobody_is_told_once() -> None:
-    assert problems_of(["+exp=quickstart", "polici={a: 1, b: {c: 2}}"]) == {"polici": NOTHING_ALIKE}

@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.overrides import read_overrides
 from megatron_grpo.preflight.load import compose_config
 
@@ -71,19 +70,3 @@ def test_of_a_group_one_option_is_chosen(overrides: tuple[str, str]) -> None:
     assert subject == " ".join(one.lstrip("+") for one in overrides)
     assert "a run takes one" in text
     assert read_overrides([overrides[0], overrides[0]]).problems == [], "twice the same is not a contradiction"
-
-
-def test_without_any_environment_one_message_says_so() -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose_config(["+exp=quickstart", "~env.addition"])
-    (problem,) = caught.value.problems
-    assert (problem.subject, problem.text[:27]) == ("env", "has no environment left, an")
-    other = ["~env.addition", "+env.other.type=addition", "data.task_name=other"]
-    assert list(compose_config(["+exp=quickstart", *other]).env) == ["other"]
-
-
-def test_what_cannot_be_resolved_names_its_key() -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose_config(["+exp=quickstart", "data.system_prompt='it costs ${5'", "data.apply_chat_template=true"])
-    (problem,) = caught.value.problems
-    assert problem.key == "data.system_prompt"

@@ -20,82 +20,12 @@ def problems_of(*overrides: str) -> dict[str, str]:
     return {problem.subject: problem.text for problem in caught.value.problems}
 
 
-@pytest.mark.parametrize(
-    ("recipe", "overrides", "subject", "text"),
-    [
-        ("+exp=quickstart", ["ppo.ppo_epochs=3"], "ppo.ppo_epochs=3", "is for algorithm=ppo"),
-        ("+exp=quickstart", ["value.optimizer.lr=0.1"], "value.optimizer.lr=0.1", "is for algorithm=ppo"),
-        ("+exp=quickstart", ["ppo.ppo_epochs=1"], "ppo.ppo_epochs=1", "is for algorithm=ppo"),
-        (PPO, ["grpo.num_iterations=1"], "grpo.num_iterations=1", "give ppo.ppo_epochs"),
-        (PPO, ["grpo.normalize_rewards=false"], "grpo.normalize_rewards=false", "the value model is PPO's baseline"),
-        (PPO, ["ppo.batch_multiplier=2"], "ppo.batch_multiplier=2", "needs ppo.use_dynamic_sampling=true"),
-        (PPO, ["ppo.calculate_advantages_on_gpu=true"], "ppo.calculate_advantages_on_gpu=True", "is a run on CPU"),
-        (PPO, ["ppo.use_dynamic_sampling=true"], "ppo.use_dynamic_sampling=True", "2 or more"),
-        (
-            PPO,
-            ["ppo.policy_training_start_step=400"],
-            "ppo.policy_training_start_step=400",
-            "leaves none of the ppo.max_num_steps=400 steps",
-        ),
-        (
-            PPO,
-            ["loss_fn.reference_policy_kl_penalty=0.1"],
-            "ppo.skip_reference_policy_logprobs_calculation=True",
-            "loss_fn.reference_policy_kl_penalty=0.1 needs one",
-        ),
-        (
-            PPO,
-            ["ppo.adv_estimator.length_adaptive_alpha=0.05", "ppo.adv_estimator.gae_lambda_policy=0.9"],
-            "ppo.adv_estimator.length_adaptive_alpha=0.05",
-            "excludes ppo.adv_estimator.gae_lambda_policy",
-        ),
-        (
-            PPO,
-            ["ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.gae_lambda=0.5"],
-            "ppo.adv_estimator.gae_lambda=0.5",
-            "takes rewards as they are",
-        ),
-        (PPO, ["value.parallel.tensor=3"], "value.parallel.tensor=3", "use 1, 2 or 4"),
-        (PPO, ["value.parallel.sequence=true"], "value.parallel.sequence=True", "needs value.parallel.tensor > 1"),
-        (PPO, ["value.train_global_batch_samples=100"], "value.train_global_batch_samples=100", "256 samples"),
-        (
-            PPO,
-            ["policy.parallel.data=2", "value.parallel.data=4", "policy.train_global_batch_samples=2"],
-            "policy.train_global_batch_samples=2",
-            "policy.parallel.data=2 and value.parallel.data=4 ranks together; use a multiple of 4",
-        ),
-        (
-            PPO,
-            [
-                "ppo.num_prompts_per_step=12",
-                "policy.parallel.data=2",
-                "value.parallel.data=3",
-                "value.train_global_batch_samples=3",
-            ],
-            "value.train_global_batch_samples=3",
-            "policy.parallel.data=2 and value.parallel.data=3 ranks together; use a multiple of 6",
-        ),
-        (PPO, ["ppo.adv_estimator.gae_lambda=1.5"], "ppo.adv_estimator.gae_lambda=1.5", "<= 1"),
-    ],
-)
-def test_mistakes(recipe: str, overrides: list[str], subject: str, text: str) -> None:
-    assert text in problems_of(recipe, *overrides)[subject]
-
-
 def test_the_value_model_is_as_the_policy_where_nothing_else_is_said() -> None:
     value = compose_config([PPO, "value.parallel.tensor=2"]).value_model
     assert value is not None
     assert value.model.path.endswith("model")
     assert (value.precision, value.microbatch_tokens, value.parallel.tensor) == ("float32", 1024, 2)
     assert compose_config(["+exp=quickstart"]).value_model is None
-
-
-def test_a_mistake_is_told_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose_config([PPO, "grpo.num_iterations=2"])
-    assert len(caught.value.problems) == 1
-    (subject,) = problems_of(PPO, "policy.max_total_sequence_length=65", "policy.microbatch_tokens=1024")
-    assert subject == "policy.max_total_sequence_length=65"
 
 
 def test_a_value_model_with_too_few_positions_is_refused(tmp_path: Path) -> None:

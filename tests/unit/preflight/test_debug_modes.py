@@ -106,31 +106,6 @@ def test_validation_that_is_off_may_stay_in_the_recipe(reading: list[str]) -> No
     compose_config([*reading, "data.val_path=val.jsonl", *off])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "subject", "text"),
-    [
-        (
-            ["grpo.async_grpo.enabled=true"],
-            "grpo.async_grpo.enabled=True",
-            "samples while steps train, and debug.train=false starts no rank of the policy; use false",
-        ),
-        (
-            ["checkpointing.resume=/run/checkpoints/step_3"],
-            "checkpointing.resume=/run/checkpoints/step_3",
-            "is read by ranks of the policy, and debug.train=false starts none; export the checkpoint",
-        ),
-        (
-            ["generation.server.urls=[http://a:1]"],
-            "generation.server.urls=['http://a:1']",
-            "use engines of the run's own, generation.server.urls=[]",
-        ),
-        (["policy.quantization=int8"], "policy.quantization=int8", "rounds the weights on their way to the engines"),
-    ],
-)
-def test_what_needs_a_policy(given: list[str], overrides: list[str], subject: str, text: str) -> None:
-    assert text in problems_of([*given, "debug.train=false", *overrides])[subject]
-
-
 def test_without_training_no_checkpoint_is_ranked_and_no_gpu_of_a_policy_needed(given: list[str]) -> None:
     keys = ["checkpointing.keep_top_k=2", "checkpointing.metric_name=nothing", "cluster.gpus_per_node=1"]
     keys.append("policy.parallel.data=4")

@@ -5,56 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
-from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.models.tokenizer_files import explain_other_tokens
 from megatron_grpo.preflight.distillation_checks import find_teacher_tokenizer_problems
 from megatron_grpo.preflight.layout_checks import count_gpus
 from megatron_grpo.preflight.load import compose_config
 
 RECIPE = "+exp=quickstart_distillation"
-ALONE = "teacher.model.path=/models/teacher"
-
-
-def refused(*overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        compose_config(list(overrides))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        ([RECIPE, "teacher.model.path=null"], "is required with algorithm=distillation"),
-        ([RECIPE, "teacher.model.path=null", "teacher.server_url=http://h:1"], "needs distillation.topk_logits_k"),
-        (
-            [
-                RECIPE,
-                "teacher.model.path=null",
-                "teacher.server_url=http://h:1",
-                "distillation.topk_logits_k=4",
-                "generation.temperature=0.7",
-            ],
-            "needs generation.temperature=1, not 0.7",
-        ),
-        ([RECIPE, "teacher.api_key_variable=KEY"], "needs teacher.server_url"),
-        ([RECIPE, "+teachers.games.model.path=/m"], "is the teacher of a task that has no environment"),
-        ([RECIPE, "+teachers.addition.model.path=/m"], "is the teacher of no task"),
-        ([RECIPE, "distillation.topk_logits_k=99"], "exceeds the 16 tokens of the policy"),
-        ([RECIPE, "teacher.parallel.tensor=3"], "does not divide the model's 4 attention heads"),
-        ([RECIPE, "teacher.parallel.data=3"], "do not share the 256 samples of an optimizer step evenly"),
-        ([RECIPE, "grpo.use_dynamic_sampling=true"], "loss_fn.policy_loss_weight=0 uses none"),
-        ([RECIPE, "logger.replay_every=2"], "the outputs of a teacher are not recorded"),
-        ([RECIPE, "loss_fn.policy_loss_weight=0.5"], "the baseline of a sample comes from the others of its prompt"),
-        (["+exp=quickstart", ALONE], "is for algorithm=distillation, and this run has algorithm=grpo"),
-        (["+exp=quickstart", "env.addition.type=unscored"], "gives no reward"),
-        ([RECIPE, "ppo.ppo_epochs=2"], "ppo"),
-        ([RECIPE, "distillation.num_prompts_per_step=2"], "NeMo RL's distillation.num_prompts_per_step is"),
-    ],
-)
-def test_a_mistake_is_named(overrides: list[str], text: str) -> None:
-    assert text in refused(*overrides)
 
 
 def test_the_loop_is_that_of_grpo() -> None:

@@ -9,7 +9,6 @@ from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.source import PREPARED_MODELS
 from megatron_grpo.preflight.layout_checks import find_layout_problems
 from megatron_grpo.preflight.load import compose_config
-from tests.support.config_problems import problems_of
 
 
 def problems(tensor: int, expert: int, **sizes: int) -> dict[str, str]:
@@ -39,8 +38,3 @@ def test_what_does_not_fit(tensor: int, expert: int, sizes: dict[str, int], key:
 def test_experts_are_shared_or_their_matrices_split() -> None:
     assert problems(tensor=2, expert=1) == problems(tensor=2, expert=2) == problems(tensor=4, expert=4) == {}
     assert problems(tensor=2, expert=2, moe_intermediate_size=63) == {}, "ranks have whole experts"
-
-
-def test_a_model_without_experts_has_none_to_share() -> None:
-    overrides = ["+exp=quickstart", "generation.parallel.tensor=2", "generation.parallel.expert=2"]
-    assert problems_of(overrides) == {"generation.parallel.expert=2": "the model has no experts; use 1"}

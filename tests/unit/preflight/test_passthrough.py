@@ -11,34 +11,9 @@ import pytest
 from megatron_grpo.config.compose import compose_typed
 from megatron_grpo.config.passthrough import OWNED
 from megatron_grpo.preflight.load import check_overrides, compose_config
-from tests.support.config_problems import problems_of, setting_problems_of
+from tests.support.config_problems import problems_of
 
 ARGS = "generation.engine_args"
-SETTINGS = [
-    ("policy.recompute_modules=[mlp,mlp]", "names a module twice"),
-    ("policy.recompute_modules=[moe]", "the model has no experts; leave out moe"),
-    ("policy.recompute_modules=[layernorm]", "only by Transformer Engine"),
-    ("policy.recompute_modules=[attention]", "is an element of what must be list of one of core_attn, mlp"),
-    ("policy.optimizer.cpu_offload=0.5", "without GPUs all is in host memory already"),
-    ("policy.optimizer.precision_aware=true", "needs GPUs"),
-    ("policy.gradient_accumulation_fusion=true", "needs GPUs"),
-    ("policy.overlap_param_gather=true", "needs policy.overlap_grad_reduce=true"),
-    ("generation.engine.batch_invariant=true", "are for GPUs"),
-    ("generation.engine.enable_chunked_prefill=true", "a CPU engine cannot repeat a response"),
-    ("generation.engine.max_num_batched_tokens=300", "is less than policy.max_total_sequence_length=2048"),
-]
-OF_THE_RUN = {
-    "policy.megatron.num_layers=2": "is set by the run itself: comes from the model's config.json",
-    "policy.megatron.tensor_model_parallel_size=2": "give policy.parallel.tensor",
-    "policy.ddp.use_distributed_optimizer=true": "give policy.optimizer.distributed",
-    "policy.megatron_optimizer.lr=1.0": "give policy.optimizer.lr",
-    f"{ARGS}.model=x": "is set by the run itself: the model and its tokenizer are those of policy.model.path",
-    f"{ARGS}.tensor_parallel_size=2": "give generation.parallel.tensor",
-    f"{ARGS}.seed=2": "from grpo.seed",
-    f"{ARGS}.trust_remote_code=true": "code that comes with a model is never run",
-    f"{ARGS}.speculative_config={{method: eagle}}": "give generation.engine.speculative",
-}
-"""Fields that are passed on but are the run's own, checked together: a process imports each library once."""
 MEGATRON: dict[str, dict[str, tuple[Any, str]]] = {
     "policy.megatron": {
         "atention_softmax_in_fp32": (False, "did you mean policy.megatron.attention_softmax_in_fp32?"),
@@ -82,23 +57,6 @@ VLLM: dict[str, dict[str, tuple[Any, str]]] = {
         "max_cudagraph_capture_size": (None, ""),
     }
 }
-
-
-@pytest.mark.parametrize(("override", "text"), SETTINGS)
-def test_refused_before_anything_starts(given: list[str], override: str, text: str) -> None:
-    ((subject, message),) = problems_of([*given, override]).items()
-    assert subject.startswith(override.partition("=")[0])
-    assert text in message
-
-
-def test_fields_that_are_the_runs_own_are_refused(given: list[str]) -> None:
-    problems = problems_of([*given, *OF_THE_RUN])
-    assert len(problems) == len(OF_THE_RUN)
-    for override, text in OF_THE_RUN.items():
-        (message,) = (
-            problem for subject, problem in problems.items() if subject.startswith(override.partition("=")[0])
-        )
-        assert text in message
 
 
 def test_fields_against_the_libraries_own_classes() -> None:
@@ -159,27 +117,6 @@ def test_fields_are_given_as_any_other_key(given: list[str], form: str, monkeypa
     assert config.policy.megatron == {"attention_softmax_in_fp32": False}
     assert config.generation.engine_args == {"compilation_config": {"cudagraph_mode": "NONE"}}
     assert config.policy.ddp == {}
-
-
-def test_a_whole_section_of_fields_and_the_value_models(given: list[str]) -> None:
-    config = compose_config([*given, "algorithm=ppo", "policy.ddp={bucket_size: 4096}"])
-    assert config.value_model is not None
-    assert config.value_model.ddp == {"bucket_size": 4096}
-
-
-def test_recomputing_everything_and_something_is_refused(given: list[str]) -> None:
-    overrides = [*given, "policy.recompute_modules=[mlp]", "policy.activation_checkpointing=true"]
-    assert "choose one of them" in problems_of(overrides)["policy.recompute_modules=[mlp]"]
-
-
-def test_settings_of_gpus(given: list[str]) -> None:
-    on_gpus = [*given, "cluster.gpus_per_node=8", "generation.engine.batch_invariant=true"]
-    assert compose_config([*on_gpus, "generation.engine.max_num_batched_tokens=300"]).generation.engine.batch_invariant
-    unchunked = [*on_gpus, "generation.engine.max_num_batched_tokens=300"]
-    (text,) = setting_problems_of([*unchunked, "generation.engine.enable_chunked_prefill=false"]).values()
-    assert "prompts are not cut into pieces" in text
-    (text,) = setting_problems_of([*on_gpus, "generation.engine.max_num_batched_tokens=255"]).values()
-    assert "the 256 responses decoded together" in text
 
 
 def test_no_field_passed_on_starts_no_process(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,11 +118,6 @@ def test_a_cache_does_not_outlast_the_sleep_of_engines() -> None:
         assert f"use separate, or {algorithm}.async_grpo.recompute_kv_cache_after_weight_updates=true" in problem.text
 
 
-def test_on_a_cpu_layouts_are_free() -> None:
-    """There is no device that two could want."""
-    assert compose_config(["+exp=quickstart", COLOCATED, "generation.parallel.data=2"]).generation.is_colocated
-
-
 @pytest.mark.parametrize(
     "name", ["policy.generation.colocated.enabled", "vllm_mode", "actor_rollout_ref.hybrid_engine"]
 )

@@ -170,10 +170,3 @@ def test_every_key_is_read_refused_or_remarked_on(run: str) -> None:
         if not find_messages(changed) - before and not is_read(key, config, changed)
     ]
     assert not silent
-
-
-@pytest.mark.parametrize("run", ["quickstart", "quickstart_async", "quickstart_ppo", "quickstart_distillation"])
-def test_nothing_is_remarked_on_that_the_recipe_has(run: str) -> None:
-    config = compose_typed([f"+exp={run}"]).require()
-    config.cluster.gpus_per_node = 0
-    assert list(find_remarks(config)) == []

@@ -80,21 +80,6 @@ def test_settings_with_which_they_do(given: list[str]) -> None:
     assert problems(given, REPLAY, eager, "generation.engine.enable_prefix_caching=false") == {}
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["algorithm=async_grpo"],
-        ["algorithm=ppo"],
-        ["generation.server.urls=[http://127.0.0.1:8000]", "refit.mode=files", "refit.directory=/tmp/refit"],
-        ["grpo.max_rollout_turns=3"],
-    ],
-    ids=["ahead", "ppo", "server", "turns"],
-)
-def test_runs_that_replay(overrides: list[str]) -> None:
-    engines = ["generation.parallel.tensor=1", "generation.parallel.expert=1"]
-    compose_config(["+exp=quickstart_moe", "run_dir=unused", REPLAY, *engines, *overrides])
-
-
 def test_bytes_on_hosts_are_those_of_every_copy(given: list[str]) -> None:
     """Two layers with experts, 2 of 8 chosen in 6 bits: a byte a layer."""
     config = compose_config([*given, "grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=3"])
