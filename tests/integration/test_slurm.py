@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -130,15 +131,15 @@ def submit(slurm: Slurm, folder: Path, *overrides: str) -> str:
     return slurm.call("sbatch", "--parsable", f"--chdir={folder}", script, *overrides)
 
 
-def processes_with(text: str) -> list[str]:
-    """Command lines of running processes that contain the text."""
+def processes_with(word: str) -> list[str]:
+    """Command lines of running processes that contain the word; ray_1 is not in ray_1k8t."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:  # it has just ended
             continue
-        if text in line:
+        if re.search(rf"\b{re.escape(word)}\b", line):
             found.append(line)
     return found
 
