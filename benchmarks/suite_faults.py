@@ -119,19 +119,19 @@ class ImportGraph:
     @cache  # noqa: B019 - one graph lives as long as the program
     def _collect_package_modules(self, test: str) -> tuple[set[str], set[str]]:
         """Collect modules of the package: those of the test itself, and those of its helpers."""
-        own = {name for name in self._imports[test] if name.startswith("megatron_grpo")}
+        direct = {name for name in self._imports[test] if name.startswith("megatron_grpo")}
         helpers, waiting = {test}, [test]
         while waiting:
             new = {name for name in self._imports[waiting.pop()] if name.startswith("tests")} - helpers
             helpers |= new
             waiting += new
         through = {name for helper in helpers for name in self._imports[helper] if name.startswith("megatron_grpo")}
-        return own, through
+        return direct, through
 
     def measure_distance(self, test: str, module: str) -> int:
         """Measure it: 0 itself, 1 through helpers, 2 through a module of the package."""
-        own, through = self._collect_package_modules(test)
-        if module in own:
+        direct, through = self._collect_package_modules(test)
+        if module in direct:
             return 0
         if module in through:
             return 1
