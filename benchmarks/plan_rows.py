@@ -285,7 +285,7 @@ def trace_stages(
         return traces, {trace.stage: trace.report for trace in traces}
     runs = time_runs(case, shape) | memory_runs(case, shape)
     futures = {place: pool.submit(_run_dry, *run, False, 1.0, False) for place, run in runs.items()}
-    reports = {place: one.result(DEADLINE_S) for place, one in futures.items()}
+    reports = {place: row.result(DEADLINE_S) for place, row in futures.items()}
     return traces_of(case, shape, reports), memory_of(case, shape, reports)
 
 
@@ -313,8 +313,8 @@ def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     whose sources state all numbers; and the rankings."""
     found: dict[str, Any] = {}
     for title, names in (("memory", ("memory_gib", "memory_gib_device")), ("time", ("tokens", "tflops", "step_s"))):
-        alike = [one for one in results if not one["unlike"]]
-        held_out = [one for one in alike if not one["fitted"]]
+        alike = [row for row in results if not row["unlike"]]
+        held_out = [row for row in alike if not row["fitted"]]
         for which, rows in (("all", alike), ("held_out", held_out), ("held_out_all_stated", held_out)):
             stated = which.endswith("stated")
             errors = [

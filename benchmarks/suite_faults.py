@@ -1,6 +1,7 @@
 """Plants the faults of suite_faults.yaml one at a time in a copy of the repository, and asks which test fails.
 
     python benchmarks/suite_faults.py --result FILE [--only PART|NAME ...] [--stages unit parity] [--limit SECONDS]
+        [--confirm]
 
 The copy is a git worktree of the commit, put first on PYTHONPATH, so that tests import it in place of the installed
 package. The tests of a fault run in order of likelihood, `pytest -x -m "not slow"` on the files of a stage:
@@ -11,6 +12,7 @@ package. The tests of a fault run in order of likelihood, `pytest -x -m "not slo
     integration  files of tests/integration that do; only on request
 
 In the end all tests that caught a fault run once without any; where one fails then too, the fault is tried without it.
+With --confirm only the tests that a result names run, each alone with its fault: what a changed suite still catches.
 FILE is written after every fault, and a later call goes on with the faults that it lacks.
 """
 
@@ -84,6 +86,7 @@ class Verdict:
     seconds: float = 0.0
     timed_out: bool = False  # the limit passed before all stages had ended
     sound: bool | None = None  # whether the test passes without the fault; None: not tried
+    confirmed: bool | None = None  # whether the test, run alone, fails with the fault; None: not tried
     unsound: list[str] = field(default_factory=list)  # tests that fail without the fault too
 
 
@@ -119,19 +122,19 @@ class ImportGraph:
     @cache  # noqa: B019 - one graph lives as long as the program
     def _collect_package_modules(self, test: str) -> tuple[set[str], set[str]]:
         """Collect modules of the package: those of the test itself, and those of its helpers."""
-        own = {name for name in self._imports[test] if name.startswith("megatron_grpo")}
+        direct = {name for name in self._imports[test] if name.startswith("megatron_grpo")}
         helpers, waiting = {test}, [test]
         while waiting:
             new = {name for name in self._imports[waiting.pop()] if name.startswith("tests")} - helpers
             helpers |= new
             waiting += new
         through = {name for helper in helpers for name in self._imports[helper] if name.startswith("megatron_grpo")}
-        return own, through
+        return direct, through
 
     def measure_distance(self, test: str, module: str) -> int:
         """Measure it: 0 itself, 1 through helpers, 2 through a module of the package."""
-        own, through = self._collect_package_modules(test)
-        if module in own:
+        direct, through = self._collect_package_modules(test)
+        if module in direct:
             return 0
         if module in through:
             return 1
@@ -280,16 +283,23 @@ def try_fault(
     return verdict
 
 
+def confirm(fault: Fault, verdict: Verdict, copy: Path, limit: float) -> None:
+    """Run the test that caught a fault alone, with the fault."""
+    with plant(fault, copy):
+        _, test, _ = run_tests(copy, [str(verdict.test)], limit)
+    verdict.confirmed = test is not None
+
+
 def check_soundness(copy: Path, verdicts: Sequence[Verdict]) -> None:
-    """Run the tests that caught a fault without any; those that fail lose their verdict."""
-    unchecked = [verdict for verdict in verdicts if verdict.caught and verdict.sound is None]
+    """Run the tests that caught a fault without any, and find those that fail then too."""
+    unchecked = [verdict for verdict in verdicts if verdict.test is not None and verdict.sound is None]
+    tests = sorted({str(verdict.test) for verdict in unchecked})
+    words = ["-m", "pytest", "-rA", "-q", "-p", "no:cacheprovider", "--color=no", *tests]
+    _, output = run_python(copy, words, 60.0 * len(tests)) if tests else (0, "")
+    passed = set(re.findall(r"^PASSED (tests/.+)$", output, re.MULTILINE))
     for verdict in unchecked:
-        assert verdict.test is not None
-        # An error in a whole file names no test.
-        code, _, _ = run_tests(copy, [verdict.test], 600.0)
-        verdict.sound = code == 0
-        if not verdict.sound:
-            verdict.unsound.append(verdict.test)
+        verdict.sound = verdict.test in passed
+        verdict.unsound += [] if verdict.sound else [str(verdict.test)]
 
 
 def summarize(verdicts: Sequence[Verdict]) -> dict[str, dict[str, int]]:
@@ -311,6 +321,7 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", default=STAGES[:3], choices=STAGES)
     parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="of one fault")
     parser.add_argument("--again", action="store_true", help="try faults anew that the result has")
+    parser.add_argument("--confirm", action="store_true", help="run the tests that the result names, and no others")
     parser.add_argument("--list", action="store_true", help="print the files of each stage alone")
     options = parser.parse_args()
     earlier = json.loads(options.result.read_text())["faults"] if options.result.is_file() else []
@@ -333,6 +344,13 @@ def main() -> None:
         _, imported = run_python(copy, ["-c", "import megatron_grpo; print(megatron_grpo.__file__)"], 60.0)
         print(imported.strip(), flush=True)
         assert imported.startswith(str(copy)), "the tests would import another copy"
+        if options.confirm:
+            for fault in chosen:
+                if (verdict := verdicts.get(fault.name)) is not None and verdict.test is not None:
+                    confirm(fault, verdict, copy, options.limit)
+                    print(fault.name, verdict.confirmed, flush=True)
+                    write_result()
+            return
         unsound: dict[str, list[str]] = {}
         while True:
             for fault in chosen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pickle
 import resource
@@ -22,6 +23,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from megatron_grpo.config.errors import RunError
 
+logger = logging.getLogger(__name__)
 Arguments = TypeVarTuple("Arguments")
 Answer = TypeVar("Answer")
 
@@ -96,6 +98,7 @@ class LimitedCalls:
             except (EOFError, OSError):
                 connection.close()
                 connection = None
+                logger.debug("a call needed more than %g s of a processor, or its memory; its process ended", seconds)
                 raise LimitError(f"needs more than {self._limits}") from None
         finally:
             self._idle.put(connection)
@@ -127,6 +130,7 @@ class LimitedCalls:
         with theirs:
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment, start_new_session=True)
         self._control = Connection(ours.detach())
+        logger.info("process %d begins; its calls may take %s", self._process.pid, self._limits)
         self._end = weakref.finalize(self, _end, self._process, self._control)
         try:
             self._control.send_bytes(self._setup)

@@ -36,7 +36,7 @@ def _describe(resource: Any) -> str:
 
 def _is_said(structured: Any, content: list[Any]) -> bool:
     """Whether texts have the structured content too, as the protocol advises."""
-    # SDKs wrap what is no object: {"result": 42}; of a list each element may have a text of its own.
+    # SDKs wrap a value that is no JSON object, as in {"result": 42}; each element of a list may be a text part.
     values = [structured]
     if isinstance(structured, dict) and structured.keys() == {"result"}:
         values.append(structured["result"])

@@ -106,7 +106,7 @@ def test_a_process_can_be_made_in_the_place_of_another() -> None:
 
 
 class Starting(Environment):
-    """Its scoring leaves processes behind: forked away, with a session of their own, deaf to SIGTERM."""
+    """An environment whose scoring leaves processes behind, in sessions of their own and deaf to SIGTERM."""
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         mark = requests[0].response

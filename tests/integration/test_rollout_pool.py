@@ -252,13 +252,13 @@ def test_only_the_responses_that_break_a_reward_function_are_at_fault(
     prompts = [prompt(idx, bad.get(idx, ())) for idx in range(PROMPTS)]
     with pool(failing(function, timeout_s=2.0, num_workers=processes), max_failed_fraction=0.0) as rollouts:
         outcomes = [one for group in collect(rollouts, prompts) for one in group.outcomes]
-        faulty = [one for one in outcomes if one.fault is not None]
-        assert [(one.prompt_idx, one.sample) for one in faulty] == [(1, 2), (4, 0)]
-        for one in faulty:
-            assert re.fullmatch(reason, str(one.fault))
-            assert (one.failure, one.reward, one.correct, one.reward_parts) == (None, 0.0, None, {})
-            assert one.response_tokens > 0, "it is learnt from"
-        whole = [one for one in outcomes if one.fault is None]
+        faulty = [outcome for outcome in outcomes if outcome.fault is not None]
+        assert [(outcome.prompt_idx, outcome.sample) for outcome in faulty] == [(1, 2), (4, 0)]
+        for outcome in faulty:
+            assert re.fullmatch(reason, str(outcome.fault))
+            assert (outcome.failure, outcome.reward, outcome.correct, outcome.reward_parts) == (None, 0.0, None, {})
+            assert outcome.response_tokens > 0, "it is learnt from"
+        whole = [outcome for outcome in outcomes if outcome.fault is None]
         assert all(one.reward == float(seed_text(one.prompt_idx, one.sample)) for one in whole)
         (after,) = collect(rollouts, [prompt(0)])
         assert [one.failure for one in after.outcomes] == [None] * SAMPLES, "it works on afterwards"

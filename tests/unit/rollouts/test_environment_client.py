@@ -97,9 +97,11 @@ def scores(handle: Handle, *groups: tuple[str, ...]) -> list[list[Any]]:
         results = await asyncio.gather(*(client.score(job(*group)) for group in groups))
         losses = [remark for remark in client.remarks if "takes its place" in remark]
         assert len(losses) == len(handle.spawned), "of every process that is lost"
-        for one in (one for result in results for one in result if not isinstance(one, str) and one.fault):
-            assert (one.reward, one.correct) == (0.0, None)
-        return [[one if isinstance(one, str) else one.fault or one.reward for one in result] for result in results]
+        for score in (score for result in results for score in result if not isinstance(score, str) and score.fault):
+            assert (score.reward, score.correct) == (0.0, None)
+        return [
+            [score if isinstance(score, str) else score.fault or score.reward for score in result] for result in results
+        ]
 
     return asyncio.run(scene())
 

@@ -1,4 +1,4 @@
-"""Whose fault a failure is: a response that breaks what reads it stays in the loss, what a server breaks does not."""
+"""A response that breaks the code that reads it stays in the loss; a response that a server fails leaves it."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def run(environment: Environment, *groups: Sequence[str]) -> list[list[Trajector
 
 def verdicts(group: Sequence[Trajectory]) -> list[tuple[float | None, bool, bool]]:
     """Reward, whether it is the response's own fault, and whether it left the loss."""
-    return [(one.reward, one.fault is not None, one.failure is not None) for one in group]
+    return [(trajectory.reward, trajectory.fault is not None, trajectory.failure is not None) for trajectory in group]
 
 
 def rank(prompts: list[Any], completions: list[str], **_: Any) -> list[float]:
@@ -171,8 +171,10 @@ def test_the_others_are_scored_as_a_group() -> None:
 
     sizes: list[int] = []
     (group,) = run(scored_by(relative), ["a", "boom", "ccccc", "boom"])
-    assert [one.reward for one in group] == [-2.0, -2.0, 2.0, -2.0], "a failure pays no better than the worst response"
-    assert [one.fault is not None for one in group] == [False, True, False, True]
+    assert [trajectory.reward for trajectory in group] == [-2.0, -2.0, 2.0, -2.0], (
+        "a failure pays no better than the worst response"
+    )
+    assert [trajectory.fault is not None for trajectory in group] == [False, True, False, True]
     assert sizes[:2] == [4, 4]
     assert sizes[-1] == 2
 

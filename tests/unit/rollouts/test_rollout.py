@@ -296,7 +296,9 @@ def test_scoring_that_takes_too_long_is_tried_again_with_the_same_responses() ->
     assert [one.failure for one in run(FakeEngine(), environment)] == [None] * 3
     assert environment.jobs[0] == environment.jobs[1]
     environment = FakeEnvironment(trouble=["stuck", "slow"])
-    assert [one.failure for one in run(FakeEngine(), environment)] == [None] * 3, "the second time has its own deadline"
+    assert [trajectory.failure for trajectory in run(FakeEngine(), environment)] == [None] * 3, (
+        "the second time has its own deadline"
+    )
     environment = FakeEnvironment(trouble=["stuck", "stuck"])
     reason = "environment task: no score within rollouts.timeout_s=0.2 s"
     assert [one.failure for one in run(FakeEngine(), environment)] == [reason] * 3

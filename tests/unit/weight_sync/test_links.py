@@ -66,10 +66,10 @@ def ranks(way: str) -> Iterator[dict[tuple[Side, int], Any]]:
 def test_what_is_packed_arrives_and_buffers_are_used_again_when_they_are_empty(
     ranks: dict[tuple[Side, int], Any], way: str
 ) -> None:
-    assert all(len(one.messages) > 2 * BUFFERS for one in ranks.values()), "every buffer is used several times"
+    assert all(len(rank.messages) > 2 * BUFFERS for rank in ranks.values()), "every buffer is used several times"
     for _ in range(2):  # links last for many refits, each with a deadline of its own
-        for one in ranks.values():
-            one._watch._end = 0.0
+        for rank in ranks.values():
+            rank._watch._end = 0.0
         with ThreadPoolExecutor(len(ranks)) as pool:
             run = {m: pool.submit(_send if m[0] == "source" else _receive, one) for m, one in ranks.items()}
             came = {member[1]: one.result() for member, one in run.items() if member[0] == "target"}
