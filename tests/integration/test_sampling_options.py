@@ -19,7 +19,7 @@ from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from tests.integration.vllm_helpers import EOS, LETTERS, Oracle, engines, generate, make_model, request
 
-pytestmark = pytest.mark.slow  # tests/unit/preflight/test_sampling.py reads the options with every `make test`
+pytestmark = pytest.mark.slow  # tests/unit/preflight/test_engines.py reads the options with every `make test`
 
 PROMPT = [2, 5, 9, 4]
 TOKENS = 10

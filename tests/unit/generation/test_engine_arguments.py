@@ -1,9 +1,12 @@
-"""Arguments of engines on GPUs."""
+"""Arguments and environment variables of engines, on CPUs and on GPUs."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,8 @@ import torch
 
 from megatron_grpo.config.generation_schema import EngineConfig, GenerationParallelConfig
 from megatron_grpo.config.schema import GenerationConfig
-from megatron_grpo.generation import engine_arguments
+from megatron_grpo.generation import engine, engine_arguments
+from megatron_grpo.generation.cpu_engine import make_cpu_arguments
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
 from megatron_grpo.platform.device import Platform
 
@@ -92,3 +96,84 @@ def test_engines_read_weights_only_where_no_refit_follows(
     (tmp_path / "config.json").write_text(json.dumps(config))
     arguments = arguments_of(tmp_path, awaits_refit=awaits_refit, engine_args=chosen)
     assert arguments["load_format"] == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "is_cached"),
+    [
+        ({"model_type": "qwen3"}, True),
+        ({"model_type": "qwen3_5_text", "linear_key_head_dim": 128}, False),
+        ({"model_type": "qwen3_5", "text_config": {"linear_key_head_dim": 128}}, False),
+        ({"model_type": "nemotron_h", "ssm_state_size": 128}, False),
+    ],
+)
+def test_states_of_prefixes_are_not_cached(model: dict[str, Any], is_cached: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    settings = VllmSettings(
+        model_path=str(tmp_path), config=GenerationConfig(), precision="bfloat16", max_total_sequence_length=8
+    )
+    assert make_cpu_arguments(settings).get("enable_prefix_caching", True) == is_cached
+
+
+@pytest.mark.parametrize(
+    ("model", "backend"),
+    [({"model_type": "qwen3"}, None), ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "CPU_MLA")],
+)
+def test_latent_attention_is_computed_in_every_dtype(
+    model: dict[str, Any], backend: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    settings = VllmSettings(
+        model_path=str(tmp_path), config=GenerationConfig(), precision="float32", max_total_sequence_length=8
+    )
+    arguments = make_cpu_arguments(settings)
+    assert arguments.get("attention_backend") == backend
+    assert arguments.get("compilation_config") == (backend and {"custom_ops": ["-rotary_embedding"]})
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment of an engine on a GPU, which the test may change."""
+    variables = {"PATH": os.environ["PATH"]}
+    monkeypatch.setattr(os, "environ", variables)
+    for module in (engine, engine_arguments):
+        monkeypatch.setattr(module, "detect_platform", lambda: Platform("cuda", torch.device("cpu"), "nccl"))
+    return variables
+
+
+def prepare(monkeypatch: pytest.MonkeyPatch, capability: int = 9, placement: str = "separate", **parallel: int) -> None:
+    """Prepare an engine whose actor has eight GPUs of a compute capability."""
+    platforms: Any = ModuleType("vllm.platforms")
+    platforms.current_platform = SimpleNamespace(get_device_capability=lambda: SimpleNamespace(major=capability))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setattr("ray.get_gpu_ids", lambda: list(range(8)))
+    config = GenerationConfig(placement=placement, parallel=GenerationParallelConfig(**parallel))
+    settings = VllmSettings(model_path="model", config=config, precision="bfloat16", max_total_sequence_length=8)
+    engine.prepare_processes(settings, "generation engine 0")
+
+
+@pytest.mark.parametrize(("capability", "value"), [(8, None), (9, "0"), (10, None)])
+def test_fp8_blocks_keep_their_scales_on_hopper(
+    capability: int, value: str | None, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(monkeypatch, capability)
+    assert environment.get("VLLM_USE_DEEP_GEMM_E8M0") == value
+
+
+@pytest.mark.parametrize(("placement", "setting"), [("separate", None), ("colocated", "pinned_max_cached_size_mb:64")])
+def test_sleeping_engines_pin_as_much_memory_as_their_weights_take(
+    placement: str, setting: str | None, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(monkeypatch, placement=placement)
+    assert environment.get("PYTORCH_ALLOC_CONF") == setting, "vLLM's own memory is no expandable segment"
+
+
+@pytest.mark.parametrize(("parallel", "nvls"), [({"tensor": 8}, None), ({"tensor": 8, "pipeline": 2}, "0")])
+def test_nccl_of_engines_over_machines_has_no_multicast(
+    parallel: dict[str, int], nvls: str | None, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(monkeypatch, **parallel)
+    assert (environment["NCCL_CUMEM_ENABLE"], environment.get("NCCL_NVLS_ENABLE")) == ("1", nvls)
+    environment |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"}
+    prepare(monkeypatch, **parallel)
+    assert (environment["NCCL_CUMEM_ENABLE"], environment["NCCL_NVLS_ENABLE"]) == ("0", "1")

@@ -1,6 +1,10 @@
-"""How many GPUs are found, and what is said of a cluster that has too few."""
+"""Addresses, GPUs and Ray's start: what is found of a cluster, and what is said of one that has too few."""
 
 from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -9,6 +13,7 @@ from megatron_grpo.cluster import ray_cluster
 from megatron_grpo.cluster.machines import check_machines, fill_in_gpus
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.paths import check_url, is_loopback
 from megatron_grpo.config.schema import ClusterConfig
 from megatron_grpo.preflight.load import compose_config, load_config
 from tests.support.config_problems import problems_of
@@ -111,3 +116,98 @@ def test_too_few_gpus_on_machines_that_are_there_are_an_error_at_once(monkeypatc
     with pytest.raises(RunError, match="with 8, 4 GPUs"):
         wait(machines, monkeypatch)
     assert machines.number <= 2
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.0.3", True),
+        ("localhost", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("localhost.example.org", False),
+        ("", False),
+    ],
+)
+def test_which_hosts_only_this_machine_reaches(host: str, local: bool) -> None:
+    assert is_loopback(host) is local
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:8000", "https://node-3.cluster:443/", "http://[::1]:9", "http://host"]
+)
+def test_urls_of_servers(url: str) -> None:
+    assert check_url(url) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("node3:8000", "has the scheme 'node3'"),
+        ("ftp://node3:8000", "has the scheme 'ftp'"),
+        ("//node3", "has no scheme"),
+        ("http://", "names no host"),
+        ("http://node3:0", "names no host or port"),
+        ("http://node3:99999", "is not a URL"),
+        ("http://node3:8000/v1", "more than a host and a port"),
+    ],
+)
+def test_what_is_no_url_of_a_server(url: str, text: str) -> None:
+    problem = check_url(url)
+    assert problem is not None
+    assert text in problem
+
+
+class FakeRay:
+    """A Ray whose first starts fail, each after some seconds of a clock that only it moves."""
+
+    def __init__(self, failures: int, seconds: float) -> None:
+        self.failures, self.seconds, self.now = failures, seconds, 0.0
+        self.folders: list[str] = []
+
+    def init(self, *, _temp_dir: str, **_: Any) -> None:
+        self.folders.append(_temp_dir)
+        if len(self.folders) <= self.failures:
+            self.now += self.seconds
+            raise RuntimeError("the raylet did not register with the GCS")
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def shutdown(self) -> None:
+        pass
+
+
+def start(monkeypatch: pytest.MonkeyPatch, fake: FakeRay, *, timeout_s: float = 900.0) -> None:
+    monkeypatch.setattr(ray_cluster, "ray", fake)
+    monkeypatch.setattr(ray_cluster, "time", SimpleNamespace(monotonic=lambda: fake.now))
+    cluster = RayCluster(ClusterConfig(gpus_per_node=0, startup_timeout_s=timeout_s))
+    try:
+        cluster._start_local(None)
+    finally:
+        cluster.shutdown()
+
+
+@pytest.mark.parametrize(("failures", "seconds"), [(0, 0.0), (1, 2.0), (1, 60.0), (5, 60.0)])
+def test_a_busy_machine_gets_another_try(failures: int, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeRay(failures, seconds)
+    start(monkeypatch, fake)
+    assert len(fake.folders) == failures + 1
+    assert all(first != second for first, second in itertools.pairwise(fake.folders))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "timeout_s", "tries", "total"), [(2.0, 900.0, 2, 4), (60.0, 300.0, 5, 300), (60.0, 30.0, 2, 120)]
+)
+def test_what_did_not_come_is_named(
+    seconds: float, timeout_s: float, tries: int, total: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeRay(99, seconds)
+    limit = f"{tries} tries in {total} s, of at most cluster.startup_timeout_s={timeout_s:g}"
+    with pytest.raises(RunError, match=f"{limit}; the last: the raylet did not register"):
+        start(monkeypatch, fake, timeout_s=timeout_s)
+    assert len(fake.folders) == tries

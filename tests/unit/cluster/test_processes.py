@@ -1,0 +1,256 @@
+"""Processes: allocators, logs of forked ones, imports that they do without, pickled values, calls of actors."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
+
+from megatron_grpo.cluster import futures
+from megatron_grpo.cluster.actor_calls import call_actor, call_actor_for_many, stream_actor
+from megatron_grpo.cluster.futures import IN_BAND_BYTES, MAX_NAMES, gather, join_names, wrap_for_pickling
+from megatron_grpo.cluster.heartbeat import HEARTBEATS_FOLDER, read_heartbeats
+from megatron_grpo.cluster.process_log import FOLDER_VARIABLE, LEVEL_VARIABLE, build_log_path, driver_log
+from megatron_grpo.cluster.ray_cluster import RayCluster
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.schema import ClusterConfig
+from tests.support.logged_processes import SLEEPS, logged_processes
+from tests.support.trajectories import make_trajectory, plain
+
+BUFFERS = """
+import ctypes, resource
+libc, size = ctypes.CDLL(None), ctypes.c_size_t(64 << 20)
+libc.malloc.restype = ctypes.c_void_p
+def count_faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(2):
+    before = count_faults()
+    buffer = ctypes.c_void_p(libc.malloc(size))
+    libc.memset(buffer, 1, size)
+    libc.free(buffer)
+    print(count_faults() - before)
+"""
+
+
+def count_page_faults(environment: dict[str, str]) -> list[int]:
+    """Page faults of a first buffer of 64 MiB and of a second one, after the first is freed."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-I", "-c", BUFFERS]
+    done = subprocess.run(command, env=env | environment, capture_output=True, text=True, check=True)
+    return [int(line) for line in done.stdout.split()]
+
+
+def test_freed_memory_of_ranks_on_cpus_stays_mapped() -> None:
+    cluster = RayCluster(ClusterConfig(gpus_per_node=0))
+    environment = cluster.build_policy_options(0)["runtime_env"]["env_vars"]
+    assert cluster.build_value_options(0)["runtime_env"]["env_vars"] == environment
+    first, second = count_page_faults(environment)
+    assert second < first / 4
+
+
+def test_by_glibcs_defaults_it_does_not() -> None:
+    """Guards the test above."""
+    first, second = count_page_faults({})
+    assert second > first / 2
+
+
+FORKS = """
+import logging, os, time
+from megatron_grpo.cluster.phases import phase
+from megatron_grpo.cluster.process_log import begin_process_log
+
+begin_process_log("parent")
+time.sleep(0.2)  # its heartbeat has wound up the clock of the stacks: a thread that a fork does not take along
+for number in range(3):
+    with phase("fork"):
+        child = os.fork()
+    if child == 0:
+        begin_process_log(f"child {number}")
+        logging.getLogger("megatron_grpo.test").info("child %d speaks", number)
+        with phase("live"):
+            time.sleep(0.2)
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+logging.getLogger("megatron_grpo.test").info("the parent speaks")
+"""
+
+
+def test_a_forked_process_has_a_log_and_a_heartbeat_of_its_own(tmp_path: Path) -> None:
+    environment = {**os.environ, FOLDER_VARIABLE: str(tmp_path), LEVEL_VARIABLE: "info"}
+    subprocess.run([sys.executable, "-c", FORKS], env=environment, check=True, timeout=60)
+    parent = (tmp_path / "parent.log").read_text()
+    assert "the parent speaks" in parent
+    assert not any(f"child {number}" in parent for number in range(3))
+    heartbeats = read_heartbeats(tmp_path / HEARTBEATS_FOLDER)
+    for number in range(3):
+        log = (tmp_path / f"child_{number}.log").read_text()
+        assert f"child {number} speaks" in log
+        assert "parent" not in log
+        assert "fork" not in [one.name for one in heartbeats[f"child {number}"].phases], "a phase of the parent"
+
+
+@pytest.mark.parametrize(
+    "module", ["megatron_grpo.rollouts.rollout_worker", "megatron_grpo.environments.environment_worker"]
+)
+def test_no_torch(module: str) -> None:
+    code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def sent(value: Any) -> tuple[Any, list[pickle.PickleBuffer]]:
+    """What arrives, and the buffers that travelled beside it."""
+    beside: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(wrap_for_pickling(value), protocol=5, buffer_callback=beside.append)
+    return pickle.loads(data, buffers=beside), beside
+
+
+def test_a_value_arrives_as_itself() -> None:
+    groups = ([make_trajectory(3, reward=None), make_trajectory(1)], [])
+    arrived, beside = sent(groups)
+    assert isinstance(arrived, tuple)
+    assert [[plain(one) for one in group] for group in arrived] == [[plain(one) for one in group] for group in groups]
+    assert not beside, "small arrays are among the rest"
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_only_large_arrays_travel_beside_it(more: int) -> None:
+    array = np.arange(IN_BAND_BYTES + more, dtype=np.uint8)
+    arrived, beside = sent([array, "text"])
+    np.testing.assert_array_equal(arrived[0], array)
+    assert len(beside) == more
+    assert np.shares_memory(arrived[0], array) == bool(more)
+
+
+class Sampler(Protocol):
+    def sample(self, prompt: str, *, samples: int = 1) -> list[str]: ...
+
+
+class FakeMethod:
+    """A remote method, which answers with its options and arguments."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+
+    def options(self, **options: Any) -> FakeMethod:
+        return FakeMethod(**options)
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        call = (self._options, args, kwargs)
+        results = self._options.get("num_returns", 1)
+        return [call] * results if isinstance(results, int) and results > 1 else call
+
+
+ACTOR = SimpleNamespace(sample=FakeMethod())
+
+
+def test_a_call_has_its_arguments() -> None:
+    assert call_actor(ACTOR, Sampler.sample, "a", samples=2) == ({}, ("a",), {"samples": 2})
+
+
+def test_a_stream_is_a_generator_of_ray() -> None:
+    assert stream_actor(ACTOR, Sampler.sample, "a") == ({"num_returns": "streaming"}, ("a",), {})
+
+
+@pytest.mark.parametrize("results", [1, 3])
+def test_many_results_have_a_reference_each(results: int) -> None:
+    assert (
+        call_actor_for_many(ACTOR, results, Sampler.sample, "a") == [({"num_returns": results}, ("a",), {})] * results
+    )
+
+
+NEVER = object()
+
+
+def play_ray(monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any]) -> None:
+    """References are names; an answer is a value, something to raise, or NEVER."""
+
+    def wait(refs: Sequence[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        done = [ref for ref in refs if answers[ref] is not NEVER][:num_returns]
+        if not done:
+            time.sleep(timeout)
+        return done, [ref for ref in refs if ref not in done]
+
+    def get(refs: str | list[str], timeout: float | None = None) -> Any:
+        """As Ray's: a failure is raised at once, beside calls that are not over."""
+        wanted = [refs] if isinstance(refs, str) else refs
+        for ref in wanted:
+            if isinstance(answers[ref], Exception):
+                raise answers[ref]
+        if any(answers[ref] is NEVER for ref in wanted):
+            assert timeout is not None
+            time.sleep(timeout)
+            raise GetTimeoutError
+        return answers[refs] if isinstance(refs, str) else [answers[ref] for ref in refs]
+
+    monkeypatch.setattr(futures, "ray", SimpleNamespace(wait=wait, get=get, ObjectRef=str))
+
+
+def test_results_come_in_the_order_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_ray(monkeypatch, {"b": 2, "a": 1})
+    assert gather(["a", "b"], deadline_s=1, phase_name="training step") == [1, 2]
+    assert gather([], deadline_s=1, phase_name="training step") == []
+
+
+def test_late_workers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_ray(monkeypatch, {"a": 1, "b": NEVER})
+    with pytest.raises(RunError, match=r"^training step: no answer from policy rank 1 within 0\.1 s$"):
+        gather(["a", "b"], deadline_s=0.1, phase_name="training step", name="policy rank {}".format)
+
+
+def test_where_late_workers_are_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    play_ray(monkeypatch, {"a": 1, "b": NEVER})
+    process = "environment math worker {}".format
+    with driver_log(tmp_path, "debug") as folder, logged_processes(folder, {process(1): SLEEPS}) as processes:
+        processes[process(1)].send_signal(signal.SIGSTOP)
+        with pytest.raises(RunError) as raised:
+            gather(["a", "b"], deadline_s=0.3, phase_name="environment math", name=process)
+    begin = "environment math: no answer from environment math worker 1 within 0.3 s; environment math worker 1 (pid "
+    assert str(raised.value).startswith(begin)
+    assert ": its process is stopped (SIGSTOP); stacks are in " in str(raised.value)
+    log = build_log_path(folder, "driver").read_text()
+    assert "environment math: waits up to 0.3 s for environment math worker 0, environment math worker 1" in log
+    assert "environment math: begins" in log, "the driver's own phase"
+
+
+def test_a_failure_is_told_at_once_with_who_hangs_beside_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A rank whose peer is stopped may give up before the driver does."""
+    gave_up = RayTaskError("train", "traceback", RuntimeError("connection timed out"))
+    play_ray(monkeypatch, {"a": gave_up, "b": NEVER})
+    with driver_log(tmp_path, "info") as folder, logged_processes(folder, {"rank 1": SLEEPS}) as processes:
+        processes["rank 1"].send_signal(signal.SIGSTOP)
+        time.sleep(0.1)
+        began = time.monotonic()
+        with pytest.raises(RunError) as raised:
+            gather(["a", "b"], deadline_s=60, phase_name="training step")
+        assert time.monotonic() - began < 10
+    assert str(raised.value).startswith(
+        "training step: rank 0 failed with RuntimeError: connection timed out; rank 1 (pid "
+    )
+    assert str(raised.value).endswith(": its process is stopped (SIGSTOP)")
+
+
+def test_a_death_is_told_with_what_the_process_last_did(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    play_ray(monkeypatch, {"a": ActorDiedError()})
+    with driver_log(tmp_path, "info") as folder, logged_processes(folder, {"rank 0": SLEEPS}) as processes:
+        processes["rank 0"].kill()
+        processes["rank 0"].wait()
+        with pytest.raises(RunError, match=r"rank 0 died .*; rank 0 \(pid .* is in phase 'train'.*: its process is go"):
+            gather(["a"], deadline_s=60, phase_name="training step")
+
+
+def test_of_many_some_are_named() -> None:
+    names = [f"rank {index}" for index in range(100)]
+    assert join_names(names) == ", ".join(names[:MAX_NAMES]) + f" and {100 - MAX_NAMES} more"
+    assert join_names(["worker 0", "worker 0"]) == "worker 0"
