@@ -77,7 +77,7 @@ class Environment:
         self._agent = agent
         self.jobs: list[list[EnvironmentRequest]] = []
 
-    async def act(self, prompt: Any, extra_env_info: dict[str, Any], access: Any) -> Any:
+    async def act(self, prompt: Any, extra_env_info: dict[str, Any], access: Any, *, is_repeated: bool) -> Any:
         assert (prompt, extra_env_info) == ("what?", {"answer": "x"})
         try:
             return await self._agent(access)
