@@ -116,9 +116,7 @@ def test_a_stopped_and_a_killed_server_are_started_again(tools: McpTools) -> Non
     stopped, process = process, get_process(tools)
     assert not Path(f"/proc/{stopped}").exists()
     os.kill(process, signal.SIGKILL)
-    with pytest.raises(RunError, match="MCP server raw is lost"):
-        get_process(tools)
-    assert get_process(tools) != process
+    assert get_process(tools) != process, "the call that finds it dead is not to blame"
     with pytest.raises(ValueError, match="the server's result is malformed"):
         tools.call("against_schema", {})
 
