@@ -147,7 +147,7 @@ def test_a_server_whose_calls_are_all_late_is_started_again_though_it_answers_pr
     try:
         process = get_process(tools)
         for _ in range(MAX_LATE):
-            with pytest.raises(ValueError, match="no result within 0.3 s"):
+            with pytest.raises(ValueError, match=r"no result within 0\.3 s"):
                 tools.call("id_of_another", {})
         assert get_process(tools) != process
     finally:
