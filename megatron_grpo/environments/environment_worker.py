@@ -89,7 +89,10 @@ class EnvironmentWorker:
 
     @phase("score")
     def run(self, call: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
-        """Run a call of `EnvironmentClient`, a method of this class with its arguments; returns its answer, pickled."""
+        """Run a call of `EnvironmentClient`; returns its answer, pickled.
+
+        call: a method of this class, and its arguments.
+        """
         method, arguments = call
         return wrap_for_pickling(method(self, *arguments))
 

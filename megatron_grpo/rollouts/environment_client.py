@@ -259,7 +259,7 @@ class EnvironmentClient:
                 waiting.settle(sampling_error)
 
     async def _run(self, actor: Any, pid: int, call: _Call) -> str | None:
-        """Send a call to a process; returns why the process is of no more use, or None."""
+        """Send a call to a process; returns why the process failed, or None."""
         # A message has one call: those behind a call that hangs or ends the process would be late or lost with it.
         name, timeout_s = self._handle.name, self._handle.config.timeout_s
         process_name = f"environment {name} worker {pid}"
