@@ -132,7 +132,8 @@ def soak(pool: RolloutPool, tokenizer: Any, rollouts: int, mark: str) -> dict[st
                 problems["untrue"].append(f"{text}: {trajectory.notes['answered']} and {len(trajectory.spans)}")
         if batch in (max(1, batches // 4), batches):
             memory["quarter" if "quarter" not in memory else "end"] = measure_memory(mark)
-        print(f"batch {batch} of {batches}: {max(times.values()):.1f} s", file=sys.stderr, flush=True)
+        text = ", ".join(f"{KINDS[number]} {times[number]:.1f}" for number in sorted(times))
+        print(f"batch {batch} of {batches}, seconds: {text}", file=sys.stderr, flush=True)
     return {
         "rollouts": sum(sum(count.values()) for count in counts.values()),
         "kinds": {kind: dict(count) for kind, count in counts.items()},
