@@ -7,9 +7,9 @@ rollouts one retries its calls, cancels them, floods the endpoint, sends garbage
 lies; the others are sound, or a response breaks what reads it. `kinds` counts what came of each kind: `right` and
 `wrong` rewards of responses that nothing broke, `fault` (reward 0 with a reason) and `failed` (not in the loss).
 `undeserved` lists rollouts that came out otherwise than their kind and answer say, `untrue` those whose trained
-responses are not the ones that the agent got. `late` counts sound groups that took longer than the slowest one of a
-batch without others, and the deadline of a call. `rss_mb` is the memory of rollout worker and environments after a
-quarter and at the end; `left` are processes of the soak after its end.
+responses are not the ones that the agent got. `late` counts sound groups that took longer than the slowest one of an
+equal batch of sound rows alone, and the deadline of a call. `rss_mb` is the memory of rollout worker and environments
+after a quarter and at the end; `left` are processes of the soak after its end.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ DEADLINE_S = 6.0  # of a call of the environments of turns
 MARK = "MEGATRON_GRPO_SOAK"  # variable by which the soak's processes are found
 FOLDER = Path(__file__).resolve().parent
 TASKS = {"agent": "agent", "tool": "tools", "step": "steps", "serve": "steps", "score": "steps"}
-SERVER = {"command": [sys.executable, str(FOLDER / "soak_parts.py")], "timeout_s": 1.0}
+SERVER = {"command": [sys.executable, str(FOLDER / "soak_server.py")], "variables": [MARK], "timeout_s": 1.0}
 ENVIRONMENTS = {
     "agent": EnvironmentConfig(
         type="reward_functions",
@@ -114,7 +114,9 @@ def soak(pool: RolloutPool, tokenizer: Any, rollouts: int, mark: str) -> dict[st
     problems: defaultdict[str, list[str]] = defaultdict(list)
     waits: list[float] = []
     sound = [number for number, kind in enumerate(KINDS) if kind.endswith(" plain")]
-    usual = max(run_batch(pool, tokenizer, 0, sound)[1].values())  # without others
+    # As many rows of each environment, all sound: so calls that wait for a free process are not called late.
+    rows = [number + len(KINDS) * i for i, kind in enumerate(KINDS) for number in sound if is_same_task(number, kind)]
+    usual = max(run_batch(pool, tokenizer, 0, rows)[1].values())
     batches, memory = max(1, round(rollouts / SAMPLES / len(KINDS))), {}
     for batch in range(1, batches + 1):
         groups, times = run_batch(pool, tokenizer, batch, range(len(KINDS)))
@@ -130,13 +132,18 @@ def soak(pool: RolloutPool, tokenizer: Any, rollouts: int, mark: str) -> dict[st
                 problems["untrue"].append(f"{text}: {trajectory.notes['answered']} and {len(trajectory.spans)}")
         if batch in (max(1, batches // 4), batches):
             memory["quarter" if "quarter" not in memory else "end"] = measure_memory(mark)
-        print(f"batch {batch} of {batches}: {max(times.values()):.1f} s", file=sys.stderr, flush=True)
+        text = ", ".join(f"{KINDS[number]} {times[number]:.1f}" for number in sorted(times))
+        print(f"batch {batch} of {batches}, seconds: {text}", file=sys.stderr, flush=True)
     return {
         "rollouts": sum(sum(count.values()) for count in counts.values()),
         "kinds": {kind: dict(count) for kind, count in counts.items()},
         **{name: {"count": len(problems[name]), "first": problems[name][:5]} for name in ("undeserved", "untrue")},
         "late": sum(wait > usual + DEADLINE_S for wait in waits),
-        "seconds_of_sound_groups": {"alone": usual, "median": sorted(waits)[len(waits) // 2], "longest": max(waits)},
+        "seconds_of_sound_groups": {
+            "without_others": usual,
+            "median": sorted(waits)[len(waits) // 2],
+            "longest": max(waits),
+        },
         "deadline_s": DEADLINE_S,
         "rss_mb": memory,
     }
@@ -169,9 +176,17 @@ def make_prompt(tokenizer: Any, number: int) -> DatumSpec:
         "extra_env_info": {REFERENCE: GOOD},
         "loss_multiplier": 1.0,
         "idx": number,
-        "task_name": TASKS[find_kind(text).partition(" ")[0][:5]],
+        "task_name": find_task(find_kind(text)),
         "prompt": text,
     }
+
+
+def find_task(kind: str) -> str:
+    return TASKS[kind.partition(" ")[0][:5]]
+
+
+def is_same_task(number: int, kind: str) -> bool:
+    return find_task(KINDS[number]) == find_task(kind)
 
 
 def describe_verdict(trajectory: Trajectory) -> str:
@@ -188,8 +203,6 @@ def is_deserved(kind: str, trajectory: Trajectory, verdict: str) -> bool:
     is_good = trajectory.response.endswith(GOOD)
     if kind == "server lost":
         return verdict == "failed"
-    if kind == "tool dies" and verdict in ("failed", "fault"):  # else the model read that the server ended
-        return True
     if kind in ("agent raises", "step hangs", "step dies", "step raises", "score raises") and not is_good:
         # If no other response shows that the environment works, nobody is to blame.
         return verdict == "fault" and trajectory.reward == 0.0 and trajectory.response.endswith(BAD)
@@ -214,7 +227,7 @@ def measure_memory(mark: str) -> dict[str, Any]:
     for process in list_processes(mark):
         try:
             title = " ".join(process.cmdline())
-            for name in ("RolloutWorker", "EnvironmentWorker", "ScriptedEngine", "soak_parts.py"):
+            for name in ("RolloutWorker", "EnvironmentWorker", "ScriptedEngine", "soak_server.py"):
                 if name in title:
                     memory[name].append(process.memory_info().rss / 2**20)
         except psutil.Error:

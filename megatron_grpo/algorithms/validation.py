@@ -13,7 +13,11 @@ from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.run_logger import format_prompt, make_sample_row
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.rollouts.rollout_metrics import compute_reward_function_metrics, compute_rollout_metrics
+from megatron_grpo.rollouts.rollout_metrics import (
+    compute_reward_function_metrics,
+    compute_rollout_metrics,
+    count_faults,
+)
 
 
 def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, float]:
@@ -71,8 +75,8 @@ def compute_held_out_metrics(prompts: Sequence[DatumSpec], outcomes: Sequence[Se
     """Compute the metrics of the responses to some prompts.
 
     accuracy, reward, response_length and truncation_rate, as far as they are known; failed_rollouts, if there are
-    any, which reward and accuracy leave out; reward/NAME for each reward function; with several tasks,
-    task_accuracy/TASK and so on by task; set_accuracy/NAME and so on for named sets.
+    any, which reward and accuracy leave out; faulty_responses, if there are any; reward/NAME for each reward function;
+    with several tasks, task_accuracy/TASK and so on by task; set_accuracy/NAME and so on for named sets.
     """
     all_outcomes = [outcome for group in outcomes for outcome in group]
     metrics = _select_metrics(all_outcomes)
@@ -98,7 +102,7 @@ def _select_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     metrics = compute_rollout_metrics(outcomes)
     failures = sum(outcome.failure is not None for outcome in outcomes)
     selected = {name: metrics[name] for name in VALIDATION_METRICS if name in metrics}
-    return {**selected, **({"failed_rollouts": float(failures)} if failures else {})}
+    return {**selected, **({"failed_rollouts": float(failures)} if failures else {}), **count_faults(outcomes)}
 
 
 def update_early_stop(state: EarlyStopState, metrics: Mapping[str, float], config: EarlyStopConfig) -> None:

@@ -295,7 +295,7 @@ class EnvironmentConfig(Section):
     """Processes that score in parallel, at least one per rollout worker; with an agent, each runs one rollout."""
 
     timeout_s: Seconds = 600.0
-    """Deadline of one call of a process; then it is replaced, and each of its calls is repeated once, alone."""
+    """Deadline of one call of a process; then the process is replaced, and the call is repeated once."""
 
     @property
     def reward_model_folders(self) -> list[str]:

@@ -58,7 +58,7 @@ class EnvironmentWorker:
     """Ray actor of one environment.
 
     It is synchronous, so that the environment runs on the main thread, where Python delivers signals. A method returns
-    an exception of the environment as a line of text, so that other requests of the same call keep their results.
+    an exception of the environment as a line of text.
     States travel pickled, so that only environment processes need their classes.
     """
 
@@ -92,12 +92,13 @@ class EnvironmentWorker:
         )
 
     @phase("score")
-    def run(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Any:
-        """Run the calls that `EnvironmentClient` queued; returns their answers, pickled.
+    def run(self, call: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
+        """Run a call of `EnvironmentClient`; returns its answer, pickled.
 
-        A call is a method of this class with its arguments.
+        call: a method of this class, and its arguments.
         """
-        return wrap_for_pickling([method(self, *arguments) for method, arguments in calls])
+        method, arguments = call
+        return wrap_for_pickling(method(self, *arguments))
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> bytes | str:
         """Return a rollout's first state, pickled, or an error message."""

@@ -23,9 +23,18 @@ from megatron_grpo.environments.program_output import log_output
 
 PROBE_S = 5.0  # in which a server that was late with a result has to show that it lives
 MAX_TOOLS = 1000  # of a server
+MAX_LATE = 8  # late calls in a row; each may hold one of the server's threads (of an SDK, 40) though it answers probes
 Result = TypeVar("Result")
 _ONCE = OncePerMessage()
 logger = logging.getLogger(__name__)
+
+
+class ServerEndedError(Exception):
+    """A call ended its server, also when repeated; the text is for the model."""
+
+
+class _ConnectionLost(Exception):  # noqa: N818 - a status of a call
+    """The connection ended during a call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +69,8 @@ class _Connection:
         self._task: asyncio.Task[None] | None = None
         self._close = asyncio.Event()
         self._is_in_doubt = False  # the last call had no result, or a malformed one
+        self._late = 0  # calls without a result since the last one that had one
+        self._has_answered = False  # a call had a result
 
     @property
     def title(self) -> str:
@@ -69,7 +80,8 @@ class _Connection:
 
     async def get_client(self) -> Any:
         """Return the open connection; RunError: there is none, and a new one fails."""
-        if self._client is not None and self._is_in_doubt and not await self._is_alive():
+        is_in_doubt = self._client is not None and self._is_in_doubt
+        if is_in_doubt and (self._late >= MAX_LATE or not await self._is_alive()):
             logger.warning("%s hangs; it is started again, or connected to again", self.title)
             await self.close()
         self._is_in_doubt = False
@@ -77,7 +89,7 @@ class _Connection:
 
     async def _open(self) -> Any:
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._close = asyncio.Event()
+        self._close, self._late = asyncio.Event(), 0
         self._task = asyncio.create_task(self._hold(ready))
         try:
             async with asyncio.timeout(self.server.startup_timeout_s):
@@ -119,12 +131,26 @@ class _Connection:
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
         """Call a tool; errors are those of `McpTools.call`."""
+        try:
+            return await self._call_once(tool, arguments)
+        except _ConnectionLost as error:
+            # Perhaps the server had ended before, so the call is repeated before it counts as the reason.
+            logger.warning("%s is lost over a call of %s: %s", self.title, tool, error)
+        try:
+            return await self._call_once(tool, arguments)
+        except _ConnectionLost as error:
+            if not self._has_answered:  # nothing shows that the server works
+                raise RunError(f"MCP server {self.name} is lost: {error}") from None
+        raise ServerEndedError("the server ended over this call, twice")
+
+    async def _call_once(self, tool: str, arguments: dict[str, Any]) -> Any:
         client, timeout_s = await self.get_client(), self.server.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                return await client.call_tool(tool, arguments)
+                result = await client.call_tool(tool, arguments)
         except TimeoutError:
             self._is_in_doubt = True
+            self._late += 1
             raise ValueError(f"no result within {timeout_s:g} s") from None
         except Exception as error:  # noqa: BLE001 - of the transport or the protocol
             if _is_protocol_error(error):  # the server refuses the call, for example its arguments
@@ -134,7 +160,9 @@ class _Connection:
                 logger.warning("%s answers %s wrongly: %s", self.title, tool, _describe(error))
                 raise ValueError(f"the server's result is malformed: {select_first_line(error)}") from None
             await self.close()
-            raise RunError(f"MCP server {self.name} is lost: {_describe(error)}") from None
+            raise _ConnectionLost(_describe(error)) from None
+        self._late, self._has_answered = 0, True
+        return result
 
     async def _is_alive(self) -> bool:
         try:
@@ -204,7 +232,8 @@ class McpTools:
         """Call a tool.
 
         ValueError, with a text for the model: the arguments cannot be sent, the tool reports an error, is late, or
-        gives a malformed result. RunError: its server is lost; the next call connects again.
+        gives a malformed result. ServerEndedError: the call ended its server twice. RunError: the server is lost, and
+        does not come back or has never answered a call. The next call connects again.
         """
         _require_message(name, arguments)
         connection = self._owners[name]

@@ -22,7 +22,7 @@ from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings, score_zero_or_one
 from megatron_grpo.environments.math_answers import Verifier
-from megatron_grpo.environments.mcp_tools import McpServer, McpTools
+from megatron_grpo.environments.mcp_tools import McpServer, McpTools, ServerEndedError
 from megatron_grpo.environments.retriever import Retriever, read_documents
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
 from megatron_grpo.environments.tasks import OPERATORS
@@ -81,6 +81,7 @@ def _require_small(value: Fraction, times: int = 1) -> Fraction:
     return value
 
 
+MAX_ENDED = 2  # calls of a rollout that end their MCP server; with so many it is over, and the response's fault
 PARSE_CPU_S = 2.0  # processor time in which the calls of a response are read
 _MAX_RESULT_CHARACTERS = 4000  # of a tool's result that the model reads
 
@@ -93,6 +94,7 @@ class ToolState:
 
     answer: str = ""  # text of the last turn, if it calls no tool
     calls: int = 0  # number of tool calls so far
+    ended: int = 0  # number of these that ended their server
 
 
 @dataclass(eq=False)
@@ -196,7 +198,13 @@ class ToolEnvironment(Environment):
             # number in the rollout, so that a seed gives the same tokens again. Mistral's templates need nine letters
             # and digits.
             call_id = call.id if call.id and call.id in response else f"call{number:05d}"
-            name, content = call.name, self._execute(call)
+            name = call.name
+            try:
+                content = self._execute(call)
+            except ServerEndedError as error:
+                content, state = f"error: {error}", replace(state, ended=state.ended + 1)
+                if state.ended == MAX_ENDED:
+                    return Turn(state=replace(state, answer=""))
             results.append({"role": "tool", "name": name, "tool_call_id": call_id, "content": content})
         text = "\n".join(result["content"] for result in results)
         return Turn(done=False, state=state, text=text, role="tool", messages=results)
@@ -204,8 +212,14 @@ class ToolEnvironment(Environment):
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         pairs = [(request.state.answer, str(request.extra_env_info[REFERENCE])) for request in requests]
         if self._verifier is None:
-            return score_zero_or_one(last.strip() == answer.strip() for last, answer in pairs)
-        return score_zero_or_one(self._verifier.verify(pairs))
+            scores = score_zero_or_one(last.strip() == answer.strip() for last, answer in pairs)
+        else:
+            scores = score_zero_or_one(self._verifier.verify(pairs))
+        fault = f"its calls ended an MCP server {MAX_ENDED} times"
+        return [
+            replace(score, fault=fault) if request.state.ended >= MAX_ENDED else score
+            for request, score in zip(requests, scores, strict=True)
+        ]
 
     def _read_turn(self, response: str) -> tuple[str, list[ToolCall]]:
         """Read the text that may be the answer, and the tool calls.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
 
 from ray.exceptions import RayActorError, RayError
@@ -26,7 +27,7 @@ from megatron_grpo.environments.environment_processes import EnvironmentHandle, 
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.environments.interface import STARTUP_S, EnvironmentStatus
 from megatron_grpo.rollouts.clock import RolloutClock
-from megatron_grpo.rollouts.failures import ResponseFailure, RolloutFailure
+from megatron_grpo.rollouts.failures import AbandonedCall, ResponseFailure, RolloutFailure
 
 Arguments = TypeVarTuple("Arguments")
 Answer = TypeVar("Answer")
@@ -42,7 +43,7 @@ class _Call:
     method: Callable[..., Any]  # of `EnvironmentWorker`
     arguments: tuple[Any, ...]
     answer: asyncio.Future[Any]
-    is_alone: bool = False  # sent without other calls
+    sent_at: float | None = None  # time on the clock; None: it is queued
 
     def settle(self, outcome: Any) -> None:
         """Set the result or exception, unless the call has ended."""
@@ -55,11 +56,12 @@ class _Call:
 
 
 class EnvironmentClient:
-    """Client of an environment; free processes take queued calls.
+    """Client of an environment; free processes take queued calls, one at a time.
 
-    When a process dies or misses the deadline, it is replaced, and each of its calls is repeated once, alone, so that
-    only the call that caused the failure fails. The samples of a prompt are always scored together, because rewards may
-    depend on the other samples.
+    When a process dies, misses the deadline, or works for a caller that waits no longer, it is replaced. Calls that may
+    end a process again, because a call like them did, have at most half of the processes, so that calls of other
+    rollouts find one. The samples of a prompt are always scored together, because rewards may depend on the other
+    samples.
     """
 
     def __init__(self, handle: EnvironmentHandle, clock: RolloutClock) -> None:
@@ -69,7 +71,8 @@ class EnvironmentClient:
         self.leave_out_suspects, self.prompts = handle.config.leave_out_suspects, handle.settings.prompts
         self._handle, self._clock = handle, clock
         self._queue: deque[_Call] = deque()
-        self._has_work = asyncio.Event()
+        self._suspects: deque[_Call] = deque()  # calls that repeat a failed one
+        self._has_work = asyncio.Condition()  # a call was queued
         # The last calls that were answered, by method: they show whether the environment works at all.
         self._answered: dict[Callable[..., Any], tuple[Any, ...]] = {}
         self._agents = 0  # agents that ended well
@@ -79,35 +82,53 @@ class EnvironmentClient:
     async def start(self) -> None:
         """Wait until every process is up; SamplingError if one fails."""
         actors = self._handle.actors
-        for actor, status in zip(actors, await asyncio.gather(*map(self._wait_ready, actors)), strict=True):
+        statuses = await asyncio.gather(*map(self._wait_ready, actors))
+        for number, (actor, status) in enumerate(zip(actors, statuses, strict=True)):
             self.is_multi_turn, self.has_agent = status.multi_turn, status.has_agent
             self.reads_token_ids = status.reads_token_ids
-            task = asyncio.create_task(self._serve(actor, status))
+            # Suspects have half of the processes, and these take them first: neither kind waits for all of the other.
+            queues = [self._suspects, self._queue] if number < len(actors) // 2 else [self._queue]
+            if len(actors) == 1:
+                queues.append(self._suspects)
+            task = asyncio.create_task(self._serve(actor, status, queues))
             self._tasks.add(task)  # the loop itself holds tasks only weakly
             task.add_done_callback(self._tasks.discard)
 
-    async def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Any:
+    # is_repeated: an earlier attempt at the rollout failed over its response, perhaps an equal one.
+
+    async def reset(
+        self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], *, is_repeated: bool = False
+    ) -> Any:
         """Return the first state of a rollout; None if single-turn."""
         if not self.is_multi_turn:
             return None
         try:
-            return await self._call_with_retry(EnvironmentWorker.reset, prompt, extra_env_info)
+            call = self._call(EnvironmentWorker.reset, prompt, extra_env_info, is_suspect=is_repeated)
+            return _require_answer(await call)
         except ResponseFailure as failure:  # there is no response yet
             raise RolloutFailure(str(failure)) from None
 
-    async def step(self, state: Any, response: str, last_token: int) -> Turn:
+    async def step(self, state: Any, response: str, last_token: int, *, is_repeated: bool = False) -> Turn:
         """Return the turn after a response; the last one if single-turn."""
         if not self.is_multi_turn:
             return Turn()
-        turn = await self._call_with_retry(EnvironmentWorker.step, state, response, last_token)
+        call = self._call(EnvironmentWorker.step, state, response, last_token, is_suspect=is_repeated)
+        turn = _require_answer(await call)
         self._answered[EnvironmentWorker.step] = state, response, last_token
         return turn
 
-    async def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
+    async def act(
+        self,
+        prompt: str | list[dict[str, str]],
+        extra_env_info: dict[str, Any],
+        access: ModelAccess,
+        *,
+        is_repeated: bool = False,
+    ) -> Any:
         """Run the agent in its own process; returns the state."""
         agents = self._agents
         try:
-            call = self._call(EnvironmentWorker.act, prompt, extra_env_info, access, is_alone=True)
+            call = self._call(EnvironmentWorker.act, prompt, extra_env_info, access, is_suspect=is_repeated)
             state = _require_answer(await call)
         except ResponseFailure as failure:
             failure.agents = agents
@@ -120,7 +141,7 @@ class EnvironmentClient:
         last = RolloutFailure("")
         for attempt in range(SCORING_ATTEMPTS):
             try:
-                scores = _require_answer(await self._call(EnvironmentWorker.score, requests, is_alone=attempt > 0))
+                scores = _require_answer(await self._call(EnvironmentWorker.score, requests, is_suspect=attempt > 0))
             except RolloutFailure as failure:
                 if not attempt:
                     self.remarks.append(f"{failure}; the {len(requests)} responses are scored again, together")
@@ -153,7 +174,7 @@ class EnvironmentClient:
         if not 0 < len(remaining) < len(requests):
             return failed
         try:
-            scores = iter(_require_answer(await self._call(EnvironmentWorker.score, remaining, is_alone=True)))
+            scores = iter(_require_answer(await self._call(EnvironmentWorker.score, remaining)))
         except RolloutFailure:
             return failed
         self.remarks.append(f"{reason}; {len(requests) - len(remaining)} of {len(requests)} responses are to blame")
@@ -164,7 +185,7 @@ class EnvironmentClient:
         reason = None
         for _ in range(SCORING_ATTEMPTS):
             try:
-                answer = await self._call(EnvironmentWorker.score, [request], is_alone=True)
+                answer = await self._call(EnvironmentWorker.score, [request], is_suspect=True)
             except ResponseFailure as failure:  # its process was lost
                 return str(failure)
             except RolloutFailure:
@@ -188,77 +209,73 @@ class EnvironmentClient:
         if method not in self._answered:
             return None
         try:
-            _require_answer(await self._call(method, *self._answered[method], is_alone=True))
+            _require_answer(await self._call(method, *self._answered[method]))
         except RolloutFailure:
             return False
         return True
 
-    async def _call_with_retry(
-        self, method: Callable[[EnvironmentWorker, *Arguments], Answer | ResponseFault | str], *arguments: *Arguments
-    ) -> Answer:
-        try:
-            answer = await self._call(method, *arguments)
-        except RolloutFailure:
-            answer = await self._call(method, *arguments, is_alone=True)
-        return _require_answer(answer)
-
     async def _call(
-        self, method: Callable[[EnvironmentWorker, *Arguments], Answer], *arguments: *Arguments, is_alone: bool = False
+        self,
+        method: Callable[[EnvironmentWorker, *Arguments], Answer],
+        *arguments: *Arguments,
+        is_suspect: bool = False,
     ) -> Answer:
-        """Queue a call; RolloutFailure if its process was lost."""
+        """Queue a call; ResponseFailure if its process was lost.
+
+        is_suspect: it may end its process, because a call for the same response, or an earlier attempt, has failed.
+        """
         if self._error is not None:
             raise self._error
-        call = _Call(method, arguments, asyncio.get_running_loop().create_future(), is_alone)
-        self._queue.append(call)
-        self._has_work.set()
-        answer: Answer = await call.answer
+        call = _Call(method, arguments, asyncio.get_running_loop().create_future())
+        (self._suspects if is_suspect else self._queue).append(call)
+        async with self._has_work:
+            self._has_work.notify_all()
+        try:
+            answer: Answer = await call.answer
+        except asyncio.CancelledError as error:
+            if call.sent_at is not None:
+                error.args = (AbandonedCall(self._clock.time() - call.sent_at),)
+            raise
         return answer
 
-    def _take_calls(self) -> list[_Call]:
-        """Take a process's share of the queue, or one lone call."""
-        while self._queue and self._queue[0].answer.done():  # its caller is cancelled
-            self._queue.popleft()
-        # A process takes its share, not the whole queue, so that the other processes have work, too.
-        calls: list[_Call] = []
-        share = -(-len(self._queue) // len(self._handle.actors))
-        while self._queue and len(calls) < share and not (calls and self._queue[0].is_alone):
-            calls.append(self._queue.popleft())
-            if calls[-1].is_alone:
-                break
-        if not self._queue:
-            self._has_work.clear()
-        return calls
-
-    async def _serve(self, actor: Any, status: EnvironmentStatus) -> None:
-        calls: list[_Call] = []
+    async def _serve(self, actor: Any, status: EnvironmentStatus, queues: Sequence[deque[_Call]]) -> None:
+        call: _Call | None = None
         try:
             while True:
-                await self._has_work.wait()
-                calls = self._take_calls()
-                reason = await self._run(actor, status.pid, calls) if calls else None
+                async with self._has_work:
+                    call = await self._has_work.wait_for(partial(_take_call, queues))
+                assert call is not None
+                reason = await self._run(actor, status.pid, call)
                 if reason is not None:
                     kill_process(actor, status)
-                    # The callers repeat their calls one by one: a single call may have ended the process.
-                    for call in calls:
-                        call.settle(ResponseFailure(reason))
+                    call.settle(ResponseFailure(reason))
                     actor = self._handle.spawn()
                     status = await self._wait_ready(actor)
         except Exception as error:  # noqa: BLE001 - nothing awaits this task: waiting callers get the error
             text = f"environment {self._handle.name}: {type(error).__name__}: {error}"
             sampling_error = error if isinstance(error, SamplingError) else SamplingError(text)
             self._error = sampling_error  # later calls fail, too
-            for call in [*calls, *self._queue]:
-                call.settle(sampling_error)
+            for waiting in [*([] if call is None else [call]), *self._queue, *self._suspects]:
+                waiting.settle(sampling_error)
 
-    async def _run(self, actor: Any, pid: int, calls: list[_Call]) -> str | None:
-        """Send calls to a process; returns why it failed, or None."""
+    async def _run(self, actor: Any, pid: int, call: _Call) -> str | None:
+        """Send a call to a process; returns why the process failed, or None."""
+        # A message has one call: those behind a call that hangs or ends the process would be late or lost with it.
         name, timeout_s = self._handle.name, self._handle.config.timeout_s
         process_name = f"environment {name} worker {pid}"
-        # One message for a process's whole share, because every call of an actor has a cost of its own.
-        jobs = wrap_for_pickling([(call.method, call.arguments) for call in calls])
+        call.sent_at = self._clock.time()
+        reply = asyncio.ensure_future(
+            call_actor(actor, EnvironmentWorker.run, wrap_for_pickling((call.method, call.arguments)))
+        )
         try:
             async with self._clock.timeout(timeout_s):  # an agent waits for engines that sleep
-                answers = await call_actor(actor, EnvironmentWorker.run, jobs)
+                await asyncio.wait([reply, call.answer], return_when=asyncio.FIRST_COMPLETED)
+            if not reply.done():
+                self.remarks.append(
+                    f"{process_name} worked for a rollout that is over; another process takes its place"
+                )
+                return f"environment {name}: the call was given up"
+            call.settle(reply.result())
         except TimeoutError:
             error_text = await asyncio.to_thread(build_overdue_error, "scoring", [process_name], timeout_s)
             logger.warning("%s", error_text)
@@ -269,8 +286,8 @@ class EnvironmentClient:
             return f"environment {name}: its process ended over this response"
         except RayError as error:  # for example an answer that cannot be pickled, or a lack of memory
             return f"environment {name}: its process {explain_error(error)}"
-        for call, answer in zip(calls, answers, strict=True):
-            call.settle(answer)
+        finally:
+            reply.cancel()
         return None
 
     async def _wait_ready(self, actor: Any) -> EnvironmentStatus:
@@ -282,6 +299,16 @@ class EnvironmentClient:
             raise SamplingError(f"environment {name}: a process did not start within {STARTUP_S:g} s") from None
         except RayError as error:
             raise SamplingError(f"environment {name}: a process {explain_error(error)} as it started") from error
+
+
+def _take_call(queues: Sequence[deque[_Call]]) -> _Call | None:
+    """Take the oldest call that somebody waits for."""
+    for queue in queues:
+        while queue:
+            call = queue.popleft()
+            if not call.answer.done():  # otherwise its caller is cancelled
+                return call
+    return None
 
 
 def _require_answer(answer: Answer | ResponseFault | str) -> Answer:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from megatron_grpo.batch.trajectory import Outcome, Trajectory
 from megatron_grpo.config.errors import SamplingError
@@ -33,6 +34,22 @@ class ResponseFailure(RolloutFailure):
 
     trajectory: Trajectory | None = None
     agents = 0
+
+
+@dataclass(slots=True)
+class AbandonedCall:
+    """Argument of the CancelledError of a call on which an environment was at work.
+
+    Example, after a rollout's deadline: AbandonedCall(worked_s=131.2)
+    """
+
+    worked_s: float
+    trajectory: Trajectory | None = None  # as of `ResponseFailure`
+
+    @classmethod
+    def find(cls, error: BaseException | None) -> AbandonedCall | None:
+        """Find it in a CancelledError."""
+        return next((argument for argument in getattr(error, "args", ()) if isinstance(argument, cls)), None)
 
 
 def mark_failed(trajectory: Trajectory, reason: str) -> None:

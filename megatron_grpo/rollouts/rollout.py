@@ -34,10 +34,13 @@ from megatron_grpo.rollouts.conversation import Conversation, Segment
 from megatron_grpo.rollouts.endpoint import Endpoint
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
-from megatron_grpo.rollouts.failures import ResponseFailure, RolloutFailure, mark_failed, settle_faults
+from megatron_grpo.rollouts.failures import AbandonedCall, ResponseFailure, RolloutFailure, mark_failed, settle_faults
 from megatron_grpo.rollouts.repeated_samples import record_repeated_samples
 
 ATTEMPTS = 2  # at a rollout, and at scoring it
+# A rollout's deadline that passes during a step is the response's fault from this share of the deadline in the step:
+# otherwise a slow engine may have taken the time.
+_LONG_STEP = 0.1
 _SHORT_SHARE = 0.25  # a rewarded response below this share of its group's median length is unusually short
 
 
@@ -161,7 +164,7 @@ class GroupRollout:
 
     async def _run_sample(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
         """Run one sample; a failed one is retried once with equal seeds."""
-        timeout_s, failures = self.settings.timeout_s, list[RolloutFailure]()
+        failures = list[RolloutFailure]()
         try:
             for attempt in range(ATTEMPTS):
                 if attempt:
@@ -170,17 +173,27 @@ class GroupRollout:
                     failed_engine, (engine,) = engine, self.engines.assign([1])
                     failed_engine.load -= 1
                 try:
-                    trajectory, state = await self._attempt(sample, engine)
+                    is_repeated = any(isinstance(failure, ResponseFailure) for failure in failures)
+                    trajectory, state = await self._attempt(sample, engine, is_repeated=is_repeated)
                     trajectory.engine = engine.number
                     return trajectory, state
-                except TimeoutError:
-                    text = f"{engine.name} did not finish it within rollouts.timeout_s={timeout_s:g} s"
-                    failures.append(RolloutFailure(text))
+                except TimeoutError as error:
+                    failures.append(self._explain_delay(error, engine))
                 except RolloutFailure as failure:
                     failures.append(failure)
         finally:
             engine.load -= 1
         return await self._judge_failures(sample, failures), None
+
+    def _explain_delay(self, error: TimeoutError, engine: EngineClient) -> RolloutFailure:
+        """Make the failure of an attempt that missed its deadline."""
+        timeout_s, call = self.settings.timeout_s, AbandonedCall.find(error.__cause__)
+        if call is None or call.trajectory is None or call.worked_s < _LONG_STEP * timeout_s:
+            return RolloutFailure(f"{engine.name} did not finish it within rollouts.timeout_s={timeout_s:g} s")
+        text = f"no answer in the last {call.worked_s:.3g} s of rollouts.timeout_s={timeout_s:g} s"
+        failure = ResponseFailure(f"environment {self.datum['task_name']}: {text}")
+        failure.trajectory = call.trajectory
+        return failure
 
     async def _judge_failures(self, sample: int, failures: Sequence[RolloutFailure]) -> Trajectory:
         """Make the trajectory of a sample that failed in every attempt."""
@@ -194,13 +207,13 @@ class GroupRollout:
         mark_failed(trajectory, str(failures[-1]))
         return trajectory
 
-    async def _attempt(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
+    async def _attempt(self, sample: int, engine: EngineClient, *, is_repeated: bool) -> tuple[Trajectory, Any]:
         """Attempt a sample; a replaced engine starts it over."""
         run_turns = self._run_turns if self.endpoint is None else self._run_agent
         while True:
             try:
                 async with self.engines.clock.timeout(self.settings.timeout_s):
-                    return await run_turns(sample, engine)
+                    return await run_turns(sample, engine, is_repeated=is_repeated)
             except TimeoutError:
                 # A rollout on a lost engine is not to blame for its delay, so this is no failed attempt.
                 if not await engine.is_lost():
@@ -209,9 +222,9 @@ class GroupRollout:
                 pass
             await engine.wait_replaced()
 
-    async def _run_turns(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
-        datum, settings = self.datum, self.settings
-        state = await self.environment.reset(datum["prompt"], datum["extra_env_info"])
+    async def _run_turns(self, sample: int, engine: EngineClient, *, is_repeated: bool) -> tuple[Trajectory, Any]:
+        datum, settings, step = self.datum, self.settings, partial(self.environment.step, is_repeated=is_repeated)
+        state = await self.environment.reset(datum["prompt"], datum["extra_env_info"], is_repeated=is_repeated)
         pieces, length = [self._prompt_ids], len(self._prompt_ids)
         outputs: list[GenerationOutput] = []
         rewards: list[float | None] = []
@@ -226,12 +239,14 @@ class GroupRollout:
             outputs.append(output)
             pieces.append(output.token_ids)
             try:
-                turn = await self.environment.step(state, output.text, int(output.token_ids[-1]))
-            except ResponseFailure as failure:
-                failure.trajectory = self._make_trajectory(sample, [Segment(pieces, outputs)], output.stop_reason)
-                if any(reward is not None for reward in rewards):
-                    failure.trajectory.turn_rewards = [0.0] * len(outputs)
-                    failure.trajectory.turn_tokens = [len(output.token_ids) for output in outputs]
+                turn = await step(state, output.text, int(output.token_ids[-1]))
+            except (ResponseFailure, asyncio.CancelledError) as error:
+                failure = error if isinstance(error, ResponseFailure) else AbandonedCall.find(error)
+                if failure is not None:
+                    failure.trajectory = self._make_trajectory(sample, [Segment(pieces, outputs)], output.stop_reason)
+                    if any(reward is not None for reward in rewards):
+                        failure.trajectory.turn_rewards = [0.0] * len(outputs)
+                        failure.trajectory.turn_tokens = [len(output.token_ids) for output in outputs]
                 raise
             state = turn.state
             rewards.append(turn.reward)
@@ -247,15 +262,15 @@ class GroupRollout:
                 return trajectory, state
             pieces.append(turn.observation)
 
-    async def _run_agent(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
-        datum, settings = self.datum, self.settings
+    async def _run_agent(self, sample: int, engine: EngineClient, *, is_repeated: bool) -> tuple[Trajectory, Any]:
+        datum, settings, act = self.datum, self.settings, partial(self.environment.act, is_repeated=is_repeated)
         assert self.endpoint is not None
         renderer = self.endpoint.get_renderer(datum["task_name"], self.environment.prompts)
         seed, length = partial(self._compute_seed, sample), settings.max_total_sequence_length
         conversation = Conversation(engine, settings.sampling, renderer, seed, length, self.endpoint.texts)
         with self.endpoint.open_rollout(conversation) as access:
             try:
-                state = await self.environment.act(datum["prompt"], datum["extra_env_info"], access)
+                state = await act(datum["prompt"], datum["extra_env_info"], access)
             except RolloutFailure as failure:
                 if conversation.failure is None and conversation.responses and isinstance(failure, ResponseFailure):
                     failure.trajectory = self._make_agent_trajectory(sample, conversation)

@@ -100,7 +100,7 @@ def test_a_process_can_be_made_in_the_place_of_another() -> None:
     (handle,) = pool.start()
     spare = handle.spawn()
     ray.get(spare.start.remote())
-    assert ray.get(spare.run.remote([(EnvironmentWorker.score, (job("025"),))])) == [[EnvironmentReturn(1.0, True)]]
+    assert ray.get(spare.run.remote((EnvironmentWorker.score, (job("025"),)))) == [EnvironmentReturn(1.0, True)]
     ray.kill(spare)
     pool.shutdown()
 

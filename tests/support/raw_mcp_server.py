@@ -47,6 +47,7 @@ RESULTS: dict[str, dict[str, Any]] = {
     "against_schema": {"content": [], "structuredContent": {"count": "many"}},
     "echo": {},
     "hang": {},
+    "die": {},
     "id_of_another": {"content": [{"type": "text", "text": "not yours"}]},
 }
 
@@ -89,6 +90,8 @@ def answer(method: str, parameters: dict[str, Any]) -> dict[str, Any]:
         return {"content": [{"type": "text", "text": text}]}
     if parameters["name"] == "hang":
         time.sleep(1000)
+    if parameters["name"] == "die":
+        os._exit(3)
     return RESULTS[parameters["name"]]
 
 

@@ -82,6 +82,23 @@ def test_a_rollout_that_failed_is_neither_right_nor_wrong(tmp_path: Path) -> Non
     assert (metrics["val_accuracy"], metrics["val_reward"], metrics["val_failed_rollouts"]) == (0.5, 1.5, 1.0)
 
 
+def test_responses_at_fault_are_wrong_and_counted(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+
+    def break_fourth(prompts: Any, samples: int) -> Any:
+        groups = answers(prompts, samples)
+        groups[3][0].fault, groups[3][0].reward, groups[3][0].correct = "environment task: it hangs", 0.0, False
+        return groups
+
+    sound = validate(run, StepTimer())
+    run.rollouts.answers = break_fourth
+    metrics = validate(run, StepTimer())
+    assert "val_faulty_responses" not in sound
+    assert metrics["val_faulty_responses"] == 1.0
+    assert "val_failed_rollouts" not in metrics
+    assert metrics["val_accuracy"] == pytest.approx(0.2)
+
+
 def test_rollouts_that_failed_are_counted_by_task_and_set(tmp_path: Path) -> None:
     """Else an environment that fails on hard prompts would raise the accuracy without a word."""
     run = make_run(tmp_path)

@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.environments.mcp_tools import McpServer, McpTools
+from megatron_grpo.config.schema import EnvironmentConfig
+from megatron_grpo.data.processors import REFERENCE
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
+from megatron_grpo.environments.interface import EnvironmentSettings
+from megatron_grpo.environments.mcp_tools import MAX_LATE, McpServer, McpTools, ServerEndedError
+from megatron_grpo.environments.registry import create_environment
+from megatron_grpo.environments.tools import ToolEnvironment
+from megatron_grpo.models.source import CONVERSATION_VOCABULARY
+from megatron_grpo.prepare.models import make_tokenizer
 
 pytest.importorskip("mcp", reason="the extra mcp is not installed")
 
@@ -117,11 +125,82 @@ def test_a_stopped_and_a_killed_server_are_started_again(tools: McpTools) -> Non
     stopped, process = process, get_process(tools)
     assert not Path(f"/proc/{stopped}").exists()
     os.kill(process, signal.SIGKILL)
-    with pytest.raises(RunError, match="MCP server raw is lost"):
-        get_process(tools)
-    assert get_process(tools) != process
+    assert get_process(tools) != process, "the call that finds it dead is not to blame"
     with pytest.raises(ValueError, match="the server's result is malformed"):
         tools.call("against_schema", {})
+
+
+def test_a_call_that_ends_its_server_is_its_own_fault_once_the_server_has_answered_others() -> None:
+    tools = McpTools({"raw": make_server("pages")})
+    try:
+        with pytest.raises(RunError, match="MCP server raw is lost"):  # nothing shows that it works
+            tools.call("die", {})
+        process = get_process(tools)
+        with pytest.raises(ServerEndedError):
+            tools.call("die", {})
+        assert get_process(tools) != process
+    finally:
+        tools.close()
+
+
+def test_a_server_whose_calls_are_all_late_is_started_again_though_it_answers_probes() -> None:
+    tools = McpTools({"raw": make_server("pages", timeout_s=0.3)})
+    try:
+        process = get_process(tools)
+        for _ in range(MAX_LATE):
+            with pytest.raises(ValueError, match=r"no result within 0\.3 s"):
+                tools.call("id_of_another", {})
+        assert get_process(tools) != process
+    finally:
+        tools.close()
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[ToolEnvironment]:
+    server: dict[str, Any] = {"command": [sys.executable, str(SERVER), "pages"]}
+    settings = EnvironmentSettings(tokenizer=make_tokenizer(CONVERSATION_VOCABULARY, 64))
+    options = {"servers": {"raw": server}, "compare": "exact"}
+    opened: Any = create_environment(EnvironmentConfig(type="tools", options=options), settings)
+    opened.step(opened.reset("", {}), make_call("empty"))
+    yield opened
+    opened._server_tools.close()
+
+
+def make_call(*names: str) -> str:
+    calls = [json.dumps({"name": name, "arguments": {}}) for name in names]
+    return "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+
+
+def score_turns(environment: ToolEnvironment, *responses: str) -> tuple[list[str], EnvironmentReturn]:
+    """Texts that the model reads, and the score."""
+    state, texts = environment.reset("", {}), []
+    for response in responses:
+        turn = environment.step(state, response)
+        state = turn.state
+        texts.append(turn.text)
+        if turn.done:
+            break
+    request = EnvironmentRequest(
+        prompt="", response="".join(responses), stop_reason="stop", extra_env_info={REFERENCE: "7"}, state=state
+    )
+    (score,) = environment.score([request])
+    return texts, score
+
+
+def test_a_model_reads_that_its_call_ended_the_server_and_may_go_on(environment: ToolEnvironment) -> None:
+    texts, score = score_turns(environment, make_call("die", "structured_wrapped"), "7")
+    assert texts == ["error: the server ended over this call, twice\n42", ""]
+    assert (score.reward, score.fault) == (1.0, None)
+
+
+@pytest.mark.parametrize("turns", [[("die",), ("die",)], [("die", "die")], [("die",), ("empty",), ("empty", "die")]])
+def test_a_second_call_that_ends_the_server_is_the_responses_fault(
+    environment: ToolEnvironment, turns: list[tuple[str, ...]]
+) -> None:
+    texts, score = score_turns(environment, *(make_call(*names) for names in turns), "7")
+    assert len(texts) == len(turns), "the rollout ends with it"
+    assert (score.reward, score.fault) == (0.0, "its calls ended an MCP server 2 times")
+    assert score_turns(environment, make_call("empty"), "7")[1].reward == 1.0, "of no other rollout"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from megatron_grpo.rollouts.call_prompts import BadCallError
 from megatron_grpo.rollouts.call_texts import CallTexts
 from megatron_grpo.rollouts.clock import RolloutClock
 from megatron_grpo.rollouts.conversation import Conversation
-from megatron_grpo.rollouts.failures import RolloutFailure
+from megatron_grpo.rollouts.failures import ResponseFailure, RolloutFailure
 from megatron_grpo.rollouts.partitions import concatenate_trajectories
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings, compute_sample_seed
 from tests.support.direct_conversation import deliver_at_once
@@ -77,7 +78,7 @@ class Environment:
         self._agent = agent
         self.jobs: list[list[EnvironmentRequest]] = []
 
-    async def act(self, prompt: Any, extra_env_info: dict[str, Any], access: Any) -> Any:
+    async def act(self, prompt: Any, extra_env_info: dict[str, Any], access: Any, *, is_repeated: bool) -> Any:
         assert (prompt, extra_env_info) == ("what?", {"answer": "x"})
         try:
             return await self._agent(access)
@@ -116,8 +117,10 @@ class Engine:
         return [self]
 
 
-def rollouts(agent: Agent, engine: Engine) -> tuple[list[Trajectory], Environment]:
-    environment = Environment(agent)
+def rollouts(
+    agent: Agent, engine: Engine, make_environment: Callable[[Agent], Environment] = Environment
+) -> tuple[list[Trajectory], Environment]:
+    environment = make_environment(agent)
 
     async def run() -> list[Trajectory]:
         group: Any = GroupRollout(3, DATUM, BATCH_SETTINGS, engine, environment, Host())  # type: ignore[arg-type]
@@ -162,6 +165,50 @@ def test_an_agent_that_fails_or_asks_nothing_is_a_failed_rollout(silent: bool) -
     text = "environment task: its agent ended without asking the model" if silent else "environment task: ValueError"
     assert [one.failure for one in trajectories] == [text, text]
     assert trajectories[0].reward is None
+
+
+class BreakingEnvironment(Environment):
+    """Its agents' errors are those of code over the model's text; `is_sound`: other agents end well."""
+
+    def __init__(self, agent: Agent, *, is_sound: bool) -> None:
+        super().__init__(agent)
+        self._is_sound = is_sound
+
+    async def act(self, prompt: Any, extra_env_info: dict[str, Any], access: Any, *, is_repeated: bool) -> Any:
+        try:
+            return await super().act(prompt, extra_env_info, access, is_repeated=is_repeated)
+        except RolloutFailure as failure:
+            raise ResponseFailure(str(failure)) from None
+
+    async def is_working(self, failure: ResponseFailure) -> bool:
+        return self._is_sound
+
+
+@pytest.mark.parametrize("is_sound", [True, False])
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_an_agent_that_fails_after_the_models_text_is_at_fault_if_it_does_so_twice_and_others_work(
+    is_sound: bool, attempts: int
+) -> None:
+    begun = 0
+
+    async def agent(model: Conversation) -> int:
+        nonlocal begun
+        begun += 1
+        number = begun
+        await model.complete([5, 6], None)
+        if number <= 2 * attempts:  # of two samples
+            raise KeyError
+        return 11
+
+    trajectories, _ = rollouts(agent, Engine(), partial(BreakingEnvironment, is_sound=is_sound))
+    reason = "environment task: KeyError"
+    for sample in trajectories:
+        if attempts == 1:
+            assert (sample.reward, sample.fault, sample.failure) == (11.0, None, None)
+        elif is_sound:
+            assert (sample.reward, sample.fault, sample.failure, sample.response) == (0.0, reason, None, "<2>")
+        else:
+            assert (sample.reward, sample.fault, sample.failure, sample.response) == (None, None, reason, "")
 
 
 def test_an_engine_that_fails_under_an_agent_is_the_engines_failure() -> None:

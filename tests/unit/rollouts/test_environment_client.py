@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings, EnvironmentStatus
 from megatron_grpo.rollouts.clock import RolloutClock
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
-from megatron_grpo.rollouts.failures import RolloutFailure
+from megatron_grpo.rollouts.failures import ResponseFailure, RolloutFailure
 
 
 class FakeProcess:
@@ -28,7 +29,7 @@ class FakeProcess:
 
     def __init__(self, *, comes_up: bool = True) -> None:
         self.comes_up = comes_up
-        self.calls: list[list[tuple[str, ...]]] = []
+        self.calls: list[tuple[str, ...]] = []  # the responses of each
         self.pid = id(self)
         self.start = SimpleNamespace(remote=self._start)
         self.run = SimpleNamespace(remote=self._run)
@@ -38,20 +39,16 @@ class FakeProcess:
             raise RayTaskError("start", "", RunError("reward function f is gone"))
         return EnvironmentStatus(node_id="here", pid=self.pid, multi_turn=True, has_agent=False, reads_token_ids=False)
 
-    async def _run(self, packed: Any) -> list[Any]:
-        jobs: list[tuple[Callable[..., Any], tuple[Any, ...]]] = pickle.loads(pickle.dumps(packed))
-        texts = [
-            tuple(request.response for request in first) if method is EnvironmentWorker.score else (first,)
-            for method, (first, *_) in jobs
-        ]
+    async def _run(self, packed: Any) -> Any:
+        method, (first, *rest) = pickle.loads(pickle.dumps(packed))
+        texts = tuple(request.response for request in first) if method is EnvironmentWorker.score else (first,)
         self.calls.append(texts)
         await asyncio.sleep(0)
-        for text in (text for group in texts for text in group):
-            if text == "die":
-                raise ActorDiedError
-            if text == "hang":
-                await asyncio.sleep(60)
-        return [self._answer(method, arguments) for method, arguments in jobs]
+        if "die" in texts:
+            raise ActorDiedError
+        if "hang" in texts:
+            await asyncio.sleep(60)
+        return self._answer(method, (first, *rest))
 
     @staticmethod
     def _answer(method: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -106,13 +103,12 @@ def scores(handle: Handle, *groups: tuple[str, ...]) -> list[list[Any]]:
     return asyncio.run(scene())
 
 
-def test_what_waits_goes_out_together_and_is_shared_out() -> None:
+def test_calls_are_shared_out_one_at_a_time() -> None:
     handle = Handle(FakeProcess(), FakeProcess())
     groups = [("a" * (number + 1), "b") for number in range(8)]
     assert scores(handle, *groups) == [[number + 1.0, 1.0] for number in range(8)]
-    asked = [group for process in handle.actors for call in process.calls for group in call]
-    assert sorted(asked) == sorted(groups), "each once"
-    assert [len(process.calls[0]) for process in handle.actors] == [4, 2]
+    assert sorted(call for process in handle.actors for call in process.calls) == sorted(groups), "each once"
+    assert [len(process.calls) for process in handle.actors] == [4, 4]
 
 
 @pytest.mark.parametrize(
@@ -130,12 +126,11 @@ def test_only_what_a_process_is_lost_over_twice_fails(
     assert scores(handle, ("a", bad, "ccc"), ("dddd",), (bad,)) == [[1.0, reason, 3.0], [4.0], [reason]]
     everyone = [*handle.actors, *handle.spawned]
     assert len(killed) == len(handle.spawned)
-    attempts = [call for process in everyone for call in process.calls if any(bad in group for group in call)]
-    count = sum(sum(group.count(bad) for group in call) for call in attempts)
-    assert count == 5, "two attempts at each of the two, and the one of the group alone to see who is to blame"
-    repeated = [call for process in handle.spawned for call in process.calls]
-    groups = [("a", bad, "ccc"), ("a",), (bad,), ("ccc",), ("a", "ccc"), ("dddd",)]
-    assert all(len(call) == 1 and call[0] in groups for call in repeated), "one at a time"
+    calls = Counter(call for process in everyone for call in process.calls)
+    group = ("a", bad, "ccc")
+    assert (calls[group], calls["a", "ccc"]) == (2, 1)
+    assert calls[(bad,)] == 3, "two attempts at it, and one of the group alone to see who is to blame"
+    assert calls[("dddd",)] > 1, "the proof that scoring works"
 
 
 def test_what_was_raised_is_told_and_loses_no_process(killed: list[FakeProcess]) -> None:
@@ -156,7 +151,7 @@ def test_who_stops_waiting_is_not_asked_for() -> None:
         assert [one.reward for one in await kept] == [1.0]  # type: ignore[union-attr]
 
     asyncio.run(scene())
-    assert handle.actors[0].calls == [[("y",)]]
+    assert handle.actors[0].calls == [("y",)]
 
 
 def test_resets_and_steps_are_calls_too() -> None:
@@ -216,8 +211,9 @@ class ProcessHere(FakeProcess):
         worker._name, worker._environment = "task", environment
         self._worker = worker
 
-    async def _run(self, packed: Any) -> list[Any]:
-        return [method(self._worker, *arguments) for method, arguments in pickle.loads(pickle.dumps(packed))]
+    async def _run(self, packed: Any) -> Any:
+        method, arguments = pickle.loads(pickle.dumps(packed))
+        return method(self._worker, *arguments)
 
 
 def score_here(environment: Fickle, *responses: str) -> tuple[list[Any], list[str]]:
@@ -262,3 +258,94 @@ def test_a_group_that_fails_twice_fails_as_a_whole_if_none_of_its_responses_is_t
 def test_other_things_than_a_score_per_response_are_refused(result: Callable[[int], Any], text: str) -> None:
     results, _ = score_here(Fickle(failures=0, result=result), "c", "a", "b")
     assert [line.startswith(f"environment task: {text}") for line in results] == [True] * 3
+
+
+def open_client(*processes: FakeProcess, timeout_s: float = 0.3) -> EnvironmentClient:
+    handle: Any = Handle(*processes)
+    handle.config = EnvironmentConfig(timeout_s=timeout_s)
+    return EnvironmentClient(handle, RolloutClock())
+
+
+async def measure(call: Any) -> float:
+    begin = asyncio.get_running_loop().time()
+    await call
+    return asyncio.get_running_loop().time() - begin
+
+
+@pytest.mark.parametrize("bad", ["hang", "die"])
+def test_calls_behind_one_that_loses_its_process_are_neither_late_nor_lost(bad: str) -> None:
+    processes = [FakeProcess() for _ in range(3)]
+
+    async def scene() -> tuple[list[float], list[Any]]:
+        client = open_client(*processes)
+        handle: Any = client._handle
+        await client.start()
+        broken = [asyncio.create_task(client.step(bad, "text", 7)) for _ in range(2)]
+        waits = await asyncio.gather(*(measure(client.step(f"sound {number}", "text", 7)) for number in range(20)))
+        failures = await asyncio.gather(*broken, return_exceptions=True)
+        processes.extend(handle.spawned)
+        return waits, failures
+
+    waits, failures = asyncio.run(scene())
+    assert max(waits) < 0.25, "before the deadline of the calls that hang"
+    assert [type(failure) for failure in failures] == [ResponseFailure] * 2
+    calls = Counter(call for process in processes for call in process.calls)
+    assert {calls[(f"sound {number}",)] for number in range(20)} == {1}, "none is repeated"
+
+
+@pytest.mark.parametrize(("processes", "free"), [(2, 1), (4, 2), (5, 3)])
+def test_repeated_calls_leave_half_of_the_processes_to_others(processes: int, free: int) -> None:
+    fakes = [FakeProcess() for _ in range(processes)]
+
+    async def scene() -> list[float]:
+        client = open_client(*fakes)
+        await client.start()
+        repeated = [asyncio.create_task(client.step("hang", "text", 7, is_repeated=True)) for _ in range(8)]
+        await asyncio.sleep(0.02)
+        assert sum(not fake.calls for fake in fakes) == free
+        waits = await asyncio.gather(*(measure(client.step("sound", "text", 7)) for _ in range(20)))
+        for task in repeated:
+            task.cancel()
+        await asyncio.gather(*repeated, return_exceptions=True)
+        return list(waits)
+
+    assert max(asyncio.run(scene())) < 0.2
+
+
+def test_repeated_calls_are_answered_while_others_keep_coming() -> None:
+    async def scene() -> Turn:
+        client = open_client(FakeProcess(), FakeProcess())
+        await client.start()
+
+        async def keep_asking() -> None:
+            while True:
+                await client.step("sound", "text", 7)
+
+        others = [asyncio.create_task(keep_asking()) for _ in range(8)]
+        async with asyncio.timeout(2):
+            turn = await client.step("again", "text", 7, is_repeated=True)
+        for task in others:
+            task.cancel()
+        return turn
+
+    assert asyncio.run(scene()).state == ("again", "text", 7)
+
+
+@pytest.mark.parametrize("method", ["step", "score"])
+def test_a_process_does_not_stay_with_a_call_that_was_given_up(method: str, killed: list[FakeProcess]) -> None:
+    process = FakeProcess()
+
+    async def scene() -> tuple[float, list[str]]:
+        client = open_client(process, timeout_s=60.0)
+        await client.start()
+        call = client.step("hang", "text", 7) if method == "step" else client.score(job("hang"))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await call
+        return await measure(client.step("sound", "text", 7)), client.remarks
+
+    wait, remarks = asyncio.run(scene())
+    assert wait < 1
+    assert killed == [process]
+    (remark,) = remarks
+    assert remark.endswith("worked for a rollout that is over; another process takes its place")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,14 +45,15 @@ class Engine:
 
     name, number, load = "generation engine 0", 0, 0
 
-    def __init__(self, *texts: str) -> None:
-        self.clock = RolloutClock()
+    def __init__(self, *texts: str, seconds: float = 0.0) -> None:
+        self.clock, self._seconds = RolloutClock(), seconds
         self._texts = list(texts)
         self._by_seed: dict[int, str] = {}
 
     async def generate(self, request: GenerationRequest, _: SamplingSettings) -> GenerationOutput:
         if request.seed not in self._by_seed:
             self._by_seed[request.seed] = self._texts.pop(0)
+        await asyncio.sleep(self._seconds)
         return GenerationOutput(
             token_ids=np.array([7, 8], np.int32),
             logprobs=np.array([-1.0, -2.0], np.float32),
@@ -81,13 +83,13 @@ class Process:
     async def _start(self) -> EnvironmentStatus:
         return self._status
 
-    async def _run(self, packed: Any) -> list[Any]:
-        calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = pickle.loads(pickle.dumps(packed))
-        text = repr(calls)
+    async def _run(self, packed: Any) -> Any:
+        method, arguments = pickle.loads(pickle.dumps(packed))
+        text = repr(arguments)
         await asyncio.sleep(60 if "hang" in text else 0)
         if "die" in text:
             raise ActorDiedError
-        return [method(self._worker, *arguments) for method, arguments in calls]
+        return method(self._worker, *arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -96,13 +98,19 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "elsewhere"))
 
 
-def run(environment: Environment, *groups: Sequence[str]) -> list[list[Trajectory]]:
-    """The trajectories of groups, one group after the other."""
+def run(
+    environment: Environment,
+    *groups: Sequence[str],
+    process_s: float = 0.2,
+    rollout_s: float = 30.0,
+    engine_s: float = 0.0,
+) -> list[list[Trajectory]]:
+    """The trajectories of groups, one group after the other; deadlines of a process and of a rollout in seconds."""
 
     async def scene() -> list[list[Trajectory]]:
         handle: Any = SimpleNamespace(
             name="task",
-            config=EnvironmentConfig(timeout_s=0.2),
+            config=EnvironmentConfig(timeout_s=process_s),
             settings=EnvironmentSettings(prompts=PromptFormat()),
             actors=[Process(environment)],
             spawn=lambda: Process(environment),
@@ -118,9 +126,9 @@ def run(environment: Environment, *groups: Sequence[str]) -> list[list[Trajector
                 generation_batch=number,
                 max_total_sequence_length=64,
                 max_turns=1,
-                timeout_s=30.0,
+                timeout_s=rollout_s,
             )
-            engine: Any = Engine(*texts)
+            engine: Any = Engine(*texts, seconds=engine_s)
             group = GroupRollout(number, DATUM, settings, engine, client)
             await group.sample(engine)
             done.append(await group.score())
@@ -234,6 +242,28 @@ def test_a_turn_that_breaks_the_environment_counts_as_a_wrong_one(bad: str) -> N
     assert verdicts(group) == [(1.5, False, False), (0.0, True, False), (1.5, False, False)]
     assert (group[1].correct, group[1].response, group[1].response_tokens) == (False, bad, 2)
     assert group[1].token_ids.tolist() == [1, 2, 3, 7, 8]
+
+
+def test_a_turn_that_hangs_until_the_rollouts_deadline_counts_as_a_wrong_one() -> None:
+    (group,) = run(Talking(), ["a", "hang", "c"], process_s=60.0, rollout_s=0.4)
+    assert verdicts(group) == [(1.5, False, False), (0.0, True, False), (1.5, False, False)]
+    assert (group[1].response, group[1].response_tokens) == ("hang", 2)
+    assert group[1].fault is not None
+    assert re.fullmatch(
+        r"environment task: no answer in the last 0\.[34]\d* s of rollouts\.timeout_s=0\.4 s", group[1].fault
+    )
+
+
+def test_where_every_turn_hangs_until_the_deadline_nobody_is_to_blame() -> None:
+    (group,) = run(Talking(), ["hang", "hang 2"], process_s=60.0, rollout_s=0.4)
+    assert verdicts(group) == [(None, False, True)] * 2
+
+
+def test_a_slow_engine_is_not_blamed_on_the_turn_that_the_deadline_ends() -> None:
+    first, second = run(Talking(), ["a", "b"], ["hang"], process_s=60.0, rollout_s=0.7, engine_s=0.66)
+    assert verdicts(first) == [(1.5, False, False)] * 2
+    assert verdicts(second) == [(None, False, True)]
+    assert second[0].failure == "generation engine 0 did not finish it within rollouts.timeout_s=0.7 s"
 
 
 def test_a_server_that_is_lost_or_down_for_everybody_leaves_the_loss() -> None:

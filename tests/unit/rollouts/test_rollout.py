@@ -104,10 +104,10 @@ class FakeEnvironment:
     leave_out_suspects: tuple[str, ...] = ()
     rewards: list[float | None] = field(default_factory=list)  # of the turns, in order
 
-    async def reset(self, prompt: Any, extra_env_info: dict[str, Any]) -> Any:
+    async def reset(self, prompt: Any, extra_env_info: dict[str, Any], *, is_repeated: bool) -> Any:
         return (prompt, extra_env_info["answer"], ())
 
-    async def step(self, state: Any, response: str, last_token: int) -> Turn:
+    async def step(self, state: Any, response: str, last_token: int, *, is_repeated: bool) -> Turn:
         self.last_tokens.append(last_token)
         prompt, answer, seen = state
         state = (prompt, answer, (*seen, response))
