@@ -1,4 +1,4 @@
-"""Prints the doctor's answers on planted defects: python -m tests.support.planted_table [PATTERN ...]"""
+"""Prints the doctor's answers on planted defects: python -m tests.support.planted.table [PATTERN ...]"""
 
 from __future__ import annotations
 
@@ -10,39 +10,15 @@ import time
 import warnings
 from pathlib import Path
 
-from tests.support.planted import RUNS, Case, examine, fresh, verdict
-from tests.support.planted_engines import SETTINGS, TENSORS
-from tests.support.planted_healthy import HEALTHY, Healthy
-from tests.support.planted_last import LAST
-from tests.support.planted_more import MORE, MORE_HEALTHY
-from tests.support.planted_options import OPTIONS
-from tests.support.planted_orders import ORDERS
-from tests.support.planted_others import RECORDS, TRAINERS
-from tests.support.planted_parts import PARTS
-from tests.support.planted_places import PLACES
-from tests.support.planted_served import MORE_OPTIONS, SERVED
+from tests.support.planted.cases import DEFECTS, HEALTHY, examine, fresh, verdict
+from tests.support.planted.runs import RUNS
 from tests.support.recorded_runs import RecordedRun
 
 
 def main() -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    cases: list[Case | Healthy] = [
-        *HEALTHY,
-        *MORE_HEALTHY,
-        *OPTIONS,
-        *MORE_OPTIONS,
-        *TENSORS,
-        *SETTINGS,
-        *TRAINERS,
-        *RECORDS,
-        *MORE,
-        *LAST,
-        *PARTS,
-        *ORDERS,
-        *PLACES,
-        *SERVED,
-    ]
+    cases = [*HEALTHY, *DEFECTS]
     patterns = sys.argv[1:]
     chosen = [one for one in cases if not patterns or any(re.search(pattern, one.name) for pattern in patterns)]
     made: dict[str, RecordedRun] = {}
@@ -57,7 +33,7 @@ def main() -> None:
             case.plant(run)
             begun = time.monotonic()
             answer = examine(run)
-            if isinstance(case, Healthy):
+            if not case.causes:
                 judged = "clean" if answer.code == 0 else "wrong: a healthy run is accused"
                 word = f"healthy run: {judged}"
             else:
