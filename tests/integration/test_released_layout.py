@@ -10,11 +10,12 @@ import pytest
 
 from tests.integration.released_rewards import NOTES
 from tests.integration.runs import TrainingRun
-from tests.support.released.llama import R1_LLAMA
+from tests.support.released.table import BY_NAME
 from tests.support.released.weights import write_model
 
 pytestmark = pytest.mark.slow
 
+R1_LLAMA = BY_NAME["r1_distill_llama"]
 STEPS = 3
 ROWS = [f"How many of the {2000 + row} cats\n  are in the hat? 它们有几只？ {row}" for row in range(12)]
 

@@ -1,181 +1,56 @@
-"""config.json of released models in full size, as their publishers wrote it, without keys of generation."""
+"""config.json of released models in full size: those of tests/data/hf_configs, and their siblings of other sizes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-GLM_4_5: dict[str, Any] = {
-    "architectures": ["Glm4MoeForCausalLM"],
-    "attention_bias": True,
-    "attention_dropout": 0.0,
-    "eos_token_id": [151329, 151336, 151338],
+from tests.support.hf_configs import read_released
+
+
+def read_unquantized(name: str, **code: str) -> dict[str, Any]:
+    """The file of a model converted to bfloat16, without its FP8 blocks; `code`: its auto_map."""
+    kept = {key: value for key, value in read_released(name).items() if key != "quantization_config"}
+    return kept | {"torch_dtype": "bfloat16", "auto_map": code}
+
+
+def read_text_part(name: str, architecture: str) -> dict[str, Any]:
+    """The language model of a model that sees images, by itself."""
+    text: dict[str, Any] = read_released(name)["text_config"]
+    return text | {"architectures": [architecture]}
+
+
+def change_text(raw: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The file of a model that sees images with other sizes of its language model."""
+    return raw | {"text_config": raw["text_config"] | changes}
+
+
+GLM_4_5_AIR = read_released("glm_4_5_air")
+GLM_4_5 = GLM_4_5_AIR | {
     "first_k_dense_replace": 3,
-    "head_dim": 128,
-    "hidden_act": "silu",
     "hidden_size": 5120,
     "intermediate_size": 12288,
-    "max_position_embeddings": 131072,
-    "model_type": "glm4_moe",
     "moe_intermediate_size": 1536,
-    "n_group": 1,
     "n_routed_experts": 160,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 96,
-    "num_experts_per_tok": 8,
     "num_hidden_layers": 92,
-    "num_key_value_heads": 8,
-    "num_nextn_predict_layers": 1,
-    "pad_token_id": 151329,
-    "partial_rotary_factor": 0.5,
-    "rms_norm_eps": 1e-5,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
     "routed_scaling_factor": 2.5,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "torch_dtype": "bfloat16",
     "use_qk_norm": True,
-    "vocab_size": 151552,
 }
-GLM_4_5_AIR: dict[str, Any] = GLM_4_5 | {
-    "first_k_dense_replace": 1,
-    "hidden_size": 4096,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "n_routed_experts": 128,
-    "num_hidden_layers": 46,
-    "routed_scaling_factor": 1.0,
-    "use_qk_norm": False,
-}
-GLM_4_9B: dict[str, Any] = {
-    "architectures": ["Glm4ForCausalLM"],
-    "attention_bias": True,
-    "attention_dropout": 0.0,
-    "eos_token_id": [151329, 151336, 151338],
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 13696,
-    "max_position_embeddings": 32768,
-    "model_type": "glm4",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 2,
-    "pad_token_id": 151329,
-    "partial_rotary_factor": 0.5,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 151552,
-}
-GLM_4_32B: dict[str, Any] = GLM_4_9B | {
+GLM_4_9B = read_released("glm_4_9b_0414")
+GLM_4_32B = GLM_4_9B | {
     "attention_bias": False,
     "hidden_size": 6144,
     "intermediate_size": 23040,
     "num_attention_heads": 48,
     "num_hidden_layers": 61,
 }
-MOONLIGHT: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "auto_map": {
-        "AutoConfig": "configuration_deepseek.DeepseekV3Config",
-        "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
-    },
-    "aux_loss_alpha": 0.001,
-    "bos_token_id": 163584,
-    "eos_token_id": 163585,
-    "ep_size": 1,
-    "first_k_dense_replace": 1,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 11264,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 8192,
-    "model_type": "deepseek_v3",
-    "moe_intermediate_size": 1408,
-    "moe_layer_freq": 1,
-    "n_group": 1,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "norm_topk_prob": True,
-    "num_attention_heads": 16,
-    "num_experts_per_tok": 6,
-    "num_hidden_layers": 27,
-    "num_key_value_heads": 16,
-    "num_nextn_predict_layers": 0,
-    "pretraining_tp": 1,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 50000.0,
-    "routed_scaling_factor": 2.446,
-    "scoring_func": "sigmoid",
-    "seq_aux": True,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "torch_dtype": "bfloat16",
-    "v_head_dim": 128,
-    "vocab_size": 163840,
+_DEEPSEEK_CODE = {
+    "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+    "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
 }
-KIMI_K2: dict[str, Any] = MOONLIGHT | {
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "max_position_embeddings": 131072,
-    "model_type": "kimi_k2",
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 384,
-    "n_shared_experts": 1,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 64,
-    "q_lora_rank": 1536,
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": {
-        "beta_fast": 1.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "routed_scaling_factor": 2.827,
-}
-"""Converted to bfloat16, without the quantization_config of its FP8 blocks."""
-PHI_4: dict[str, Any] = {
-    "architectures": ["Phi3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 100257,
-    "embd_pdrop": 0.0,
-    "eos_token_id": 100265,
-    "hidden_act": "silu",
-    "hidden_size": 5120,
-    "intermediate_size": 17920,
-    "max_position_embeddings": 16384,
-    "model_type": "phi3",
-    "num_attention_heads": 40,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 10,
-    "original_max_position_embeddings": 16384,
-    "pad_token_id": 100349,
-    "resid_pdrop": 0.0,
-    "rms_norm_eps": 1e-5,
-    "rope_scaling": None,
-    "rope_theta": 250000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 100352,
-}
-PHI_4_MINI: dict[str, Any] = PHI_4 | {
+MOONLIGHT = read_unquantized("moonlight_16b_a3b", **_DEEPSEEK_CODE)
+KIMI_K2 = read_unquantized("kimi_k2", **_DEEPSEEK_CODE)
+PHI_4 = read_released("phi_4")
+PHI_4_MINI = PHI_4 | {
     "auto_map": {
         "AutoConfig": "configuration_phi3.Phi3Config",
         "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
@@ -207,37 +82,8 @@ PHI_4_MINI: dict[str, Any] = PHI_4 | {
     "vocab_size": 200064,
 }
 """With other long factors."""
-OLMO_3_7B: dict[str, Any] = {
-    "architectures": ["Olmo3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "eos_token_id": 100257,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8,
-    "max_position_embeddings": 65536,
-    "model_type": "olmo3",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 32,
-    "pad_token_id": 100277,
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": {
-        "attention_factor": 1.2079441541679836,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 8.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "yarn",
-    },
-    "rope_theta": 500000,
-    "sliding_window": 4096,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 100278,
-}
-OLMO_3_32B: dict[str, Any] = OLMO_3_7B | {
+OLMO_3_7B = read_released("olmo_3_7b")
+OLMO_3_32B = OLMO_3_7B | {
     "hidden_size": 5120,
     "intermediate_size": 27648,
     "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 16,
@@ -245,46 +91,11 @@ OLMO_3_32B: dict[str, Any] = OLMO_3_7B | {
     "num_hidden_layers": 64,
     "num_key_value_heads": 8,
 }
-MINIMAX_M2: dict[str, Any] = {
-    "architectures": ["MiniMaxM2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "attn_type_list": [1] * 62,
-    "auto_map": {
-        "AutoConfig": "configuration_minimax_m2.MiniMaxM2Config",
-        "AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM",
-    },
-    "bos_token_id": 200019,
-    "eos_token_id": 200020,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 3072,
-    "intermediate_size": 1536,
-    "max_position_embeddings": 196608,
-    "mlp_intermediate_size": 8192,
-    "model_type": "minimax_m2",
-    "mtp_transformer_layers": 1,
-    "num_attention_heads": 48,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 62,
-    "num_key_value_heads": 8,
-    "num_local_experts": 256,
-    "num_mtp_modules": 3,
-    "qk_norm_type": "per_layer",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 5000000,
-    "rotary_dim": 64,
-    "router_aux_loss_coef": 0.001,
-    "router_jitter_noise": 0.0,
-    "scoring_func": "sigmoid",
-    "shared_intermediate_size": 0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_mtp": True,
-    "use_qk_norm": True,
-    "use_routing_bias": True,
-    "vocab_size": 200064,
-}
-"""Converted to bfloat16, without the quantization_config of its FP8 blocks."""
+MINIMAX_M2 = read_unquantized(
+    "minimax_m2",
+    AutoConfig="configuration_minimax_m2.MiniMaxM2Config",
+    AutoModelForCausalLM="modeling_minimax_m2.MiniMaxM2ForCausalLM",
+)
 
 BILLIONS: dict[str, tuple[dict[str, Any], float]] = {
     "GLM-4.5": (GLM_4_5, 352.8),
@@ -300,3 +111,62 @@ BILLIONS: dict[str, tuple[dict[str, Any], float]] = {
     "MiniMax-M2": (MINIMAX_M2, 228.7),
 }
 """config.json and billions of parameters, without layers that predict further tokens, by name."""
+
+LLAMA4_SCOUT = read_text_part("llama4_scout", "Llama4ForCausalLM")
+LLAMA4_MAVERICK = LLAMA4_SCOUT | {
+    "interleave_moe_layer_step": 2,
+    "max_position_embeddings": 1048576,
+    "moe_layers": list(range(1, 48, 2)),
+    "no_rope_layers": [1, 1, 1, 0] * 12,
+    "num_local_experts": 128,
+    "rope_scaling": None,
+    "use_qk_norm": False,
+}
+GEMMA4_31B, GEMMA4_26B = (read_text_part(name, "Gemma4ForCausalLM") for name in ("gemma_4_31b", "gemma_4_26b_a4b"))
+
+QWEN3_5_35B = read_released("qwen3_5_35b_a3b")
+QWEN3_5_27B = change_text(
+    read_released("qwen3_5_9b"),
+    hidden_size=5120,
+    intermediate_size=17408,
+    layer_types=[*["linear_attention"] * 3, "full_attention"] * 16,
+    linear_num_value_heads=48,
+    num_attention_heads=24,
+    num_hidden_layers=64,
+)
+QWEN3_NEXT_80B = read_released("qwen3_next_80b_a3b")
+DELTA_NETS = {"qwen3_5": QWEN3_5_27B, "qwen3_5_moe": QWEN3_5_35B, "qwen3_next": QWEN3_NEXT_80B}
+"""Models with gated delta nets by family."""
+
+NANO = read_released("nvidia_nemotron_3_nano")
+_SUPER_PATTERN = "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
+SUPER = NANO | {
+    "hidden_size": 4096,
+    "hybrid_override_pattern": _SUPER_PATTERN,
+    "intermediate_size": 5376,
+    "mamba_num_heads": 128,
+    "moe_intermediate_size": 2688,
+    "moe_latent_size": 1024,
+    "moe_shared_expert_intermediate_size": 5376,
+    "mtp_hybrid_override_pattern": "*E",
+    "n_routed_experts": 512,
+    "num_experts_per_tok": 22,
+    "num_hidden_layers": len(_SUPER_PATTERN),
+    "num_nextn_predict_layers": 1,
+    "routed_scaling_factor": 5.0,
+}
+_EXPERTS = ("moe_", "n_routed", "n_shared", "num_experts", "norm_topk", "routed_scaling", "n_group", "topk_group")
+NANO_9B = {key: value for key, value in NANO.items() if not key.startswith(_EXPERTS)} | {
+    "hidden_size": 4480,
+    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    "intermediate_size": 15680,
+    "mamba_head_dim": 80,
+    "mamba_num_heads": 128,
+    "max_position_embeddings": 131072,
+    "n_groups": 8,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 56,
+    "num_key_value_heads": 8,
+    "time_step_limit": [0.0, float("inf")],
+}
+"""Nemotron 3 Nano and Super, and Nemotron Nano 9B v2 without experts."""

@@ -149,12 +149,6 @@ def _fields(token: AddedToken) -> dict[str, Any]:
     return {name: getattr(token, name) for name in names}
 
 
-def token_entry(text: str, **changes: bool) -> dict[str, Any]:
-    """A token as released tokenizer_config.json files of slow classes write it."""
-    plain = {"__type": "AddedToken", "content": text, "lstrip": False, "normalized": False, "rstrip": False}
-    return {**plain, "single_word": False, **changes}
-
-
 @cache
 def _json_of(core: Callable[[], Tokenizer]) -> str:
     return core().to_str(pretty=True)

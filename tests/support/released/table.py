@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from typing import Any
 
-from tests.support.released import chatml, llama, llama4_gemma4, nemotron, newer, others, seed_ministral
 from tests.support.released.layout import Layout
+from tests.support.released.templates import RELEASED, read_template
+from tests.support.released.vocabulary import build_tokenizer
 
-LAYOUTS = (
-    *(chatml.QWEN2_5, chatml.QWEN2_5_BASE, chatml.QWEN3, chatml.QWEN3_5, chatml.PHI4),
-    *(llama.LLAMA3_1, llama.LLAMA3_2, llama.R1_LLAMA, llama.R1_QWEN, llama.LLAMA2_CHAT),
-    *(others.GEMMA3, others.MISTRAL_NEMO_12B, others.MISTRAL_SMALL_24B, others.GLM4_5, others.GPT_OSS),
-    *newer.NEWER,
-    *(llama4_gemma4.LLAMA4, llama4_gemma4.GEMMA4),
-    nemotron.NEMOTRON3_NANO,
-    *(chatml.QWEN3_NEXT, chatml.QWEN3_NEXT_THINKING),
-    *(seed_ministral.SEED_OSS, seed_ministral.MINISTRAL3, seed_ministral.MINISTRAL3_REASONING),
-)
+
+def read_layout(name: str) -> Layout:
+    """Read the layout of tests/data/released/NAME.json."""
+    values: dict[str, Any] = json.loads((RELEASED / f"{name}.json").read_text(encoding="utf-8"))
+    values.pop("note", None)
+    core = partial(build_tokenizer, **values.pop("core"))
+    return Layout(name=name, core=core, template=read_template(name, values.pop("template", None)), **values)
+
+
+LAYOUTS = tuple(read_layout(file.stem) for file in sorted(RELEASED.glob("*.json")))
 BY_NAME: dict[str, Layout] = {layout.name: layout for layout in LAYOUTS}
 
 TRICKY = "How many of the 2023 cats\n  are in the hat?\t12 345\n\n它们有几只？ 🐈‍⬛ naïve <b>x</b> &amp; C:\\new"

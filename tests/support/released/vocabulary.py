@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -44,9 +44,32 @@ O200K_SPLIT = "|".join((*(word + _SUFFIX for word in _CASED), r"\p{N}{1,3}", _RE
 """Words by case, up to three digits a token (gpt-oss)."""
 
 
-def added(text: str, *, special: bool = True, strips: bool = False, normalized: bool = False) -> AddedToken:
-    """A token that is found in a text before it is split; `strips`: it swallows the blanks around it."""
-    return AddedToken(text, special=special, normalized=normalized, lstrip=strips, rstrip=strips)
+SPLITS = {
+    "qwen2": QWEN2_SPLIT,
+    "qwen3_5": QWEN3_5_SPLIT,
+    "llama3": LLAMA3_SPLIT,
+    "tekken": TEKKEN_SPLIT,
+    "o200k": O200K_SPLIT,
+}
+
+
+def build_tokenizer(tokens: Sequence[Mapping[str, Sequence[str]]], split: str | None = None, **form: Any) -> Tokenizer:
+    """The tokenizer of a layout's `core`.
+
+    Args:
+        tokens: added tokens in the order of their ids, in runs of one kind: "special", "ordinary", or "special
+            stripping", which swallow the blanks around them.
+        split: name of the pre-tokenizer of byte-level BPE; None: a tokenizer converted from sentencepiece.
+        form: further arguments of `byte_level` or `byte_fallback`.
+    """
+    added = [_make_token(text, kind) for run in tokens for kind, texts in run.items() for text in texts]
+    return byte_fallback(added, **form) if split is None else byte_level(SPLITS[split], added, **form)
+
+
+def _make_token(text: str, kind: str) -> AddedToken:
+    """A token that is found in a text before it is split."""
+    strips = kind.endswith("stripping")
+    return AddedToken(text, special=kind.startswith("special"), normalized=False, lstrip=strips, rstrip=strips)
 
 
 def byte_level(

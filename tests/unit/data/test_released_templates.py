@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.released.others import MISTRAL_NEMO_12B
-from tests.support.released.table import ADD, SYSTEM, USER, calls, results
+from tests.support.released.table import ADD, BY_NAME, SYSTEM, USER, calls, results
 
 
 @pytest.fixture(scope="module")
@@ -45,4 +44,4 @@ def test_mistral_nemo_as_mistral_common(encoder: Any, messages: Sequence[Any], t
     from mistral_common.protocol.instruct.request import ChatCompletionRequest
 
     sent = ChatCompletionRequest.from_openai(messages=[as_openai(message) for message in messages], tools=tools)
-    assert MISTRAL_NEMO_12B.render(messages, tools=tools) == encoder.encode_chat_completion(sent).text
+    assert BY_NAME["mistral_nemo"].render(messages, tools=tools) == encoder.encode_chat_completion(sent).text

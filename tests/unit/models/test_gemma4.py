@@ -14,7 +14,7 @@ from megatron_grpo.models.shape import HeadShape
 from megatron_grpo.planning.generation_cost import count_kv_bytes_per_token, count_mixer_parameters
 from megatron_grpo.preflight.layout_checks import _find_undivided
 from megatron_grpo.trainer.microbatch_schedule import derive_cost
-from tests.support.wide_configs import GEMMA4_26B, GEMMA4_31B
+from tests.support.released_configs import GEMMA4_26B, GEMMA4_31B
 
 LAYERS = 60
 

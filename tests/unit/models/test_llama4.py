@@ -11,7 +11,7 @@ import pytest
 from megatron_grpo.models.families import build_weight_map, count_forward_flops, measure_tensors, parse_model_shape
 from megatron_grpo.models.weight_map import iter_entries
 from megatron_grpo.trainer.microbatch_schedule import derive_cost
-from tests.support.wide_configs import LLAMA4_MAVERICK, LLAMA4_SCOUT
+from tests.support.released_configs import LLAMA4_MAVERICK, LLAMA4_SCOUT
 
 
 def test_released_models_are_read() -> None:

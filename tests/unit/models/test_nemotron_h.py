@@ -24,7 +24,7 @@ from megatron_grpo.preflight.layout_checks import check_split
 from megatron_grpo.trainer.hf_export import find_changed_settings
 from megatron_grpo.verification.hf_model import load_eager_model
 from megatron_grpo.verification.problem import prepare_model
-from tests.support.nemotron_config import NANO, NANO_9B, SUPER
+from tests.support.released_configs import NANO, NANO_9B, SUPER
 
 PATTERN = NANO["hybrid_override_pattern"]
 NAMES = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}

@@ -24,7 +24,6 @@ from megatron_grpo.trainer.hf_export import find_changed_settings
 from megatron_grpo.trainer.model.attention import compute_scaled_rope
 from megatron_grpo.verification.oracle import Oracle
 from megatron_grpo.verification.problem import SMALL, TINY, prepare_model
-from tests.support.nemotron_config import SUPER
 from tests.support.released_configs import (
     BILLIONS,
     GLM_4_5,
@@ -36,6 +35,7 @@ from tests.support.released_configs import (
     OLMO_3_7B,
     PHI_4,
     PHI_4_MINI,
+    SUPER,
 )
 from tests.unit.models.test_expert_families import parameters
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from megatron_grpo.models.families import find_model_type, parse_model_shape
 from tests.support.hf_configs import read_released
-from tests.support.wide_configs import LLAMA4_SCOUT
+from tests.support.released_configs import LLAMA4_SCOUT
 
 FOLDERS = ("deepseek_v3", "deepseek_v3_2", "gemma_4_31b", "glm_4_5_air", "glm_5_3", "gpt_oss_20b", "llama3_1_8b")
 FOLDERS += ("minimax_m2_7", "ministral_3_8b", "nvidia_nemotron_3_nano", "olmo_3_7b", "phi_4", "qwen3_30b_a3b")

@@ -24,7 +24,7 @@ from megatron_grpo.models.hf_folder import write_hf_folder
 from megatron_grpo.models.shape import DeltaShape
 from megatron_grpo.preflight.model_file_checks import find_weight_problems
 from megatron_grpo.trainer.hf_export import read_carried_tensors
-from tests.support.qwen3_5_configs import QWEN3_5_27B, QWEN3_5_35B, QWEN3_NEXT_80B, RELEASED
+from tests.support.released_configs import DELTA_NETS, QWEN3_5_27B, QWEN3_5_35B, QWEN3_NEXT_80B
 
 CLASSES = {"qwen3_5": Qwen3_5TextConfig, "qwen3_5_moe": Qwen3_5MoeTextConfig, "qwen3_next": Qwen3NextConfig}
 ARCHITECTURES = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
@@ -32,14 +32,14 @@ ARCHITECTURES = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForC
 
 def as_text(family: str, **changes: Any) -> dict[str, Any]:
     """The released language model by itself."""
-    raw = RELEASED[family]
+    raw = DELTA_NETS[family]
     text = {**raw["text_config"], "architectures": [ARCHITECTURES[family]]} if "text_config" in raw else raw
     return {**text, **changes}
 
 
-@pytest.mark.parametrize("family", RELEASED)
+@pytest.mark.parametrize("family", DELTA_NETS)
 def test_released_sizes_are_read(family: str) -> None:
-    shape = parse_model_shape(RELEASED[family])
+    shape = parse_model_shape(DELTA_NETS[family])
     heads = {"qwen3_5": 48, "qwen3_5_moe": 32, "qwen3_next": 32}[family]
     assert shape.delta == DeltaShape(key_heads=16, value_heads=heads, key_dim=128, value_dim=128, kernel=4)
     assert Counter(shape.delta_layers) == {True: shape.layers * 3 // 4, False: shape.layers // 4}
@@ -62,7 +62,7 @@ def test_released_sizes_are_read(family: str) -> None:
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_the_text_part_is_read_alike_alone_and_in_a_vision_model(family: str) -> None:
-    inner, alone = parse_model_shape(RELEASED[family]), parse_model_shape(as_text(family))
+    inner, alone = parse_model_shape(DELTA_NETS[family]), parse_model_shape(as_text(family))
     assert replace(inner, text_prefix="") == alone
 
 

@@ -22,7 +22,7 @@ from megatron_grpo.planning.generation_cost import (
 )
 from megatron_grpo.platform.hardware import Hardware, load_hardware
 from tests.support.config_problems import SMALL
-from tests.support.qwen3_5_configs import QWEN3_5_27B
+from tests.support.released_configs import QWEN3_5_27B
 from tests.unit.planning.test_costs import H100
 
 DENSE = parse_model_shape({**SMALL, "model_type": "qwen3", "vocab_size": 256, "num_hidden_layers": 4})

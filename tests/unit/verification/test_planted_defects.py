@@ -1,7 +1,7 @@
 """The doctor on defects besides those of its own tests: none is called healthy, and no wrong cause is given.
 
 The engine and the trainer of every run are transformers, so a defect is what a case says and nothing else. Cases are
-in tests/support/planted_*.py, and `python -m tests.support.planted_table` prints the answers.
+in tests/data/planted_defects.yaml, and `python -m tests.support.planted.table` prints the answers.
 """
 
 from __future__ import annotations
@@ -16,48 +16,14 @@ import pytest
 
 from megatron_grpo import doctor
 from megatron_grpo.observability.run_files import read_lines
-from tests.support.planted import RUNS, Case, examine, fresh, verdict
-from tests.support.planted_engines import SETTINGS, TENSORS
-from tests.support.planted_healthy import HEALTHY, Healthy
-from tests.support.planted_last import LAST
-from tests.support.planted_more import MORE, MORE_HEALTHY
-from tests.support.planted_options import OPTIONS
-from tests.support.planted_orders import ORDERS
-from tests.support.planted_others import RECORDS, TRAINERS
-from tests.support.planted_parts import PARTS
-from tests.support.planted_places import PLACES
-from tests.support.planted_served import MORE_OPTIONS, SERVED
+from tests.support.planted.cases import CASES, DEFECTS, HEALTHY, Case, examine, fresh, verdict
+from tests.support.planted.runs import RUNS
 from tests.support.recorded_runs import RecordedRun, sampled
-
-DEFECTS = (*TENSORS, *SETTINGS, *TRAINERS, *RECORDS, *MORE, *LAST, *PARTS, *ORDERS, *PLACES, *SERVED)
-HEALTHY_RUNS = (*HEALTHY, *MORE_HEALTHY, *OPTIONS, *MORE_OPTIONS)
-FAST = frozenset(
-    {
-        "stale head",
-        "missing biases",
-        "repetition penalty",
-        "three tokens biased",
-        "checkpoint of another version",
-        "least length of a response",
-        "packed sequences leak",
-        "a log-probability edited",
-        "one seed for all samples",
-        "temperature twice",
-        "checkpoints exchanged",
-        "rotary base of one layer",
-        "float32",
-        "greedy",
-        "a policy that is sure of itself",
-        "bfloat16",
-        "asynchronous, two versions in a response",
-    }
-)
-"""Cases that every run of the tests has; the others are slow ones."""
 
 
 def cases_of(cases: Sequence[Any]) -> list[Any]:
     """Parameters of a test."""
-    return [pytest.param(one, id=one.name, marks=[] if one.name in FAST else pytest.mark.slow) for one in cases]
+    return [pytest.param(one, id=one.name, marks=[] if one.fast else pytest.mark.slow) for one in cases]
 
 
 MakeRun = Callable[..., RecordedRun]
@@ -94,8 +60,8 @@ def test_a_defect_is_named(case: Case, make: MakeRun) -> None:
     assert "Traceback" not in answer.errors
 
 
-@pytest.mark.parametrize("case", cases_of(HEALTHY_RUNS))
-def test_a_healthy_run_is_clean(case: Healthy, make: MakeRun) -> None:
+@pytest.mark.parametrize("case", cases_of(HEALTHY))
+def test_a_healthy_run_is_clean(case: Case, make: MakeRun) -> None:
     run = make(case.run, *case.overrides)
     case.plant(run)
     answer = examine(run)
@@ -128,13 +94,13 @@ def test_the_engine_of_the_rollouts_that_differ_is_named(make: MakeRun) -> None:
 def test_there_are_enough_kinds() -> None:
     assert len({one.name for one in DEFECTS}) == len(DEFECTS) >= 20
     assert sum(one.must for one in DEFECTS) >= 0.8 * len(DEFECTS)
-    assert len({one.name for one in HEALTHY_RUNS}) == len(HEALTHY_RUNS) >= 12
+    assert len({one.name for one in HEALTHY}) == len(HEALTHY) >= 12
 
 
 def test_a_recomputed_figure_has_not_the_name_of_the_recorded_one(
     make: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (leak,) = [one for one in TRAINERS if one.name == "packed sequences leak"]
+    (leak,) = [one for one in CASES["trainers"] if one.name == "packed sequences leak"]
     run = make(leak.run)
     leak.plant(run)
     recorded = read_lines(run.run_dir / "metrics.jsonl")[-1]["token_mult_prob_error"]
