@@ -2,8 +2,8 @@
 
     python benchmarks/suite_durations.py [TARGET ...] > benchmarks/results/DATE_suite_durations.json
 
-For each call of pytest in the targets (test): its seconds, the seconds until the first report (imports and collection),
-and for every file seconds, CPU seconds and tests, the longest first. CPU seconds hold those of all processes that a file
+For each call of pytest in the targets (test): its seconds, those until the first report (imports and collection), and
+for every file seconds, CPU seconds and tests, the longest first. CPU seconds hold those of all processes that a file
 started and that ended below it; a daemon that outlives its parent (Ray's) is missing.
 """
 
