@@ -33,9 +33,8 @@ from megatron_grpo.weight_sync.transfer_plan import (
 )
 from tests.support.engine_table import table_boxes
 from tests.support.moe_config import QWEN3_MOE
-from tests.support.nemotron_config import NANO
-from tests.support.qwen3_5_configs import QWEN3_5_27B
 from tests.support.refit_models import DENSE, LATENT, SHAPES, full_tensor, model_of, vllm_parameters
+from tests.support.released_configs import NANO, QWEN3_5_27B
 
 MOE = parse_model_shape(QWEN3_MOE)
 
