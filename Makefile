@@ -1,6 +1,6 @@
 # Every target sets up what it needs in .venv, once, and again only when the lock files or the packaging change.
 #   make quickstart              a whole GRPO run on this machine's CPU
-#   make test | test-unit | lint
+#   make test | test-unit | lint  (CHANGED=1, or a revision: only tests that the change since then can reach)
 #   make test-tools             tests of what is beside training: plans, the doctor, replays, benchmarks, launchers, reports
 #   make test-slow              a short real run with every preset and option, and rare layouts, beyond what test runs
 #   make cuda-check             the CUDA packages and our CUDA code on a machine without a GPU, as far as that goes: installs
@@ -15,7 +15,8 @@ VENV := .venv
 CUDA_VENV := .venv-cuda
 BIN := $(VENV)/bin
 EDITABLE := -m pip --disable-pip-version-check --quiet install --no-deps --no-build-isolation --editable .
-PYTEST_BY_FILE = $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+PYTEST := $(BIN)/python -m pytest $(if $(CHANGED),-p tests.support.changed)
+PYTEST_BY_FILE = $(PYTEST) -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 # Tests of commands beside training, and of benchmarks.
 UNIT_TOOLS := $(addprefix tests/unit/,planning verification test_gpu_check.py test_installation.py test_launchers.py \
     test_models_page.py test_plan.py test_refit_plan.py test_same_numbers.py test_scale.py)
@@ -36,11 +37,11 @@ quickstart: $(VENV)/.runtime
 	$(BIN)/python -m megatron_grpo.train +exp=quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow" -n 3 --durations=10 $(addprefix --ignore=,$(UNIT_TOOLS)) tests/unit
+	$(PYTEST) -m "not slow" -n 3 --durations=10 $(addprefix --ignore=,$(UNIT_TOOLS)) tests/unit
 	$(PYTEST_BY_FILE) $(addprefix --ignore=,$(RUN_TOOLS)) tests/parity tests/integration
 
 test-tools: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow" -n 3 --durations=10 $(UNIT_TOOLS)
+	$(PYTEST) -m "not slow" -n 3 --durations=10 $(UNIT_TOOLS)
 	$(PYTEST_BY_FILE) $(RUN_TOOLS)
 
 test-slow: $(VENV)/.dev

@@ -200,7 +200,7 @@ def test_the_dump_holds_what_was_collected(quiet: RolloutPool, tmp_path: Path) -
     groups = [groups[3], groups[1]]  # as dynamic sampling puts groups together
     flat = [one for group in quiet.fetch(groups) for one in group]
     by_response, by_token = (step_batch(flat, numbers) for numbers in ([EVEN, ODD], [EVEN, ODD]))
-    record = make_record(samples_per_prompt=SAMPLES)
+    record = make_record(samples_per_prompt=SAMPLES, vocab=1000)
     by_response.advantages = np.arange(2 * SAMPLES, dtype=np.float32)
     by_token.fields = {"advantages": [], "prev_logprobs": []}
     for numbers in by_token.partitions:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,7 +170,11 @@ def _start(number: int) -> _Rank:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(number + 1)))).split(",")
     context: Any = multiprocessing.get_context("spawn" if cuda else "forkserver")
     if not cuda:
-        context.set_forkserver_preload([__name__])
+        # What the functions of tests import costs seconds, and every file has ranks of its own.
+        folder = Path(__file__).parent
+        context.set_forkserver_preload(
+            [__name__, *(f"tests.parity.{file.stem}" for file in sorted(folder.glob("test_*.py")))]
+        )
     ours, theirs = context.Pipe()
     # Not a daemon: the checkpoint writer starts processes of its own. A rank ends when its connection does.
     process = context.Process(target=_serve, args=(number, theirs))

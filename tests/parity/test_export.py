@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +20,7 @@ from megatron_grpo.export import main
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, STATE_FILE, write_driver_files
-from megatron_grpo.trainer.checkpoint import build_sharded_weights
+from megatron_grpo.trainer.checkpoint import ResultsFile, build_sharded_weights
 from megatron_grpo.trainer.model.build import build_model
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.support.damage import delete, files_of, flip, truncate
@@ -31,6 +32,7 @@ def save_checkpoint(layout: Layout, folder: Path, output: Path) -> None:
     shape = read_model_shape(folder)
     chunks = build_model(PolicyConfig(parallel=layout.parallel, precision="float32"), shape)
     load_hf_weights(chunks, shape, folder)
+    filesystem_async.get_write_results_queue = ResultsFile  # as the trainer's: a manager process takes seconds to start
     dist_checkpointing.save({"model": build_sharded_weights(chunks, None)}, str(output))
 
 

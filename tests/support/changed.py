@@ -1,9 +1,9 @@
-"""A pytest plugin: only files of tests that a change can reach by imports; `make test CHANGED=1`.
+"""A pytest plugin: only files of tests that a change can reach; `make test CHANGED=1`.
 
-The change is the working tree against HEAD, or against another revision that CHANGED names. A file of tests is reached
-by what it imports, at any depth, and by modules whose dotted names it writes as text, such as those that it starts with
-`-m`. What is not Python (conf/, docs/, launchers) is reached by tests that name its folder; a change of what all tests
-share runs them all.
+The change is the working tree against HEAD, or against another revision that CHANGED names. A file reaches what it
+imports, at any depth, and modules whose dotted names it writes as text, such as those that it starts with `-m` or that
+a table resolves. A file that is not Python is reached by what writes its name, or its folder as a path of its own; a
+change of what all tests share runs them all.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-import grimp
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("megatron_grpo", "megatron_grpo_kernels")
-SHARED = ("pyproject.toml", "setup.py", "Makefile", "requirements/", "tests/conftest.py")
-"""What every test depends on."""
+FOLDERS = ("megatron_grpo", "kernels/megatron_grpo_kernels", "tests", "benchmarks")
+SHARED = ("pyproject.toml", "setup.py", "Makefile", "requirements/")
+"""What every test depends on, beside the conftest files above it."""
+_DOTTED = re.compile(r"\b(?:megatron_grpo|megatron_grpo_kernels|tests)(?:\.\w+)+")
 
 
 def list_changed_files(revision: str) -> set[str]:
@@ -34,58 +34,71 @@ def list_changed_files(revision: str) -> set[str]:
 
 
 def name_module(file: str) -> str:
-    """Name a Python file as an import does; kernels/ holds a package of its own."""
-    parts = Path(file).with_suffix("").parts
-    return (
-        ".".join(part for part in parts if part not in ("kernels", "__init__"))
-        if parts[0] == "kernels"
-        else ".".join(part for part in parts if part != "__init__")
-    )
+    """Name a file as an import does: kernels/ holds a package of its own, conf/ is a package of YAML files."""
+    path = Path(file).with_suffix("") if file.endswith(".py") else Path(file).parent
+    name = ".".join(part for part in path.parts if part not in ("kernels", "__init__"))
+    return "megatron_grpo.conf" if name.partition(".")[0] == "conf" else name
 
 
 @cache
-def read_names(file: Path) -> frozenset[str]:
-    """Read the modules that a file imports or names as text, of the package and of the tests."""
-    names = set()
+def read_file(file: Path) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Read the modules that a Python file imports, and its texts."""
+    modules: set[str] = set()
+    texts = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names |= set(re.findall(r"\b(?:megatron_grpo|megatron_grpo_kernels|tests)(?:\.\w+)+", node.value))
-    return frozenset(name for name in names if name.startswith((*PACKAGES, "tests.")))
+            texts.append(node.value)
+    return frozenset(modules), tuple(texts)
+
+
+def list_modules(file: Path) -> frozenset[str]:
+    """List the modules that a file reaches by itself: a test also those that it names, to start them in a process."""
+    modules, texts = read_file(file)
+    if not file.is_relative_to(ROOT / "tests"):
+        return modules
+    return modules.union(*(_DOTTED.findall(text) for text in texts))
 
 
 class Change:
     """What a change reaches."""
 
     def __init__(self, files: set[str]) -> None:
-        self.files = files
-        self.is_shared = any(file.startswith(SHARED) for file in files)
-        self.folders = {file.partition("/")[0] for file in files if not file.endswith(".py")} - {"tests", "benchmarks"}
-        graph = grimp.build_graph(*PACKAGES)
-        changed = {name_module(file) for file in files if file.endswith(".py")}
-        self.modules = changed.union(*(graph.find_downstream_modules(name) for name in changed & graph.modules))
+        self._files = files
+        self._is_shared = any(file.startswith(SHARED) for file in files)
+        self._words = {Path(file).stem for file in files} - {"__init__"}
+        paths = {path: name_module(str(path.relative_to(ROOT))) for f in FOLDERS for path in (ROOT / f).rglob("*.py")}
+        pending = {name_module(file) for file in files if file.endswith(".py")}
+        packages = {name_module(file) for file in files if file.endswith("/__init__.py")}
+        pending |= {name for name in paths.values() if name.startswith(tuple(f"{package}." for package in packages))}
+        pending |= {name for path, name in paths.items() if self._writes_name(path)}
+        self._modules: set[str] = set()
+        while pending:  # modules that reach these, until no more are added
+            self._modules |= pending
+            pending = {
+                name
+                for path, name in paths.items()
+                if name not in self._modules and not pending.isdisjoint(list_modules(path))
+            }
+
+    def _writes_name(self, path: Path) -> bool:
+        """Tell whether a file writes the name of a changed file, or its folder as a path."""
+        is_test = path.is_relative_to(ROOT / "tests")
+        words = self._words if is_test else {Path(file).stem for file in self._files if not file.endswith(".py")}
+        folders = {folder for file in self._files if not file.endswith(".py") for folder in Path(file).parts[:-1]}
+        return any(
+            text.strip("/") in folders or Path(text).stem in words or (text.endswith(".conf") and "conf" in folders)
+            for text in read_file(path)[1]
+        )
 
     def reaches(self, file: Path) -> bool:
         """Tell whether a file of tests can notice the change."""
-        conftest = str((file.parent / "conftest.py").relative_to(ROOT))
-        if self.is_shared or conftest in self.files:
-            return True
-        pending, seen = [file], set()
-        while pending:
-            current = pending.pop()
-            seen.add(current)
-            names = read_names(current)
-            if str(current.relative_to(ROOT)) in self.files or names & self.modules:
-                return True
-            text = current.read_text()
-            if any(re.search(rf"\b{re.escape(folder)}\b", text) for folder in self.folders):
-                return True
-            helpers = (ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith("tests."))
-            pending += [helper for helper in helpers if helper.is_file() and helper not in seen]
-        return False
+        folders = file.relative_to(ROOT).parents
+        is_shared = self._is_shared or any(f"{folder}/conftest.py" in self._files for folder in folders)
+        return is_shared or name_module(str(file.relative_to(ROOT))) in self._modules
 
 
 @cache
