@@ -26,10 +26,10 @@ def list_reached(*files: str) -> set[str]:
         ("megatron_grpo/losses/policy_loss.py", "tests/integration/test_run.py"),  # runs `-m megatron_grpo.train`
         ("megatron_grpo/environments/openenv.py", "tests/integration/test_openenv.py"),  # a configuration names it
         ("kernels/megatron_grpo_kernels/logprob.py", "tests/unit/kernels/test_fused_logprob.py"),
-        ("conf/exp/quickstart.yaml", "tests/unit/config/test_config.py"),
+        ("conf/exp/quickstart.yaml", "tests/unit/config/test_recipes.py"),
         ("docs/agents.md", "tests/unit/test_documented_paths.py"),
         ("tests/support/engine_configs.py", "tests/unit/weight_sync/test_family_fingerprints.py"),
-        ("tests/unit/losses/test_loss_against_trl.py", "tests/unit/losses/test_loss_oracle.py"),
+        ("tests/unit/losses/test_loss_against_trl.py", "tests/unit/losses/test_loss_against_trl.py"),
     ],
 )
 def test_a_change_reaches_what_uses_the_file_and_nothing_far_from_it(file: str, reached: str) -> None:
