@@ -55,6 +55,7 @@ def read_file(file: Path) -> tuple[frozenset[str], tuple[str, ...]]:
     return frozenset(modules), tuple(texts)
 
 
+@cache
 def list_modules(file: Path) -> frozenset[str]:
     """List the modules that a file reaches by itself: a test also those that it names, to start them in a process."""
     modules, texts = read_file(file)
