@@ -70,7 +70,10 @@ class Change:
     def __init__(self, files: set[str]) -> None:
         self._files = files
         self._is_shared = any(file.startswith(SHARED) for file in files)
+        others = [Path(file) for file in files if not file.endswith(".py")]
         self._words = {Path(file).stem for file in files} - {"__init__"}
+        self._other_words = {file.stem for file in others}
+        self._folders = {folder for file in others for folder in file.parts[:-1]}
         paths = {path: name_module(str(path.relative_to(ROOT))) for f in FOLDERS for path in (ROOT / f).rglob("*.py")}
         pending = {name_module(file) for file in files if file.endswith(".py")}
         packages = {name_module(file) for file in files if file.endswith("/__init__.py")}
@@ -87,11 +90,11 @@ class Change:
 
     def _writes_name(self, path: Path) -> bool:
         """Tell whether a file writes the name of a changed file, or its folder as a path."""
-        is_test = path.is_relative_to(ROOT / "tests")
-        words = self._words if is_test else {Path(file).stem for file in self._files if not file.endswith(".py")}
-        folders = {folder for file in self._files if not file.endswith(".py") for folder in Path(file).parts[:-1]}
+        words = self._words if path.is_relative_to(ROOT / "tests") else self._other_words
         return any(
-            text.strip("/") in folders or Path(text).stem in words or (text.endswith(".conf") and "conf" in folders)
+            Path(text).stem in words
+            or text.strip("/") in self._folders
+            or (text.endswith(".conf") and "conf" in self._folders)
             for text in read_file(path)[1]
         )
 
