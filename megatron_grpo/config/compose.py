@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
@@ -100,8 +100,9 @@ def unite_shared_keys(
         else:
             OmegaConf.update(united, name, set_values[first][name])
             setters[name] = [first]
+    shared = cast("dict[str, Any]", OmegaConf.to_container(united, resolve=False))
     for loop in LOOPS:
-        OmegaConf.update(composed, loop, OmegaConf.merge(_select_keys(tree[loop], shared=False), united), merge=False)
+        OmegaConf.update(composed, loop, _select_keys(tree[loop], shared=False) | shared, merge=False)
     written_names = {
         f"{algorithm}.{name}": f"{loop}.{name}" for name, (loop, *_) in setters.items() if loop != algorithm
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
 from functools import cache
 
 from hydra import compose
@@ -21,7 +21,7 @@ def compose_with_settings(config_name: str, overrides: list[str]) -> DictConfig:
     choices = [override for override in overrides if not override.startswith("++")]
     if any(choice.startswith(("~", "hydra.")) for choice in choices):
         return compose(config_name, overrides)
-    composed = copy.deepcopy(_compose_choices(config_name, tuple(choices)))
+    composed: DictConfig = pickle.loads(_compose_choices(config_name, tuple(choices)))  # quicker than a deep copy
     OmegaConf.clear_cache(composed)  # the time in the name of a run is that of its own command line
     parsed = OverridesParser.create().parse_overrides(settings)
     ConfigLoaderImpl._apply_overrides_to_config(parsed, composed)
@@ -29,5 +29,5 @@ def compose_with_settings(config_name: str, overrides: list[str]) -> DictConfig:
 
 
 @cache
-def _compose_choices(config_name: str, choices: tuple[str, ...]) -> DictConfig:
-    return compose(config_name, [*choices])
+def _compose_choices(config_name: str, choices: tuple[str, ...]) -> bytes:
+    return pickle.dumps(compose(config_name, [*choices]))
