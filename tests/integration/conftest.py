@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,21 @@ def straight_run(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first, so that no worker is left with one of them at the end."""
+    """Put the longest files first, so that no worker is left with one of them at the end.
+
+    Files of this folder, which wait for processes to start, take turns with the others, which compute.
+    """
     seconds = read_durations()
-    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
+    files = sorted({get_file(item) for item in items}, key=lambda file: (-seconds.get(file, 0.0), file))
+    waiting = [file for file in files if Path(file).parent.name == "integration"]
+    pairs = zip_longest(waiting, (file for file in files if file not in waiting))
+    order = {file: number for number, file in enumerate(chain.from_iterable(pairs))}
+    items.sort(key=lambda item: order[get_file(item)])
+
+
+def get_file(item: pytest.Item) -> str:
+    """Name a test's file from the root of the repository."""
+    return item.nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)
