@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -26,19 +27,33 @@ time.sleep(300)
 """
 
 
-def let_look(driver: int) -> None:
-    """Wait until the clean-up process of a driver, which takes seconds on a busy machine, is up and has looked."""
+def let_look(driver: int, *, sleeps: bool = True) -> None:
+    """Wait until a driver's clean-up process has looked twice since the driver's last processes have started.
+
+    A busy machine takes seconds to start each of them; a look is seen by what it reads in /proc.
+    """
     deadline = time.monotonic() + 60
-    maps = ""
-    while "psutil" not in maps and time.monotonic() < deadline:
-        time.sleep(0.1)
-        cleaners = [
-            one
-            for one in psutil.Process(driver).children()
-            if any("cluster.cleanup" in part for part in one.cmdline()[1:3])
-        ]
-        maps = "".join(Path(f"/proc/{one.pid}/maps").read_text() for one in cleaners)
-    time.sleep(2 * REFRESH_S)
+
+    def wait_until(condition: Callable[[], bool]) -> None:
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def find(name: str) -> list[psutil.Process]:
+        family = psutil.Process(driver).children(recursive=True)
+        return [process for process in family if name in " ".join(process.cmdline()[:3])]
+
+    def count_reads() -> int:
+        return sum(process.io_counters().read_count for process in find("cluster.cleanup"))
+
+    def has_begun() -> bool:
+        return any("psutil" in Path(f"/proc/{process.pid}/maps").read_text() for process in find("cluster.cleanup"))
+
+    wait_until(lambda: has_begun() and bool(find("sleep 300")) == sleeps)
+    for _ in range(3):  # the first may have begun before
+        reads = count_reads()
+        wait_until(lambda before=reads: count_reads() > before)  # type: ignore[misc]
+        time.sleep(REFRESH_S / 4)
 
 
 ENDS = pytest.mark.parametrize(
@@ -102,7 +117,7 @@ def test_what_a_killed_driver_made_is_removed(killed: bool, tmp_path: Path) -> N
         segment = Path("/dev/shm") / driver.stdout.readline().strip()
         family = psutil.Process(driver.pid).children(recursive=True)
         assert segment.is_file()
-        let_look(driver.pid)
+        let_look(driver.pid, sleeps=False)
         if killed:
             driver.kill()
         else:
@@ -138,7 +153,7 @@ def test_what_a_lost_process_shared_is_freed_and_nothing_else() -> None:
         assert driver.stdin is not None
         assert driver.stdout is not None
         segments = [Path("/dev/shm") / driver.stdout.readline().strip() for _ in range(2)]
-        let_look(driver.pid)
+        let_look(driver.pid, sleeps=False)
         family = psutil.Process(driver.pid).children(recursive=True)
         try:
             print("go on", file=driver.stdin, flush=True)
