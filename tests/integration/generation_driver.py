@@ -8,10 +8,9 @@ import time
 from pathlib import Path
 
 import psutil
-import ray
 
 from megatron_grpo.batch.generation_requests import GenerationRequest, SamplingSettings
-from tests.integration.vllm_helpers import engines, generate, request
+from tests.integration.vllm_helpers import engines, generate, request, start_ray
 
 
 def requests() -> list[GenerationRequest]:
@@ -23,13 +22,7 @@ SETTINGS = SamplingSettings(max_new_tokens=12, temperature=0.8)
 
 
 def main() -> None:
-    ray.init(
-        include_dashboard=False,
-        num_cpus=2,
-        _node_ip_address="127.0.0.1",
-        object_store_memory=100 * 2**20,
-        log_to_driver=False,
-    )
+    start_ray()
     with engines(Path(sys.argv[1]), pipeline=2) as generation:
         outputs = generate(generation, requests(), SETTINGS)
         children = psutil.Process().children(recursive=True)

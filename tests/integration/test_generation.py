@@ -32,6 +32,7 @@ from tests.integration.vllm_helpers import (
     kill_a_worker,
     make_model,
     request,
+    start_ray,
 )
 
 PROMPT = [2, 5, 9, 4]
@@ -61,7 +62,7 @@ def killed_driver(model: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def generation(model: Path) -> Iterator[VllmGeneration]:
-    ray.init(include_dashboard=False, num_cpus=2, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20)
+    start_ray()
     with engines(model, pipeline=2) as started:
         yield started
     ray.shutdown()

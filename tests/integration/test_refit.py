@@ -30,6 +30,7 @@ from tests.integration.vllm_helpers import (
     kill_a_worker,
     make_model,
     request,
+    start_ray,
 )
 
 POLICY_LAYOUTS = {"tp2": ParallelConfig(tensor=2), "pp2": ParallelConfig(pipeline=2)}
@@ -46,7 +47,7 @@ REFIT = RefitConfig(mode="broadcast", bucket_mib=0.05, timeout_s=60.0, retries=0
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_cluster() -> Iterator[None]:
-    ray.init(include_dashboard=False, num_cpus=2, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20)
+    start_ray()
     yield
     ray.shutdown()
 

@@ -23,7 +23,15 @@ from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.refit_calls import SETTLE_S, PolicyLostError, RefitError
 from tests.integration.test_refit import assert_serves, start_policy
-from tests.integration.vllm_helpers import Oracle, engines, generate, make_model, request, worker_pids
+from tests.integration.vllm_helpers import (
+    Oracle,
+    engines,
+    generate,
+    make_model,
+    request,
+    start_ray,
+    worker_pids,
+)
 from tests.support.refit_faults import (
     DROP,
     FAULTY_RANK,
@@ -79,7 +87,7 @@ class Scene:
 def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """With logs and heartbeats, as in a run."""
     with driver_log(tmp_path_factory.mktemp("run"), "info"):
-        ray.init(include_dashboard=False, num_cpus=2, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20)
+        start_ray()
         yield
         ray.shutdown()
 

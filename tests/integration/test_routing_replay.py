@@ -24,7 +24,14 @@ from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
-from tests.integration.vllm_helpers import VOCAB, engines, generate, make_model, request
+from tests.integration.vllm_helpers import (
+    VOCAB,
+    engines,
+    generate,
+    make_model,
+    request,
+    start_ray,
+)
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.support.forced_routing import own_routing
 
@@ -50,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray() -> Iterator[None]:
-    ray.init(include_dashboard=False, num_cpus=2, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20)
+    start_ray()
     yield
     ray.shutdown()
 

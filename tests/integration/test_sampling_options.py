@@ -17,7 +17,16 @@ from megatron_grpo.batch.generation_requests import GenerationOutput, SamplingSe
 from megatron_grpo.config.generation_schema import StructuredConfig
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.generation.vllm_generation import VllmGeneration
-from tests.integration.vllm_helpers import EOS, LETTERS, Oracle, engines, generate, make_model, request
+from tests.integration.vllm_helpers import (
+    EOS,
+    LETTERS,
+    Oracle,
+    engines,
+    generate,
+    make_model,
+    request,
+    start_ray,
+)
 
 pytestmark = pytest.mark.slow  # tests/unit/preflight/test_engines.py reads the options with every `make test`
 
@@ -43,7 +52,7 @@ def oracle(model: Path) -> Oracle:
 @pytest.fixture(scope="module")
 def generation(model: Path) -> Iterator[VllmGeneration]:
     """Of which 8 responses are decoded together, with an argument that is passed on."""
-    ray.init(include_dashboard=False, num_cpus=2, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20)
+    start_ray()
     config = {"attention_config": {"flash_attn_version": 2}, "block_size": 32}
     with engines(model, pipeline=2, generation_batch_size=TOGETHER, engine_args=config) as started:
         yield started

@@ -29,7 +29,7 @@ class Process:
 
 @pytest.fixture
 def cluster() -> Iterator[RayCluster]:
-    ray.init(num_cpus=16, num_gpus=5, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=16, num_gpus=5, include_dashboard=False, log_to_driver=False)
     yield RayCluster(ClusterConfig(gpus_per_node=5, startup_timeout_s=30.0))
     ray.shutdown()
 

@@ -29,7 +29,15 @@ from megatron_grpo.rollouts.engine_client import EngineClient, Engines
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
-from tests.integration.vllm_helpers import START_S, Oracle, engines, generate, make_model, request
+from tests.integration.vllm_helpers import (
+    START_S,
+    Oracle,
+    engines,
+    generate,
+    make_model,
+    request,
+    start_ray,
+)
 from tests.support.forced_routing import own_routing
 
 MODELS, PROMPT_TOKENS, TOKENS, MAX_LENGTH = 3, 200, 150, 400
@@ -111,7 +119,7 @@ class Versions:
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_cluster() -> Iterator[None]:
-    ray.init(include_dashboard=False, num_cpus=2, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20)
+    start_ray()
     yield
     ray.shutdown()
 

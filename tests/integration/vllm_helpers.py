@@ -51,6 +51,18 @@ def gemma3(**sizes: object) -> PretrainedConfig:
     return Gemma3TextConfig(layer_types=types, sliding_window=6, query_pre_attn_scalar=24, **sizes)
 
 
+def start_ray() -> None:
+    """Start a Ray of this process; without an address it would join one that another test has started."""
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        num_cpus=2,
+        _node_ip_address="127.0.0.1",
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+    )
+
+
 def make_model(path: Path, seed: int, family: Callable[..., PretrainedConfig] = Qwen3Config) -> Path:
     """A random model with two layers, and a tokenizer of one token per letter."""
     torch.manual_seed(seed)
