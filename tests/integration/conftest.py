@@ -10,6 +10,7 @@ import pytest
 
 from tests.integration.runs import SHORT, TrainingRun
 from tests.support.durations import read_durations
+from tests.support.rotation import set_tests_aside
 
 SHARING = ("test_colocated_run.py", "test_debug_modes.py", "test_evaluate.py", "test_run.py")
 """Files with tests that compare with the straight run."""
@@ -24,11 +25,13 @@ def straight_run(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     return run
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first, so that no worker is left with one of them at the end.
+    """Leave tests that take turns to other commits, and put the longest files first, so that no worker ends last alone.
 
-    Files of this folder, which wait for processes to start, take turns with the others, which compute.
+    A file of this folder, which waits for processes to start, is followed by one of the others, which compute.
     """
+    set_tests_aside(items)
     seconds = read_durations()
     files = sorted({get_file(item) for item in items}, key=lambda file: (-seconds.get(file, 0.0), file))
     waiting = [file for file in files if Path(file).parent.name == "integration"]

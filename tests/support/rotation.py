@@ -22,6 +22,8 @@ SEED = "TEST_ROTATION"
 """Environment variable that chooses the cases in place of the commit."""
 LAYOUT = ("layout", "layouts")
 """Parameters whose values take turns."""
+TURNS = "turns"
+"""Mark of tests that take turns with those of the same file: each commit runs one of them."""
 
 
 @cache
@@ -52,6 +54,19 @@ def set_others_aside(items: Iterable[pytest.Item]) -> None:
             tests[f"{item.nodeid.partition('[')[0]} {others}"].append(item)
     for name, cases in tests.items():
         chosen = choose_part(name, cases, (len(cases) + 1) // 2)
+        for case in cases:
+            if case not in chosen:
+                case.add_marker(pytest.mark.slow)
+
+
+def set_tests_aside(items: Iterable[pytest.Item]) -> None:
+    """Mark as slow, of each file's tests that take turns, all but this commit's."""
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker(TURNS) and not item.get_closest_marker("slow"):
+            tests[item.nodeid.partition("::")[0]].append(item)
+    for name, cases in tests.items():
+        chosen = choose_part(name, cases, 1)
         for case in cases:
             if case not in chosen:
                 case.add_marker(pytest.mark.slow)
