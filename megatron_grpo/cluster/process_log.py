@@ -21,6 +21,7 @@ from typing import Any, TextIO, cast
 
 from megatron_grpo.cluster import heartbeat as beats
 from megatron_grpo.cluster.phases import THIS_PROCESS
+from megatron_grpo.config.outside_files import open_to_append
 from megatron_grpo.config.outside_text import format_record, replace_controls
 
 LOGS_FOLDER = "logs"  # folder of the logs, inside the folder of the run
@@ -212,7 +213,7 @@ def begin_process_log(name: str, lasting_phase: str | None = None) -> None:
 def _open(folder: Path, name: str, level: str) -> ProcessLog:
     path = build_log_path(folder, name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    stream = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    stream = open_to_append(path)
     handler = LogHandler(stream)
     handler.setFormatter(RecordFormatter(LOG_FORMAT.format(process=name.replace("%", "%%"))))
     root = logging.getLogger()

@@ -142,9 +142,10 @@ def write_hf_folder(
         end_tokens: tokens that end a response, for generation_config.json; None: those of `source_folder`.
     """
     source = Path(source_folder)
+    side_files = list(_list_side_files(source))
     with new_folder(output) as folder:
         dtype = _write_weights_files(tensors, folder, max_file_bytes)
-        for file in _list_side_files(source):
+        for file in side_files:
             target = folder / file.relative_to(source)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)  # contents alone: the source may be read-only
