@@ -21,6 +21,7 @@ from typing import Any, TextIO, cast
 
 from megatron_grpo.cluster import heartbeat as beats
 from megatron_grpo.cluster.phases import THIS_PROCESS
+from megatron_grpo.config.hiding import hide_secrets
 from megatron_grpo.config.outside_files import open_to_append
 from megatron_grpo.config.outside_text import format_record, replace_controls
 
@@ -82,10 +83,10 @@ class LogHandler(logging.StreamHandler[TextIO]):
 
 
 class RecordFormatter(logging.Formatter):
-    """Formats records, whose texts may be from outside."""
+    """Formats records, whose texts may be from outside, or errors of libraries with a password."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return format_record(super().format(record))
+        return format_record(hide_secrets(super().format(record)))
 
 
 class PrintedText:
