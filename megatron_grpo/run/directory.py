@@ -224,6 +224,10 @@ def compare_data(folder: Path, config: Config) -> list[str]:
         path = dict(flatten(read_config_file(folder / CONFIG_FILE))).get("data.train_path")
     except FileNotFoundError:
         return []
+    except ValueError as error:
+        raise ConfigError(
+            [Problem(subject, f"{error}; it tells whose folder this is. Put it back, or {advice}")]
+        ) from None
     current = config.data.train_path
     is_same = os.path.exists(current) and os.path.realpath(str(path)) == os.path.realpath(current)
     if path != current and not is_same:
