@@ -136,7 +136,7 @@ def read_figures(file: Path) -> StepFigures | None:
     """Read a file of `write_figures`; None: no file. ValueError if it is damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
-    from pydantic import TypeAdapter
+    from pydantic import TypeAdapter, ValidationError
 
     if not file.exists():
         return None
@@ -158,4 +158,7 @@ def read_figures(file: Path) -> StepFigures | None:
         return TypeAdapter(StepFigures).validate_python({**values, "tensors": tensors, "states": states})
     except (pa.ArrowException, LookupError, TypeError, ValueError, OSError) as error:
         reason = select_first_line(error)
+        if isinstance(error, ValidationError):
+            problem = error.errors(include_url=False)[0]
+            reason = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
         raise ValueError(f"{file} is damaged, or was written by another version: {reason}") from None

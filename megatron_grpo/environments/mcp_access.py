@@ -19,7 +19,7 @@ def read_variables(names: Sequence[str] | None) -> dict[str, str]:
 
 @asynccontextmanager
 async def open_url(url: str, variable: str | None) -> AsyncIterator[Any]:
-    """Connect to a server, with the API key in an environment variable if it needs one."""
+    """Connect to a server; `variable`: environment variable with its API key."""
     from mcp.client.streamable_http import streamable_http_client
     from mcp.shared._httpx_utils import create_mcp_http_client
 
@@ -31,7 +31,7 @@ async def open_url(url: str, variable: str | None) -> AsyncIterator[Any]:
 
 
 async def _limit_body(response: Any) -> None:
-    """Let a body end with an error after MESSAGE_BYTES; the SDK limits the events of a stream."""
+    """End a body after MESSAGE_BYTES; the SDK limits events of a stream."""
     import httpx2
 
     if response.headers.get("content-encoding", "identity") != "identity":

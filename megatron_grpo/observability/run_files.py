@@ -82,7 +82,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """Read a file of JSON lines with the figures of steps; empty if it is missing.
+    """Read the figures of steps from JSON lines; empty without a file.
 
     Raises ValueError if a line has no step, or holds something else than numbers; the message names file and line.
     """

@@ -177,7 +177,7 @@ def _make_missing_error(name: str) -> RunError:
 
 
 def _list_settings(config: Config) -> dict[str, Any]:
-    """List the settings without what may be a secret, such as in a system prompt."""
+    """List the settings, with passwords and tokens hidden."""
     settings = hide_values(dataclasses.asdict(config))
     assert isinstance(settings, dict)
     return settings

@@ -25,6 +25,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.config.secret_values import find_secret_problems, read_secret
 from megatron_grpo.observability.page.write import render_report
 from megatron_grpo.observability.trackers import MlflowTracker, SwanlabTracker, TensorBoardTracker, WandbTracker
+from megatron_grpo.preflight import load
 from megatron_grpo.run.directory import override_values
 from tests.support.text_keys import can_hold_text, fit_text, name_key
 
@@ -91,6 +92,7 @@ def test_neither_page_nor_printed_configuration_nor_errors_show_a_recorded_secre
     planted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(planted)
+    monkeypatch.setattr(load, "_check_machine", lambda checked, rewards: None)
     page = render_report([planted])
     assert "tracking_uri" in page
     checkpoint = planted / "checkpoints" / "step_1"
@@ -202,6 +204,7 @@ def test_a_text_of_a_hundred_thousand_characters_is_looked_through_in_time(piece
         f"Authorization: Bearer {SECRET}",
         f"{{'api_key': '{SECRET}'}}",
         f"postgresql+psycopg://me:{SECRET}@db/mlflow",
+        str(Path(ADDRESSES[0])),
     ],
 )
 def test_secrets_are_hidden_in_texts_problems_and_errors(text: str) -> None:
