@@ -83,7 +83,7 @@ class LogHandler(logging.StreamHandler[TextIO]):
 
 
 class RecordFormatter(logging.Formatter):
-    """Formats records, whose texts may be from outside, or errors of libraries with a password."""
+    """Formats records, whose texts may steer a terminal or have a password."""
 
     def format(self, record: logging.LogRecord) -> str:
         return format_record(hide_secrets(super().format(record)))

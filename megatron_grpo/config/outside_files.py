@@ -79,7 +79,7 @@ def read_json(file: Path, *, links: bool = False) -> Any:
 
 
 def read_yaml(file: Path) -> Any:
-    """Read a file of YAML; errors as of `read_bytes`, and as of `parse_yaml`."""
+    """Read a file of YAML; errors as of `read_bytes` and `parse_yaml`."""
     text = read_text(file, YAML_BYTES)
     try:
         return parse_yaml(text)
@@ -115,7 +115,10 @@ def parse_yaml(text: str, nesting: int = NESTING) -> Any:
 
 
 def open_to_append(file: Path) -> TextIO:
-    """Open a file of a run's folder to append lines to; OSError: it is a link, pipe or device."""
+    """Open a file of a run's folder to append lines.
+
+    OSError: it is a link, pipe or device.
+    """
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -158,7 +161,7 @@ def _require_plain(text: str, nesting: int) -> None:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """True if a JSON value has more than so many levels of lists and objects."""
+    """True if a JSON value has more levels of lists and objects."""
     members = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     if members is None:
         return False

@@ -42,6 +42,8 @@ async def _limit_body(response: Any) -> None:
     body = response.stream
 
     class LimitedBody(httpx2.AsyncByteStream):
+        aclose = body.aclose
+
         async def __aiter__(self) -> AsyncIterator[bytes]:
             size = 0
             async for chunk in body:
@@ -49,8 +51,5 @@ async def _limit_body(response: Any) -> None:
                 if size > MESSAGE_BYTES:
                     raise httpx2.StreamError(f"the server's answer has more than {MESSAGE_BYTES} bytes")
                 yield chunk
-
-        async def aclose(self) -> None:
-            await body.aclose()
 
     response.stream = LimitedBody()

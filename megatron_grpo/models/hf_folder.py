@@ -143,7 +143,7 @@ def write_hf_folder(
     """
     source = Path(source_folder)
     side_files = list(_list_side_files(source))
-    for file in filter(partial(_leads_elsewhere, source), side_files):
+    for file in filter(partial(_is_link_elsewhere, source), side_files):
         raise ValueError(f"{file} is a link out of the model's folder, which a copy would carry; put the file there")
     with new_folder(output) as folder:
         dtype = _write_weights_files(tensors, folder, max_file_bytes)
@@ -253,7 +253,7 @@ def _list_side_files(source: Path) -> Iterator[Path]:
                 yield from inside
 
 
-def _leads_elsewhere(source: Path, file: Path) -> bool:
+def _is_link_elsewhere(source: Path, file: Path) -> bool:
     """True for a link to what is no file of a model."""
     target, folder = file.resolve(), source.resolve()
     if folder.parent.name == "snapshots":  # of the hub's cache, whose files lie beside it under other names

@@ -176,8 +176,8 @@ def _read_recorded_states(
     tokens = int(record.lengths.sum())
     for state in states:
         if not 0 <= state.token < tokens or len(state.sketch) != SKETCH:
-            place = f"at token {state.token} of {tokens}, in {len(state.sketch)} numbers"
-            raise ValueError(f"the record of step {record.step} has a hidden state {place}, which no run writes")
+            text = f"a hidden state at token {state.token} of {tokens}, in {len(state.sketch)} numbers"
+            raise ValueError(f"the record of step {record.step} has {text}, which no run writes")
     captured = np.unique(np.array([state.token for state in states], dtype=np.int64))
     rows: dict[str, Tensor] = {
         point: torch.full((len(captured), SKETCH), torch.nan)

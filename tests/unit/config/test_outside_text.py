@@ -147,10 +147,10 @@ def raise_error(error: Exception) -> Callable[..., Any]:
     return fail
 
 
-def take_turn(text: str, **turn: Any) -> list[Any]:
+def take_turn(**turn: Any) -> list[Any]:
     """What a model reads of the answer of a tool, an OpenEnv server or another environment with turns."""
     read: list[Any] = []
-    worker = make_answering_worker(read, step=lambda state, response: Turn(done=False, state=text, **turn))
+    worker = make_answering_worker(read, step=lambda state, response: Turn(done=False, **turn))
     answer = worker.step(cloudpickle.dumps(None), "response", 0)
     assert isinstance(answer, Turn), answer
     return read
@@ -207,9 +207,9 @@ DOORS: dict[str, Callable[[str], list[Any]]] = {
 }
 """Ways by which a text gets into a reason or a message: one line."""
 CONTENTS: dict[str, Callable[[str], list[Any]]] = {
-    "text of a turn": lambda text: take_turn(text, text=text or "."),
+    "text of a turn": lambda text: take_turn(text=text or "."),
     "messages of a turn": lambda text: take_turn(
-        text, messages=[{"role": "tool", "name": text, "content": [{"type": "text", "text": text}], text: text}]
+        messages=[{"role": "tool", "name": text, "content": [{"type": "text", "text": text}], text: text}]
     ),
     "MCP server": read_results,
     "row of a data set": lambda text: [parse_line(json.dumps({"prompt": text, text: [text]}).encode())],

@@ -177,9 +177,8 @@ def test_a_file_that_never_ends_or_leads_elsewhere_is_not_read(
     monkeypatch.setenv("PASSWORD_OF_THE_READER", SECRET)
     plant(folder / file, kind)
     told = ""
-    for name in COMMANDS:
-        if name != "resume" or file in ("config.yaml", "data.json", "model.json", ".lock"):  # it composes for a second
-            run(name)
+    for name in COMMANDS if file == "config.yaml" else ("report", "best", "export"):  # the others end before
+        run(name)
     for read in READERS.get(file, ()):
         try:
             told += str(read(folder))
