@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_grpo.config.hiding import hide_secrets
-from megatron_grpo.config.outside_text import escape_controls
+from megatron_grpo.config.outside_text import escape_controls, make_line
 
-_MAX_VALUE_CHARACTERS = 120
+_MAX_VALUE_CHARACTERS, _MAX_SUBJECT_CHARACTERS = 120, 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,8 @@ class Problem:
     text: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "subject", hide_secrets(self.subject))
+        subject = self.subject if len(self.subject) <= _MAX_SUBJECT_CHARACTERS else make_line(self.subject)
+        object.__setattr__(self, "subject", hide_secrets(subject))
         object.__setattr__(self, "text", hide_secrets(self.text))
 
     @property

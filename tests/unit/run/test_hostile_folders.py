@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -18,6 +19,7 @@ import yaml
 from megatron_grpo import command, doctor, evaluate, export, replay, report
 from megatron_grpo.batch.replay_files import locate_figures_file, read_figures
 from megatron_grpo.batch.rollout_files import count_rollouts, examine_file, locate_rollouts_file, read_rows
+from megatron_grpo.cluster.heartbeat import HeartbeatWriter, read_heartbeats
 from megatron_grpo.cluster.process_log import build_log_path
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.outside_files import open_to_append
@@ -92,6 +94,8 @@ CONFIGS = {
     "number in base 60": "a: 1" + ":59" * 100_000,
     "float in base 60": "a: 1" + ":59" * 100_000 + ".5",
     "many keys": "".join(f"k{number}: 1\n" for number in range(80_000)),
+    "many keys of a section": "x:\n" + "".join(f"  k{number}: 1\n" for number in range(80_000)),
+    "long key": "? " + "a_" * 200_000 + "\n: 1\n",
     "keys that are no text": "policy: {1: 2, null: 3, [4]: 5}\n1: {}\n",
     "large": "a: " + "x" * 2**21,
 }
@@ -165,7 +169,7 @@ def test_a_configuration_that_explodes_is_refused(kind: str, folder: Path, capsy
         printed = capsys.readouterr()
         assert code in ((0, 2) if name == "report" else (2,)), name
         assert "Traceback" not in printed.err, name
-        assert len(printed.err) < 5000, name
+        assert len(printed.err) < 20_000, name
     assert not (folder.parent / "started").exists()
 
 
@@ -197,7 +201,7 @@ def test_the_readers_read_their_files(file: str, folder: Path) -> None:
         plant(folder / file, "pipe")
     else:
         (folder / file).unlink(missing_ok=True)
-        (folder / file).write_text("[]\n")
+        (folder / file).write_text("3\n")
     outcomes = []
     for read in READERS[file]:
         with suppress(RunError, ConfigError):
@@ -238,6 +242,11 @@ def test_links_of_a_folder_overwrite_nothing(folder: Path) -> None:
     for name in ("metrics.jsonl", "starts.jsonl", ".lock", "logs/driver.log"):
         with pytest.raises(OSError, match=name.replace(".", r"\.")):
             open_to_append(folder / name)
+    for name in ("driver.json", "driver.requests"):
+        (folder / "logs" / name).symlink_to(victim)
+    writer = HeartbeatWriter(folder / "logs", "driver", io.StringIO())
+    writer._write()
+    assert read_heartbeats(folder / "logs").keys() == {"driver"}
     (folder / "validation.jsonl").symlink_to(folder.parent / "new")
     with pytest.raises(OSError, match="validation"):
         open_to_append(folder / "validation.jsonl")
