@@ -127,7 +127,7 @@ def open_to_append(file: Path) -> TextIO:
     return os.fdopen(descriptor, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
 
 
-class _PlainLoader(_Loader):  # type: ignore[misc] # its class is chosen when this module is imported
+class _PlainLoader(_Loader):
     """Loads YAML without repeated fields and endless numbers."""
 
     def construct_scalar(self, node: yaml.ScalarNode) -> Any:
@@ -157,7 +157,8 @@ def _require_plain(text: str, nesting: int) -> None:
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
         if refusal is not None:
-            raise yaml.composer.ComposerError(None, None, refusal, event.start_mark)
+            assert event.start_mark is not None, "a text has lines"
+            raise ValueError(f"line {event.start_mark.line + 1} {refusal}")
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
