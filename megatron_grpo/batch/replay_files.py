@@ -159,6 +159,6 @@ def read_figures(file: Path) -> StepFigures | None:
     except (pa.ArrowException, LookupError, TypeError, ValueError, OSError) as error:
         reason = select_first_line(error)
         if isinstance(error, ValidationError):
-            problem = error.errors(include_url=False)[0]
-            reason = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+            details = error.errors(include_url=False)[0]
+            reason = f"{'.'.join(map(str, details['loc']))}: {details['msg']}"
         raise ValueError(f"{file} is damaged, or was written by another version: {reason}") from None
