@@ -20,7 +20,7 @@ from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.paths import SCRIPT_STREAM
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.table_values import StreamedRows
-from megatron_grpo.observability.run_files import read_lines
+from megatron_grpo.observability.run_files import read_steps
 from megatron_grpo.preflight.load import check_config, check_overrides
 from megatron_grpo.preflight.script_checks import find_argument_problems
 from megatron_grpo.run.user_objects import Callback, ScriptData, UserObjects
@@ -37,12 +37,12 @@ class FinishedRun:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Metrics of each step, from metrics.jsonl."""
-        return read_lines(self.run_dir / "metrics.jsonl")
+        return read_steps(self.run_dir / "metrics.jsonl")
 
     @property
     def validation(self) -> list[dict[str, Any]]:
         """Metrics of each validation, from validation.jsonl."""
-        return read_lines(self.run_dir / "validation.jsonl")
+        return read_steps(self.run_dir / "validation.jsonl")
 
 
 @tolerant_output(of_run=True)

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron_grpo.config.command_line import as_command, parse_arguments, silence_packages
 from megatron_grpo.config.errors import to_text
+from megatron_grpo.config.outside_files import read_text
 from megatron_grpo.config.paths import check_writable, is_hub_name
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.config.section import PathText
@@ -109,7 +110,7 @@ def _write_model(
             lora=policy.lora,
             adapters_of=policy.model.path if form == "peft" else None,
             quantization=policy.quantization if form == "quantized" else None,
-            chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
+            chat_template=read_text(template) if template.is_file() else None,
             conversation_format=read_settings(template.with_name(FORMAT_FILE)),
         )
 

@@ -9,10 +9,17 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron_grpo.batch.rollout_checks import find_file_problem
+from megatron_grpo.config.errors import select_first_line
+from megatron_grpo.config.outside_files import parse_json, require_regular
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 REPLAY_FOLDER = "replay"
 _METADATA_KEY = b"megatron_grpo.replay"
@@ -20,6 +27,7 @@ _METADATA_KEY = b"megatron_grpo.replay"
 _RECORDED_LIBRARIES = "megatron_grpo torch megatron-core transformer-engine triton vllm transformers numpy"
 WATCHED_TOKENS = 32  # most tokens of a step whose hidden states are recorded
 _STATE = "hidden state"
+_MOST_ROWS = 2**20  # of a file; a run writes one for each tensor, and for each watched token at each point
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +101,26 @@ def write_figures(file: Path, figures: StepFigures) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = pa.schema(
+    metadata = asdict(replace(figures, tensors=[], states=[]))
+    del metadata["tensors"], metadata["states"]
+    rows = [asdict(tensor) for tensor in figures.tensors]
+    rows += [
+        {"kind": _STATE, "name": state.point, "token": state.token, "sketch": state.sketch} for state in figures.states
+    ]
+    table = pa.Table.from_pylist(rows, _make_schema().with_metadata({_METADATA_KEY: json.dumps(metadata)}))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # The file gets its name when it is complete, so a run that is killed leaves no part of one.
+    unfinished = file.with_name(f".{file.name}")
+    if unfinished.is_symlink():  # in a folder from elsewhere, and leads to a file of the user's
+        unfinished.unlink()
+    pq.write_table(table, unfinished, compression="zstd")
+    unfinished.rename(file)
+
+
+def _make_schema() -> pa.Schema:
+    import pyarrow as pa
+
+    return pa.schema(
         {
             "kind": pa.string(),
             "optimizer_step": pa.int32(),
@@ -103,38 +130,35 @@ def write_figures(file: Path, figures: StepFigures) -> None:
             "sketch": pa.list_(pa.float64()),
         }
     )
-    metadata = asdict(replace(figures, tensors=[], states=[]))
-    del metadata["tensors"], metadata["states"]
-    rows = [asdict(tensor) for tensor in figures.tensors]
-    rows += [
-        {"kind": _STATE, "name": state.point, "token": state.token, "sketch": state.sketch} for state in figures.states
-    ]
-    table = pa.Table.from_pylist(rows, schema.with_metadata({_METADATA_KEY: json.dumps(metadata)}))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    # The file gets its name when it is complete, so a run that is killed leaves no part of one.
-    unfinished = file.with_name(f".{file.name}")
-    pq.write_table(table, unfinished, compression="zstd")
-    unfinished.rename(file)
 
 
 def read_figures(file: Path) -> StepFigures | None:
     """Read a file of `write_figures`; None: no file. ValueError if it is damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
+    from pydantic import TypeAdapter, ValidationError
 
-    if not file.is_file():
+    if not file.exists():
         return None
     try:
-        table = pq.read_table(file)
-        metadata = json.loads((table.schema.metadata or {})[_METADATA_KEY])
-        tensors: list[TensorFigure] = []
-        states: list[StateFigure] = []
-        for row in table.to_pylist():
+        require_regular(file)
+        metadata, schema = pq.read_metadata(file), pq.read_schema(file)
+        if metadata.num_rows > _MOST_ROWS:
+            raise ValueError(f"it has {metadata.num_rows} rows, and at most {_MOST_ROWS} are read")
+        if problem := find_file_problem(file, metadata, schema, _make_schema()):
+            raise ValueError(problem)
+        values = parse_json((schema.metadata or {})[_METADATA_KEY])
+        tensors, states = [], []
+        for row in pq.read_table(file).to_pylist():
             token = row.pop("token", None)  # earlier versions have no such column
             if row["kind"] == _STATE:
-                states.append(StateFigure(row["name"], token, row["sketch"]))
+                states.append({"point": row["name"], "token": token, "sketch": row["sketch"]})
             else:
-                tensors.append(TensorFigure(**row))
-        return StepFigures(tensors=tensors, states=states, **metadata)
-    except (pa.ArrowException, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} is damaged, or was written by another version: {error}") from None
+                tensors.append(row)
+        return TypeAdapter(StepFigures).validate_python({**values, "tensors": tensors, "states": states})
+    except (pa.ArrowException, LookupError, TypeError, ValueError, OSError) as error:
+        reason = select_first_line(error)
+        if isinstance(error, ValidationError):
+            details = error.errors(include_url=False)[0]
+            reason = f"{'.'.join(map(str, details['loc']))}: {details['msg']}"
+        raise ValueError(f"{file} is damaged, or was written by another version: {reason}") from None

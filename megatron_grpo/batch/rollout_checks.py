@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, chain, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,13 +19,16 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 256  # most rows that are read at once
 MAX_VALUES = 2**28  # of a column in a row group; a run ends one with the prompt that reaches 2**22 tokens
+# A column of equal values takes no space in the file. A run writes log-probabilities, which do.
+FREE_VALUES, VALUES_OF_A_BYTE = 2**24, 16
 MAX_BATCH_BYTES = 2**31  # of texts that are read at once; a text that repeats takes no space in the file
-_ADDED = ("engine", "fault", "notes", "reward_errors", "segment_tokens", "turn_rewards", "turn_tokens")  # later columns
+# Columns that earlier versions did not write.
+_ADDED = ("engine", "fault", "notes", "reward_errors", "segment_tokens", "token", "turn_rewards", "turn_tokens")
 _NEVER_EMPTY = ("prompt_idx", "group", "sample", "token_ids", "spans", "logprobs", "response", "stop_reason")
 _BY_TOKEN = ("logprobs", "prev_logprobs", "advantages")  # a value for each sampled token
 
 
-def find_file_problem(metadata: pq.FileMetaData, columns: pa.Schema, expected: pa.Schema) -> str | None:
+def find_file_problem(file: Path, metadata: pq.FileMetaData, columns: pa.Schema, expected: pa.Schema) -> str | None:
     """Find columns that lack, have another type, or are too large to be read."""
     for name in expected.names:
         if name not in columns.names:
@@ -31,13 +36,19 @@ def find_file_problem(metadata: pq.FileMetaData, columns: pa.Schema, expected: p
                 return f"it has no column {name}"
         elif columns.field(name).type != expected.field(name).type:
             return f"its column {name} is {to_text(columns.field(name).type)}, not {expected.field(name).type}"
+    values: Counter[str] = Counter()
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         for index in range(group.num_columns):
             column = group.column(index)
+            values[column.path_in_schema] += column.num_values
             if column.num_values > MAX_VALUES:
                 text = f"{column.num_values} values of {to_text(column.path_in_schema)} in a row group"
                 return f"it has {text}, and at most {MAX_VALUES} are read"
+    size = file.stat().st_size
+    for name, count in values.items():
+        if count > max(FREE_VALUES, VALUES_OF_A_BYTE * size):
+            return f"it has {count} values of {to_text(name)} in {size} bytes, which no run writes"
     return None
 
 

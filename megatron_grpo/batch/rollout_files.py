@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from megatron_grpo.batch.rollout_checks import choose_batch_rows, find_file_problem, require_possible
 from megatron_grpo.batch.trajectory import ROW_FIELDS, Outcome, Trajectory
 from megatron_grpo.config.errors import select_first_line
+from megatron_grpo.config.outside_files import require_regular
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -79,6 +80,8 @@ def write_rollouts(
     unfinished = file.with_name(f".{file.name}")
     schema = _make_schema().with_metadata(metadata)
     # Row groups are large, because readers pay for each, and bounded, because one is held in memory.
+    if unfinished.is_symlink():  # in a folder from elsewhere, and leads to a file of the user's
+        unfinished.unlink()
     with pq.ParquetWriter(unfinished, schema, compression="zstd", compression_level=1) as writer:
         rows: list[tuple[int, Trajectory, TrainedValues]] = []
         tokens = 0
@@ -188,8 +191,9 @@ def _read_vocab(metadata: Mapping[bytes, bytes] | None) -> int | None:
 def _decode_rows(step: int, file: Path) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet as pq
 
+    require_regular(file)
     with pq.ParquetFile(file) as opened:
-        problem = find_file_problem(opened.metadata, opened.schema_arrow, _make_schema())
+        problem = find_file_problem(file, opened.metadata, opened.schema_arrow, _make_schema())
         if problem is not None:
             raise ValueError(problem)
         vocab = _read_vocab(opened.metadata.metadata)
@@ -207,6 +211,7 @@ def count_rollouts(file: Path) -> int:
     import pyarrow.parquet as pq
 
     with _translate_damage(file):
+        require_regular(file)
         rows: int = pq.read_metadata(file).num_rows
     return rows
 
@@ -289,6 +294,7 @@ def examine_file(file: Path) -> RecordedFile:
     import pyarrow.parquet as pq
 
     with _translate_damage():
+        require_regular(file)
         metadata = pq.read_metadata(file)
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     columns = [group.column(index) for group in groups for index in range(group.num_columns)]

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import socket
+import stat
 import threading
 import time
 from contextlib import suppress
@@ -87,6 +88,9 @@ class HeartbeatWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"{build_file_stem(name)}.json"
         self._requests = build_requests_path(folder, name)
+        for file in (self._path, self._requests):
+            if os.path.lexists(file) and not stat.S_ISREG(os.lstat(file).st_mode):
+                file.unlink()  # in a folder from elsewhere, such as a link to a file of the user's
         self._requests.write_bytes(b"")
         self._answered = 0
         self._name, self._log, self._beat_s = name, log, read_beat_s()

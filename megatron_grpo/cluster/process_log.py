@@ -21,6 +21,8 @@ from typing import Any, TextIO, cast
 
 from megatron_grpo.cluster import heartbeat as beats
 from megatron_grpo.cluster.phases import THIS_PROCESS
+from megatron_grpo.config.hiding import hide_secrets
+from megatron_grpo.config.outside_files import open_to_append
 from megatron_grpo.config.outside_text import format_record, replace_controls
 
 LOGS_FOLDER = "logs"  # folder of the logs, inside the folder of the run
@@ -81,10 +83,10 @@ class LogHandler(logging.StreamHandler[TextIO]):
 
 
 class RecordFormatter(logging.Formatter):
-    """Formats records, whose texts may be from outside."""
+    """Formats records, whose texts may steer a terminal or have a password."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return format_record(super().format(record))
+        return format_record(hide_secrets(super().format(record)))
 
 
 class PrintedText:
@@ -212,7 +214,7 @@ def begin_process_log(name: str, lasting_phase: str | None = None) -> None:
 def _open(folder: Path, name: str, level: str) -> ProcessLog:
     path = build_log_path(folder, name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    stream = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    stream = open_to_append(path)
     handler = LogHandler(stream)
     handler.setFormatter(RecordFormatter(LOG_FORMAT.format(process=name.replace("%", "%%"))))
     root = logging.getLogger()

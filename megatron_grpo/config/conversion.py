@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from itertools import islice
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -13,6 +14,7 @@ from megatron_grpo.config.keys import describe_type, find_key, flatten, list_mem
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.config.suggestions import describe_unknown_key, list_unknown_keys
 
+MOST_PROBLEMS = 100  # that a message has
 _ADAPTER = TypeAdapter(Config)
 
 
@@ -35,8 +37,11 @@ def convert_values(values: dict[str, Any], algorithm: str) -> tuple[Config | Non
         except ValidationError as error:
             details = error.errors(include_url=False)
         for detail in details:
-            problems += _describe_error(detail, algorithm)
+            if len(problems) < MOST_PROBLEMS:  # each looks for a similar key
+                problems += _describe_error(detail, algorithm)
             _remove(values, detail["loc"])
+        if len(problems) >= MOST_PROBLEMS < len(details):
+            problems = [*problems[:MOST_PROBLEMS], Problem(f"{len(details) - MOST_PROBLEMS} others", "are wrong, too")]
     return None, problems
 
 
@@ -64,7 +69,8 @@ def find_missing_keys(values: dict[str, Any], problem_keys: set[str]) -> list[Pr
 def _describe_error(detail: ErrorDetails, algorithm: str) -> list[Problem]:
     name = ".".join(str(part) for part in detail["loc"])
     if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return [describe_unknown_key(unknown, algorithm) for unknown in list_unknown_keys(name, detail["input"])]
+        unknown_keys = islice(list_unknown_keys(name, detail["input"]), MOST_PROBLEMS)
+        return [describe_unknown_key(unknown, algorithm) for unknown in unknown_keys]
     subject = f"{name}={to_text(detail['input'])}"
     key = find_key(name)
     if key is not None:

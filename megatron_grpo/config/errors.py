@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_grpo.config.hiding import hide_secrets
+from megatron_grpo.config.outside_text import escape_controls, make_line
 
-_MAX_VALUE_CHARACTERS = 120
+_MAX_VALUE_CHARACTERS, _MAX_SUBJECT_CHARACTERS = 120, 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,8 @@ class Problem:
     text: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "subject", hide_secrets(self.subject))
+        subject = self.subject if len(self.subject) <= _MAX_SUBJECT_CHARACTERS else make_line(self.subject)
+        object.__setattr__(self, "subject", hide_secrets(subject))
         object.__setattr__(self, "text", hide_secrets(self.text))
 
     @property
@@ -97,9 +99,11 @@ def select_first_line(error: BaseException) -> str:
 
 
 def to_text(value: object) -> str:
-    """Format a value for a message: None as null, long values cut."""
+    """Format a value for a line of a message: None as null, long values cut."""
     try:
         text = "null" if value is None else str(value)
     except ValueError:  # Python does not convert integers of more than 4300 digits to text
         return "(a number of thousands of digits)"
-    return text if len(text) <= _MAX_VALUE_CHARACTERS else f"{text[:_MAX_VALUE_CHARACTERS]}... ({len(text)} characters)"
+    if len(text) > _MAX_VALUE_CHARACTERS:
+        text = f"{text[:_MAX_VALUE_CHARACTERS]}... ({len(text)} characters)"
+    return escape_controls(text)

@@ -14,16 +14,17 @@ _SECRET_NAME = re.compile(rf"(?:.*[-_.])?(?:{_NAME}|{_TOKEN}|token|pwd)", re.IGN
 _IN_QUERY = r"[\w.-]*(?:token|key|secret|passw(?:or)?d|pwd|pass|auth|authorization|credentials?|sig|signature|jwt)"
 _VALUE = r"[^\s'\",&\]}]+"
 
-# Each pattern keeps its first group, and hides the rest of the match up to an optional second group.
+# Each pattern keeps its first group, and hides the rest of the match up to an optional second group. Each begins at few
+# places or looks at few characters from there, because texts from outside come by here: the time grows as the text.
 _PATTERNS = tuple(
     re.compile(pattern)
     for pattern in (
-        r"(://)[^\s/?#'\"<>]*(@)",  # user:password@host
-        r"(://)[^\s/:@]+:(?!\d{1,5}(?:[/?#\s]|$))[^\s@]+(@)",  # a password with / ? or #
+        r"(:/{1,2})[^\s/?#'\"<>]*(@)",  # user:password@host; a path has only one slash
+        r"(:/{1,2})[^\s/:@]{1,256}:(?!\d{1,5}(?:[/?#\s]|$))[^\s@]{1,1024}(@)",  # a password with / ? or #
         r"(?<![\w./@-])()[\w.+%-]+:[^\s/:@]+(@)(?=\w)",  # without a scheme
         rf"(?i)([?&#]{_IN_QUERY}=)[^\s&#'\"]+",
-        rf"(?i)(--?[\w-]*(?:{_NAME}|token|auth)(?:=|['\",\s]+))(?!-){_VALUE}",  # --api-key VALUE
-        rf"(?i)((?<![\w-])(?:\w+[-_.])*(?:{_NAME}|{_TOKEN})['\"]?=['\"]?){_VALUE}",  # options.api_key=VALUE
+        rf"(?i)((?<![\w-])--?[\w-]*(?:{_NAME}|token|auth)(?:=|['\",\s]+))(?!-){_VALUE}",  # --api-key VALUE
+        rf"(?i)((?<![\w.-])(?:[\w.-]*[-_.])?(?:{_NAME}|{_TOKEN})['\"]?=['\"]?){_VALUE}",  # options.api_key=VALUE
         rf"(?i)((?:{_NAME}|{_TOKEN})['\"]\s*:\s*['\"]){_VALUE}",  # "api_key": "VALUE"
         rf"((?<!\w)[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD|PASS|PWD)=['\"]?){_VALUE}",  # API_KEY=VALUE
         # A header.

@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from megatron_grpo.config.errors import Problem, suggest_name, to_text
 from megatron_grpo.config.keys import find_key, is_section, load_tables, read_keys
 from megatron_grpo.config.loop_schema import LOOPS, translate_key
+from megatron_grpo.config.outside_files import YAML_BYTES, parse_yaml
 from megatron_grpo.config.overrides import MAX_NESTING
 from megatron_grpo.config.suggestions import describe_counterpart
 
-MOST_BYTES = 2**20  # most bytes of a job file
 # By field of a job, and of its environment: the key that it sets. An environment's other fields are keys of env.<name>.
 SETTING_OF_FIELD, DATA_OF_FIELD = load_tables("job_fields.yaml").values()
 # The field for data and scoring: the name of an environment, or a mapping with its name and fields.
@@ -30,49 +29,19 @@ def read_job_file(path: str) -> dict[Hashable, Any]:
     try:
         if not file.is_file():
             raise ValueError("no such file; give a YAML file of fields such as ratio_clip_max")
-        if file.stat().st_size > MOST_BYTES:
+        if file.stat().st_size > YAML_BYTES:
             raise ValueError(f"has {file.stat().st_size / 2**20:.0f} MiB; a job is a few fields in YAML")
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError("is not UTF-8 text") from None
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
-    try:
-        content = yaml.load(text, Loader=_JobLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date
-        raise ValueError(f"is not valid YAML: {' '.join(str(error).split())}") from None
+    content = parse_yaml(text, MAX_NESTING)
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise ValueError(f"must be a mapping of fields, not {type(content).__name__}")
     return content
-
-
-class _JobLoader(yaml.SafeLoader):
-    """Loads plain YAML without aliases, deep nesting or repeated fields."""
-
-    _depth = 0  # of the node that is composed; deep nesting would exceed Python's recursion limit
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event, text = self.peek_event(), None
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            text = "has anchors or aliases (&, *); write it out"
-        elif self._depth > MAX_NESTING:
-            text = f"is nested more than {MAX_NESTING} deep"
-        if text is not None:
-            raise yaml.composer.ComposerError(None, None, text, event.start_mark)
-        self._depth += 1
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self._depth -= 1
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"has {twice} twice", node.start_mark)
-        return super().construct_mapping(node, deep)
 
 
 @dataclass(slots=True)

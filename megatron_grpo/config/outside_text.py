@@ -37,7 +37,7 @@ def make_line(text: str, limit: int = REASON_CHARACTERS) -> str:
     """
     if len(text) > 2 * limit:  # first, so that the work for an endless text is bounded
         text = text[:limit] + text[-limit:]
-    line = CONTROLS.sub(_write_escape, text)
+    line = escape_controls(text)
     if len(line) <= limit:
         return line
     end = limit // 3
@@ -57,6 +57,11 @@ def make_note(text: str) -> str:
     """Make a text that files can hold, of at most NOTE_CHARACTERS."""
     text = text if len(text) <= NOTE_CHARACTERS else text[: NOTE_CHARACTERS - len(_GAP)] + _GAP
     return make_encodable(text)
+
+
+def escape_controls(text: str) -> str:
+    """Replace control characters by escapes (\\x1b, \\n)."""
+    return CONTROLS.sub(_write_escape, text)
 
 
 def replace_controls(text: str) -> str:

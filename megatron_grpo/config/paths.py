@@ -13,6 +13,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from megatron_grpo.config.errors import Problem, to_text
+from megatron_grpo.config.outside_files import require_regular
 
 # Environment variable with the bearer token of servers and of the endpoint; no file of a run holds the token.
 TOKEN_VARIABLE = "MEGATRON_GRPO_TOKEN"
@@ -25,6 +26,7 @@ def check_readable(path: str | Path, kind: Literal["file", "folder"] = "file") -
         if kind == "folder":
             os.listdir(path)
         else:
+            require_regular(Path(path))
             with open(path, "rb") as file:
                 file.read(1)
     except (FileNotFoundError, NotADirectoryError):
@@ -33,8 +35,8 @@ def check_readable(path: str | Path, kind: Literal["file", "folder"] = "file") -
         return "is a folder, not a file"
     except PermissionError:
         return "no permission to read it"
-    except (OSError, ValueError) as error:  # ValueError: the path has a NUL character
-        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    except (OSError, ValueError) as error:  # ValueError: a pipe, or the path has a NUL character
+        return f"cannot be read: {getattr(error, 'strerror', None) or str(error).removeprefix(f'{path} ')}"
     return None
 
 

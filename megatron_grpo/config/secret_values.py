@@ -76,4 +76,4 @@ def _holds_secret(key: str, value: Any, texts: list[str]) -> bool:
         # A command is read as a whole, because `--api-key VALUE` is two words.
         command = " ".join(texts)
         return hide_values(value, key.rpartition(".")[2]) != value or hide_secrets(command) != command
-    return any(len(text.split()) == 1 and hide_secrets(text) != text for text in texts)
+    return any(hide_secrets(text) != text for text in texts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from megatron_grpo.config.errors import Problem
@@ -17,6 +18,7 @@ NOTHING_ALIKE = "unknown key; --cfg job shows all keys"  # text for a key withou
 # named. Less similar keys are not suggested, because a far-fetched name misleads.
 _MISSPELT, _ALIKE = 0.9, 0.82
 _MOST_SUGGESTED = 2
+_MOST_LEAVES = 300  # of an unknown section that are looked at
 _POLICY, _VALUE = "policy.", "value."
 
 
@@ -39,7 +41,8 @@ def describe_unknown_key(name: str, algorithm: str) -> Problem:
 
 def list_unknown_keys(name: str, value: Any) -> list[str]:
     """List the settings in another framework's section; else the key itself."""
-    below = [leaf for leaf, _ in flatten(value, f"{name}.")] if isinstance(value, Mapping) else []
+    leaves = flatten(value, f"{name}.") if isinstance(value, Mapping) else ()
+    below = [leaf for leaf, _ in islice(leaves, _MOST_LEAVES)]
     return below if any(describe_counterpart(leaf, "grpo") for leaf in below) else [name]
 
 

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from xxhash import xxh3_128
 
 from megatron_grpo.config.errors import format_count
+from megatron_grpo.config.outside_files import read_bytes
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rows import SetReport, examine_set
 from megatron_grpo.data.sources import is_named_set
@@ -118,7 +119,7 @@ def _is_same_path(old: str, new: str) -> bool:
 def read_identity(file: Path) -> DataIdentity | None:
     """Read a file of a DataIdentity as JSON; None: no file; ValueError: unreadable."""
     try:
-        return TypeAdapter(DataIdentity).validate_json(file.read_bytes())
+        return TypeAdapter(DataIdentity).validate_json(read_bytes(file))
     except FileNotFoundError:
         return None
     except OSError as error:

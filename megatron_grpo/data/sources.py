@@ -59,7 +59,7 @@ def detect_wrong_format(head: bytes) -> str | None:
         return "is a JSON array; write one object a line (jq -c '.[]' FILE)"
     try:
         json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         if b"," in first or b"\t" in first:
             return "looks like a table (CSV); give it a name that ends in .csv (or .tsv, with tabs)"
         return "is not JSONL: its first line is not an object {...}"

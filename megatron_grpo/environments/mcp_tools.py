@@ -16,7 +16,7 @@ from megatron_grpo.cluster.process_log import OncePerMessage
 from megatron_grpo.config.errors import RunError, select_first_line
 from megatron_grpo.config.hiding import hide_secrets
 from megatron_grpo.config.section import Positive, Seconds
-from megatron_grpo.environments.mcp_access import open_with_key, read_variables
+from megatron_grpo.environments.mcp_access import MESSAGE_BYTES, open_url, read_variables
 from megatron_grpo.environments.mcp_results import format_result
 from megatron_grpo.environments.process_guard import wrap_command
 from megatron_grpo.environments.program_output import log_output
@@ -178,18 +178,18 @@ class _Connection:
         from mcp.client.stdio import stdio_client
 
         server, close = self.server, self._close
-        target: Any = server.url
         opened = ExitStack()
         try:
             if server.command is not None:
                 if shutil.which(server.command[0]) is None:
                     raise FileNotFoundError(f"there is no program {server.command[0]}")
-                program, *arguments = wrap_command(server.command)
+                program, *arguments = wrap_command(server.command, MESSAGE_BYTES)
                 variables = read_variables(server.variables)
                 parameters = StdioServerParameters(command=program, args=arguments, env=variables)
                 target = stdio_client(parameters, opened.enter_context(log_output(self.title)))
-            elif server.url is not None and server.api_key_variable is not None:
-                target = open_with_key(server.url, server.api_key_variable)
+            else:
+                assert server.url is not None, "a server has a command or a URL"
+                target = open_url(server.url, server.api_key_variable)
             async with Client(target) as client:
                 ready.set_result(client)
                 await close.wait()

@@ -3,8 +3,9 @@
 A process that forks away and has a session of its own outlives the end of its parent and a signal to its group. This
 file is also the program that ends it. Run by bare Python it needs only the standard library:
 
-    run PID COMMAND...     run a command; end all its descendants with the command, with process PID, or on SIGTERM
-    watch PID MARK         once process PID has ended, end the processes that have its mark
+    run PID BYTES COMMAND...   run a command; end all its descendants with the command, with process PID, on SIGTERM, or
+                               once a line of its output has more than BYTES bytes, unless they are 0
+    watch PID MARK             once process PID has ended, end the processes that have its mark
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 _marks: list[int] = []  # open files, which forked processes inherit
 
 
-def wrap_command(command: Sequence[str]) -> list[str]:
+def wrap_command(command: Sequence[str], line_bytes: int = 0) -> list[str]:
     """Make the command that runs `command` under a guard.
 
     It has the streams and the exit code of `command`. All processes that `command` starts end with it, with the calling
-    process, and on SIGTERM or SIGKILL.
+    process, on SIGTERM or SIGKILL, and once a line of its output has more than `line_bytes` bytes; 0: any length.
     """
-    return _make_program("run", *command)
+    return _make_program("run", str(line_bytes), *command)
 
 
 def start_guard() -> None:
@@ -56,17 +57,43 @@ def _make_program(mode: str, *arguments: str) -> list[str]:
     return [sys.executable, "-I", "-S", __file__, mode, str(os.getpid()), *arguments]
 
 
-def run_guarded(process: int, command: Sequence[str]) -> int:
+def run_guarded(process: int, line_bytes: int, command: Sequence[str]) -> int:
     """Run a command and wait for its end; returns its exit code."""
     # Two processes: the caller may kill the first, its child, with SIGKILL; the second then ends the command.
     watched = [os.pidfd_open(process), os.pidfd_open(os.getpid())]
+    output = os.pipe() if line_bytes else None
     guard = os.fork()
     if guard == 0:
+        if output is not None:
+            os.dup2(output[1], 1)
+            os.closerange(min(output), max(output) + 1)
         os._exit(_run_command(command, watched))
-    _release_streams()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: os.kill(guard, signal.SIGTERM))
+    if output is not None:
+        _release_streams(0)
+        os.close(output[1])
+        if not _copy_lines(output[0], line_bytes):
+            print(f"a line has more than {line_bytes} bytes: {command[0]} is ended", file=sys.stderr, flush=True)
+            os.kill(guard, signal.SIGTERM)
+        os.close(output[0])
+    _release_streams()
     return os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1])
+
+
+def _copy_lines(source: int, line_bytes: int) -> bool:
+    """Copy to standard output until the end; False: a line is too long."""
+    length = 0  # of the line so far
+    with suppress(BrokenPipeError):  # nobody reads any more
+        while chunk := os.read(source, 1 << 16):
+            *ends, rest = chunk.split(b"\n")
+            if length + len(ends[0] if ends else rest) > line_bytes:
+                return False
+            length = len(rest) + (0 if ends else length)
+            view = memoryview(chunk)
+            while view:
+                view = view[os.write(1, view) :]
+    return True
 
 
 def _run_command(command: Sequence[str], watched: Sequence[int]) -> int:
@@ -101,10 +128,10 @@ def _run_command(command: Sequence[str], watched: Sequence[int]) -> int:
     return code if code is not None else 128 + signal.SIGKILL
 
 
-def _release_streams() -> None:
-    """Leave standard input and output to the command alone."""
+def _release_streams(*streams: int) -> None:
+    """Leave streams, by default standard input and output, to the command alone."""
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1):
+    for stream in streams or (0, 1):
         os.dup2(nowhere, stream)
     os.close(nowhere)
 
@@ -187,7 +214,8 @@ def main(arguments: Sequence[str]) -> int:
     mode, process, *rest = arguments
     try:
         if mode == "run":
-            return run_guarded(int(process), rest)
+            line_bytes, *command = rest
+            return run_guarded(int(process), int(line_bytes), command)
         watch_process(int(process), *rest)
     except ProcessLookupError:  # the caller has already ended
         return NOT_FOUND

@@ -6,11 +6,15 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from xxhash import xxh3_64
+
+from megatron_grpo.config.outside_files import read_bytes, read_yaml
 
 POLICY_FOLDER = "megatron"  # of the policy, in a checkpoint
 EXPORTS_FOLDER = "exports"  # of exported checkpoints, in a run's folder
+_MOST_RUNS = (
+    100  # that began one with a checkpoint of the other; in a record from elsewhere a run may begin with its own
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +34,11 @@ class CheckpointModel:
     is_reward_model: bool = False  # it scores conversations, and predicts no tokens
 
 
-def find_checkpoint_model(path: str) -> CheckpointModel | None:
+def find_checkpoint_model(path: str, later: int = 0) -> CheckpointModel | None:
     """Find the model of a checkpoint; None: `path` is no checkpoint of a policy.
 
-    ValueError: the configuration of its run, two folders above, does not say which model it began with.
+    `later`: number of runs that began with it, one with the checkpoint of the other. ValueError: the configuration of
+    its run, two folders above, does not say which model it began with.
     """
     checkpoint = Path(path)
     if not os.path.isdir(checkpoint / POLICY_FOLDER):  # unlike `Path.is_dir`, false for any impossible name
@@ -41,26 +46,28 @@ def find_checkpoint_model(path: str) -> CheckpointModel | None:
     checkpoint = checkpoint.resolve()
     run_dir = checkpoint.parent.parent
     try:
-        values = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        values = read_yaml(run_dir / "config.yaml")
         origin, is_reward_model = values["policy"]["model"]["path"], values.get("algorithm") == "reward_model"
     except OSError as error:
         text = f"is a checkpoint without its run: {run_dir / 'config.yaml'}: {error.strerror}"
         raise ValueError(f"{text}; leave checkpoints in their run's folder, or export them") from None
-    except (yaml.YAMLError, KeyError, TypeError, UnicodeDecodeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"is a checkpoint, and {run_dir / 'config.yaml'} is not the configuration of a run") from None
-    name = f"{checkpoint.name}-{_compute_content_digest(checkpoint, str(origin))}"
+    if later > _MOST_RUNS:
+        raise ValueError(f"is a checkpoint of more than {_MOST_RUNS} runs, each of which began with one of another")
+    name = f"{checkpoint.name}-{_compute_content_digest(checkpoint, str(origin), later)}"
     return CheckpointModel(checkpoint, run_dir / EXPORTS_FOLDER / name, str(origin), is_reward_model)
 
 
-def _compute_content_digest(checkpoint: Path, origin: str) -> str:
+def _compute_content_digest(checkpoint: Path, origin: str, later: int) -> str:
     """Digest a checkpoint's weights, and the model below its adapters."""
     digest = xxh3_64(origin.encode())
     manifest, base = checkpoint / "manifest.json", Path(origin)
     # The manifest has the digests of all files; without it, and for the base, sizes and times have to do.
     files = [] if manifest.is_file() else sorted((checkpoint / POLICY_FOLDER).rglob("*"))
-    digest.update(manifest.read_bytes() if manifest.is_file() else b"")
+    digest.update(read_bytes(manifest) if manifest.is_file() else b"")
     if os.path.isdir(base / POLICY_FOLDER):
-        model = find_checkpoint_model(origin)
+        model = find_checkpoint_model(origin, later + 1)
         digest.update(model.export.name.encode() if model is not None else b"")
     elif base.is_dir():
         files += sorted([*base.glob("*.safetensors"), *base.glob("*.json")])

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +142,12 @@ def write_hf_folder(
         end_tokens: tokens that end a response, for generation_config.json; None: those of `source_folder`.
     """
     source = Path(source_folder)
+    side_files = list(_list_side_files(source))
+    for file in filter(partial(_is_link_elsewhere, source), side_files):
+        raise ValueError(f"{file} is a link out of the model's folder, which a copy would carry; put the file there")
     with new_folder(output) as folder:
         dtype = _write_weights_files(tensors, folder, max_file_bytes)
-        for file in _list_side_files(source):
+        for file in side_files:
             target = folder / file.relative_to(source)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)  # contents alone: the source may be read-only
@@ -248,6 +251,15 @@ def _list_side_files(source: Path) -> Iterator[Path]:
             inside = [file for file in sorted(entry.rglob("*")) if not file.is_dir()]
             if all(file.is_file() and _is_side_file(file) and file.name != "config.json" for file in inside):
                 yield from inside
+
+
+def _is_link_elsewhere(source: Path, file: Path) -> bool:
+    """True for a link to what is no file of a model."""
+    target, folder = file.resolve(), source.resolve()
+    if folder.parent.name == "snapshots":  # of the hub's cache, whose files lie beside it under other names
+        folder = folder.parents[1]
+    is_of_model = target.name == file.name and (target.parent / "config.json").is_file()
+    return file.is_symlink() and not target.is_relative_to(folder) and not is_of_model
 
 
 def _is_side_file(file: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_grpo.config.errors import to_text
+from megatron_grpo.config.outside_files import parse_json, read_bytes
 from megatron_grpo.models.megatron_names import Half
 
 LayerKind = Literal[
@@ -351,14 +351,16 @@ class ModelShape:
 def read_config_json(file: Path) -> dict[str, Any]:
     """Read a config.json; ValueError names a missing or damaged file."""
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        text = read_bytes(file, links=True).decode()
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{file} does not exist; give a folder in Hugging Face format") from None
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not UTF-8 text") from None
-    except (ValueError, RecursionError) as error:  # no JSON, thousands of digits or of brackets
+    try:
+        raw = parse_json(text)
+    except ValueError as error:  # no JSON, thousands of digits or of brackets
         raise ValueError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{file} is not a JSON object but of type {type(raw).__name__}; give a Hugging Face folder")

@@ -13,6 +13,7 @@ import yaml
 from xxhash import xxh3_128
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.outside_files import read_json, require_regular_files
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.models.checkpoint_model import find_checkpoint_model
@@ -48,13 +49,16 @@ def find_local_folder(path: str) -> Path | None:
     """Find a model's folder on this machine, perhaps in the hub's cache.
 
     That of a checkpoint is its export, and before that is made the model that its run began with: sizes and tokenizer
-    are the same. ValueError: the checkpoint's run cannot be read.
+    are the same. ValueError: the checkpoint's run cannot be read, or a pipe is among the model's files.
     """
     if not is_hub_name(path):
         model = find_checkpoint_model(path)
         if model is not None:
             return model.export if model.export.is_dir() else find_local_folder(model.origin)
-        return Path(path) if os.path.isdir(path) else None
+        if not os.path.isdir(path):
+            return None
+        require_regular_files(Path(path))
+        return Path(path)
     from huggingface_hub import try_to_load_from_cache  # here: its import takes longer than all others together
 
     cached = try_to_load_from_cache(path, "config.json")
@@ -78,7 +82,9 @@ def fetch_model_folder(path: str, key: str = "policy.model.path") -> Path:
     """Find or download a complete model's folder; RunError: the download failed."""
     if not is_hub_name(path):
         model = find_checkpoint_model(path)
-        return Path(path) if model is None else model.export
+        folder = Path(path) if model is None else model.export
+        require_regular_files(folder)
+        return folder
     from huggingface_hub import snapshot_download
 
     try:
@@ -180,7 +186,7 @@ def compute_model_digest(folder: Path) -> str | None:
     # were trained further differ nearly everywhere, so samples of each file tell them apart.
     digest = xxh3_128()
     try:
-        config = json.loads((folder / "config.json").read_bytes())
+        config = read_json(folder / "config.json", links=True)
         digest.update(json.dumps(config, sort_keys=True).encode())
         vocabulary = folder / TOKENIZER_FILE
         digest.update(vocabulary.read_bytes() if vocabulary.is_file() else b"")
@@ -192,6 +198,6 @@ def compute_model_digest(folder: Path) -> str | None:
                 for number in range(_CHUNKS):
                     stream.seek(max(size - _CHUNK_BYTES, 0) * number // (_CHUNKS - 1))
                     digest.update(stream.read(_CHUNK_BYTES))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return None
     return digest.hexdigest() if files else None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from megatron_grpo.config.outside_files import read_json
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -13,8 +14,8 @@ TOKENIZER_FILE = "tokenizer.json"
 def read_settings(file: Path) -> dict[str, Any]:
     """Read the object in a JSON file; empty where there is none."""
     try:
-        content = json.loads(file.read_bytes())  # bytes: it then knows byte-order marks and UTF-16
-    except (OSError, ValueError, RecursionError):
+        content = read_json(file, links=True)
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -6,14 +6,19 @@ import json
 import math
 import os
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from megatron_grpo.config.errors import to_text
+from megatron_grpo.config.outside_files import LINES_BYTES, parse_json, read_bytes
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
 STARTS_FILE = "starts.jsonl"
 SUMMARY_FILE = "summary.json"
+CLOCK_FIGURES = ("timing", "throughput")  # entries of a line that are no metrics
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -29,6 +34,8 @@ def write_text(path: Path, text: str) -> None:
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     """Let `write` fill a temporary file, and rename it once it is on disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    if temporary.is_symlink():  # in a folder from elsewhere, and leads to a file of the user's
+        temporary.unlink()
     try:
         write(temporary)
         sync(temporary)
@@ -59,18 +66,37 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
     Raises ValueError if a line is not a JSON object; the message names file and line.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return []
     rows = []
     # A last line without a line break was cut off by the end of its process.
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    for number, line in enumerate(read_bytes(path, LINES_BYTES).split(b"\n")[:-1], start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             raise ValueError(f"{path}:{number} is damaged, no line of JSON: {error}") from None
         if not isinstance(row, dict):
             raise ValueError(f"{path}:{number} is damaged: it holds {type(row).__name__}, not an object")
         rows.append(row)
+    return rows
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """Read the figures of steps from JSON lines; empty without a file.
+
+    Raises ValueError if a line has no step, or holds something else than numbers; the message names file and line.
+    """
+    rows = read_lines(path)
+    for number, row in enumerate(rows, start=1):
+        if type(row.get("step")) is not int:
+            raise ValueError(f"{path}:{number} is damaged: it has no number under step")
+        for group in CLOCK_FIGURES:
+            if not isinstance(row.get(group, {}), dict):
+                raise ValueError(f"{path}:{number} is damaged: {group} is {type(row[group]).__name__}, not an object")
+        groups = ({name: row[name] for name in row if name not in CLOCK_FIGURES}, *map(row.get, CLOCK_FIGURES))
+        for name, value in chain.from_iterable(group.items() for group in groups if group):
+            if not isinstance(value, int | float | None):
+                raise ValueError(f"{path}:{number} is damaged: {to_text(name)} is {type(value).__name__}, not a number")
     return rows
 
 
@@ -85,9 +111,7 @@ def replace_non_finite(value: Any, digits: int | None = None) -> Any:
     return value
 
 
-def open_to_append(path: Path, last_step: int) -> TextIO:
-    """Open a file of JSON lines, cut after `last_step`, to append to."""
+def cut_lines(path: Path, last_step: int) -> None:
+    """Remove the lines of later steps from a file of JSON lines."""
     if path.exists():
-        write_text(path, "".join(format_json_line(row) for row in read_lines(path) if row["step"] <= last_step))
-    # Line-buffered: the line of a step is written before the next step begins.
-    return path.open("a", buffering=1, encoding="utf-8")
+        write_text(path, "".join(format_json_line(row) for row in read_steps(path) if row["step"] <= last_step))

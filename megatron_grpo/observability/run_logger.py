@@ -22,6 +22,7 @@ from megatron_grpo.batch.environment_metrics import MAX_METRICS, is_environment_
 from megatron_grpo.batch.rollout_files import drop_rollouts_after
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.output import tolerant_output
+from megatron_grpo.config.outside_files import open_to_append
 from megatron_grpo.config.outside_text import format_record
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.chat_messages import join_content
@@ -149,8 +150,10 @@ class RunLogger:
         self.config = config
         self.run_dir.mkdir(parents=True, exist_ok=True)
         last_step = -1 if resume_step is None else resume_step  # step 0 is the validation before training
-        self._metrics = run_files.open_to_append(self.run_dir / run_files.METRICS_FILE, last_step)
-        self._validations = run_files.open_to_append(self.run_dir / run_files.VALIDATION_FILE, last_step)
+        for name in (run_files.METRICS_FILE, run_files.VALIDATION_FILE):
+            run_files.cut_lines(self.run_dir / name, last_step)
+        self._metrics = open_to_append(self.run_dir / run_files.METRICS_FILE)
+        self._validations = open_to_append(self.run_dir / run_files.VALIDATION_FILE)
         drop_rollouts_after(self.run_dir, last_step)
         if resume_step is None:
             (self.run_dir / run_files.STARTS_FILE).unlink(missing_ok=True)
@@ -173,7 +176,7 @@ class RunLogger:
         self._end = COMPLETED
         self._begin = time.monotonic()
         self._earlier_s = 0.0
-        for row in run_files.read_lines(self.run_dir / run_files.METRICS_FILE):
+        for row in run_files.read_steps(self.run_dir / run_files.METRICS_FILE):
             self._earlier_s += row["timing"][TOTAL]
             self._environment_figures.update(filter(is_environment_metric, row))
         self._resume_step = resume_step
@@ -189,7 +192,7 @@ class RunLogger:
         self._startup_parts_s = parts or {}
         self._begin = time.monotonic()
         now = datetime.now().isoformat(timespec="seconds")
-        with (self.run_dir / run_files.STARTS_FILE).open("a", encoding="utf-8") as file:
+        with open_to_append(self.run_dir / run_files.STARTS_FILE) as file:
             file.write(
                 run_files.format_json_line({"time": now, "resumed_after": self._resume_step, "changes": list(changes)})
             )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.hiding import hide_values
 from megatron_grpo.config.keys import flatten
 from megatron_grpo.config.schema import Config
 
@@ -63,7 +64,7 @@ class WandbTracker:
                 resume="allow",
                 mode=settings.mode,
                 dir=str(run_dir),
-                config=dataclasses.asdict(config),
+                config=_list_settings(config),
             )
             # W&B drops figures of a step before its last one, and a resumed run repeats steps. So the number of the
             # step is a figure too, over which W&B draws the others.
@@ -110,7 +111,7 @@ class MlflowTracker:
             self._id = run.info.run_id
             self._client.update_run(self._id, status="RUNNING")  # the end of an earlier start has set another status
             # MLflow cannot change a parameter; the report lists changes.
-            for key, value in flatten(dataclasses.asdict(config)):
+            for key, value in flatten(_list_settings(config)):
                 if _clean_name(key) not in run.data.params:
                     self._client.log_param(self._id, _clean_name(key), value)
         except MlflowException as error:
@@ -150,7 +151,7 @@ class SwanlabTracker:
                 resume="allow",
                 mode=settings.mode,
                 logdir=str(folder / "swanlab"),
-                config=dataclasses.asdict(config),
+                config=_list_settings(config),
             )
         except (ApiError, AuthenticationError, OSError, RuntimeError, ValueError) as error:
             raise RunError(f"logger.swanlab.enabled=true, and SwanLab does not start: {error}") from error
@@ -173,6 +174,13 @@ Tracker = TensorBoardTracker | WandbTracker | MlflowTracker | SwanlabTracker
 
 def _make_missing_error(name: str) -> RunError:
     return RunError(f"logger.{name}.enabled=true needs the {name} package: pip install {name}, or set it to false")
+
+
+def _list_settings(config: Config) -> dict[str, Any]:
+    """List the settings, with passwords and tokens hidden."""
+    settings = hide_values(dataclasses.asdict(config))
+    assert isinstance(settings, dict)
+    return settings
 
 
 def _compute_run_id(folder: Path) -> str:

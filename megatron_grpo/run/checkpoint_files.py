@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 from xxhash import xxh3_128
 
-from megatron_grpo.config.errors import RunError, select_first_line
+from megatron_grpo.config.errors import RunError, select_first_line, to_text
+from megatron_grpo.config.outside_files import parse_json, read_bytes, require_regular
 from megatron_grpo.observability.run_files import sync, write_atomically, write_text
 from megatron_grpo.run.directory import POLICY_FOLDER
 
@@ -53,24 +54,29 @@ def write_with_checksum(path: Path, content: Mapping[str, Any]) -> None:
 def read_with_checksum(path: Path) -> dict[str, Any]:
     """Read a file of `write_with_checksum`, if no byte has changed."""
     with missing_file_errors(path):
-        written = path.read_bytes()
+        written = read_bytes(path)
     line = _CHECKSUM_LINE.match(written)
     if line is None or xxh3_128(written[line.end() :]).hexdigest().encode() != line[1]:
         raise CheckpointError(_describe_damage(path))
-    content: dict[str, Any] = json.loads(written)
+    try:
+        content: dict[str, Any] = parse_json(written)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
     del content[CHECKSUM_KEY]
     return content
 
 
 @contextmanager
 def missing_file_errors(path: Path) -> Iterator[None]:
-    """Turn the absence of a file into a CheckpointError that names it."""
+    """Turn the absence of a regular file into a CheckpointError that names it."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{path} is missing") from None
     except IsADirectoryError:
         raise CheckpointError(f"{path} is missing: a folder is in its place") from None
+    except ValueError as error:  # a pipe, or larger than such files are
+        raise CheckpointError(str(error)) from None
 
 
 def _describe_damage(path: Path) -> str:
@@ -148,22 +154,17 @@ def verify_checkpoint(folder: Path, stop: Event | None = None) -> str | None:
     """
     if not (folder / MANIFEST_FILE).exists():
         return _verify_without_manifest(folder)
-    manifest = read_with_checksum(folder / MANIFEST_FILE)
-    if manifest["format"] != _FORMAT:
-        formats = f"format {manifest['format']}; this version reads {_FORMAT}"
-        raise RunError(f"{folder} was written by a later version ({formats})")
-    expected: dict[Path, FileRecord] = {folder / name: record for name, record in manifest["files"].items()}
+    step, expected = _read_manifest(folder)
     # Sizes first: reading them costs nothing, and finds most interrupted copies.
     for path, record in expected.items():
         with missing_file_errors(path):
+            require_regular(path)
             size = path.stat().st_size
-        if path.is_dir():
-            raise CheckpointError(f"{path} is missing: a folder is in its place")
         if size != record["bytes"]:
             raise CheckpointError(f"{path} is damaged: it has {size} bytes, and {record['bytes']} were written")
-    step = read_state(folder)["save_state"]["total_steps"]
-    if step != manifest["step"]:
-        text = f"is that of another checkpoint: of step {step}, not {manifest['step']}"
+    recorded_step = read_state(folder)["save_state"]["total_steps"]
+    if recorded_step != step:
+        text = f"is that of another checkpoint: of step {recorded_step}, not {step}"
         raise CheckpointError(f"{folder / STATE_FILE} {text}")
 
     def compare(path: Path, is_cancelled: IsCancelled) -> None:
@@ -174,20 +175,39 @@ def verify_checkpoint(folder: Path, stop: Event | None = None) -> str | None:
     return None
 
 
+def _read_manifest(folder: Path) -> tuple[int, dict[Path, FileRecord]]:
+    """Read the step of a checkpoint, and the records of its files."""
+    path = folder / MANIFEST_FILE
+    manifest = read_with_checksum(path)
+    if manifest.get("format") != _FORMAT:
+        formats = f"format {to_text(manifest.get('format'))}; this version reads {_FORMAT}"
+        raise RunError(f"{folder} was written by a later version ({formats})")
+    files, step = manifest.get("files"), manifest.get("step")
+    if not isinstance(files, dict) or not isinstance(step, int):
+        raise CheckpointError(f"{path} is damaged: it has no files, or no step")
+    for name, record in files.items():
+        if name.startswith("/") or ".." in Path(name).parts:
+            raise CheckpointError(f"{path} is damaged: {to_text(name)} is outside the checkpoint")
+        if not isinstance(record, dict) or type(record.get("bytes")) is not int:
+            raise CheckpointError(f"{path} is damaged: it has no size of {to_text(name)}")
+    return step, {folder / name: record for name, record in files.items()}
+
+
 def read_state(folder: Path) -> dict[str, Any]:
     """Read the driver's state, or raise CheckpointError if it is damaged."""
-    path = folder / STATE_FILE
-    if (folder / MANIFEST_FILE).exists():
-        return read_with_checksum(path)
-    with missing_file_errors(path):
-        content = path.read_bytes()
+    path, has_manifest = folder / STATE_FILE, (folder / MANIFEST_FILE).exists()
     try:
-        state = json.loads(content)
-        if CHECKSUM_KEY in state:
-            raise CheckpointError(f"{folder / MANIFEST_FILE} is missing")
+        if has_manifest:
+            state = read_with_checksum(path)
+        else:
+            with missing_file_errors(path):
+                content = read_bytes(path)
+            state = parse_json(content)
+            if CHECKSUM_KEY in state:
+                raise CheckpointError(f"{folder / MANIFEST_FILE} is missing")
         if not (isinstance(state["save_state"]["total_steps"], int) and isinstance(state["metrics"], dict)):
             raise TypeError("steps or metrics are of another type")
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError) as error:
         raise CheckpointError(f"{path} is damaged: it does not hold the state of a run ({error})") from None
     return dict(state)
 
@@ -197,10 +217,11 @@ def read_loader_state(folder: Path) -> dict[str, Any]:
     import torch
 
     path = folder / LOADER_FILE
+    with missing_file_errors(path):
+        require_regular(path)
     try:
-        with missing_file_errors(path):
-            state = torch.load(path, weights_only=True)
-    except (CheckpointError, OSError):
+        state = torch.load(path, weights_only=True)
+    except OSError:
         raise
     except Exception as error:  # noqa: BLE001  # torch.load raises errors of many classes for a damaged file
         text = f"{type(error).__name__}: {select_first_line(error)}"

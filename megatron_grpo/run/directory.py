@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from megatron_grpo.config.errors import ConfigError, Problem, RunError, to_text
 from megatron_grpo.config.hiding import hide_secrets
 from megatron_grpo.config.keys import flatten
 from megatron_grpo.config.loop_schema import LOOPS, translate_key
+from megatron_grpo.config.outside_files import open_to_append, parse_yaml, read_json, read_yaml
 from megatron_grpo.config.overrides import OPTION, SEARCH_KEY, list_config_groups
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.config.started_values import find_untrusted_values
@@ -65,7 +65,7 @@ def lock_run_directory(path: str) -> Iterator[Path]:
         new_folders = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
         # Only the user who starts the run may look into it: it holds prompts, responses and weights.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = (folder / LOCK_FILE).open("a")
+        lock = open_to_append(folder / LOCK_FILE)
     except OSError as error:
         raise RunError(f"run_dir={folder} cannot be written: {error.filename}: {error.strerror}") from None
     # The kernel releases the lock when the driver dies, however it dies.
@@ -96,7 +96,7 @@ def lock_run_directory(path: str) -> Iterator[Path]:
 def is_in_use(path: str) -> bool:
     """True if a live run holds the lock of the folder."""
     try:
-        with Path(path, LOCK_FILE).open() as lock:
+        with open(os.open(Path(path, LOCK_FILE), os.O_RDONLY | os.O_NONBLOCK)) as lock:  # it may be a pipe
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -142,15 +142,11 @@ def read_config_file(file: Path) -> dict[str, Any]:
     Raises FileNotFoundError, or ValueError if the file cannot be read or is not a configuration; the text names it.
     """
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        values = read_yaml(file)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{file} is damaged: it is not UTF-8 text") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
     if values is None:
         raise ValueError(f"{file} is empty")
     if not isinstance(values, dict):
@@ -187,7 +183,7 @@ def compare_with_last_start(folder: Path, config: Config) -> list[str]:
 
 def _describe_model_difference(folder: Path, before: Mapping[str, Any], config: Config) -> str | None:
     try:
-        digest = json.loads((folder / MODEL_FILE).read_bytes())["digest"]
+        digest = read_json(folder / MODEL_FILE)["digest"]
     except (OSError, ValueError, LookupError, TypeError):
         digest = None
     current, key = _compute_digest(config), "policy.model.path"
@@ -228,6 +224,10 @@ def compare_data(folder: Path, config: Config) -> list[str]:
         path = dict(flatten(read_config_file(folder / CONFIG_FILE))).get("data.train_path")
     except FileNotFoundError:
         return []
+    except ValueError as error:
+        raise ConfigError(
+            [Problem(subject, f"{error}; it tells whose folder this is. Put it back, or {advice}")]
+        ) from None
     current = config.data.train_path
     is_same = os.path.exists(current) and os.path.realpath(str(path)) == os.path.realpath(current)
     if path != current and not is_same:
@@ -293,8 +293,8 @@ def override_values(
         if not isinstance(node, dict):
             raise ConfigError([describe_unknown_key(name, algorithm)])
         try:
-            node[last] = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: an impossible date
+            node[last] = parse_yaml(text)
+        except ValueError:
             advice = "not understood; lists are written [a,b], and other signs need quotes around the value"
             raise ConfigError([Problem(f"{name}={to_text(text)}", advice)]) from None
     config, problems = convert_values(values, algorithm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_grpo.config.errors import RunError, select_first_line
+from megatron_grpo.config.hiding import hide_secrets
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.models.source import list_hub_errors
 from megatron_grpo.run.checkpoint_files import read_state
@@ -48,7 +49,7 @@ def write_model_card(output: Path, base: str, checkpoint: Path, *, adapters: boo
 |---|---|
 """
     rows = "".join(f"| {name} | {value:.4g} |\n" for name, value in metrics.items())
-    ModelCard(text + rows).save(output / CARD)
+    ModelCard(hide_secrets(text + rows)).save(output / CARD)
     (output / CARD).chmod(output.stat().st_mode & 0o666)  # as the other files of an export
 
 

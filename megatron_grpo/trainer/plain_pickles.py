@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.outside_files import require_regular_files
 
 AllowedNames = dict[str, str]  # names that a pickle may import, with blanks between them, by module
 
@@ -98,6 +99,10 @@ def open_checkpoint(folder: str | Path) -> dict[str, Any]:
 
     filesystem.pickle = SimpleNamespace(load=load_metadata, dump=pickle.dump)  # type: ignore[assignment]
     DefaultLoadPlanner.load_bytes = _load_plain_bytes  # type: ignore[assignment,method-assign]
+    try:
+        require_regular_files(Path(folder))
+    except ValueError as error:
+        raise RunError(str(error)) from None
     file = Path(folder, "common.pt")  # Megatron-Core before 0.19 wrote it; now the common part is one of the entries
     common = _load_plain(file, str(file)) if file.exists() else load_common_state_dict(folder)
     if not isinstance(common, dict):

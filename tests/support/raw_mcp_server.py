@@ -48,6 +48,7 @@ RESULTS: dict[str, dict[str, Any]] = {
     "echo": {},
     "hang": {},
     "die": {},
+    "line_without_end": {},
     "id_of_another": {"content": [{"type": "text", "text": "not yours"}]},
 }
 
@@ -90,6 +91,8 @@ def answer(method: str, parameters: dict[str, Any]) -> dict[str, Any]:
         return {"content": [{"type": "text", "text": text}]}
     if parameters["name"] == "hang":
         time.sleep(1000)
+    while parameters["name"] == "line_without_end":
+        sys.stdout.write("x" * 65536)
     if parameters["name"] == "die":
         os._exit(3)
     return RESULTS[parameters["name"]]

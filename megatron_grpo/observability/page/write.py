@@ -13,10 +13,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_grpo.config.hiding import hide_values
 from megatron_grpo.config.keys import flatten
+from megatron_grpo.config.outside_files import read_json, read_yaml
 from megatron_grpo.config.schema import Config
 from megatron_grpo.observability import run_files
 from megatron_grpo.observability.page.trajectories import load_token_bytes, make_step_tables, make_token_table
@@ -31,8 +30,6 @@ SCRIPTS = tuple(
 # JSON escapes of HTML's special characters; json.dumps itself escapes all non-ASCII characters.
 ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 _DIGITS = 10  # significant digits of a number in the page: some metrics differ from 1 by a millionth
-# Entries of a line that are not metrics; metrics.jsonl has both, validation.jsonl only the first.
-_CLOCK_FIGURES = ("timing", "throughput")
 logger = logging.getLogger(__name__)
 
 
@@ -82,7 +79,10 @@ def read_run_data(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{folder} is not the folder of a run: it has neither {run_files.METRICS_FILE} nor {run_files.CONFIG_FILE}"
         )
-    steps, defaults = _read_rows(folder / run_files.METRICS_FILE), dict(flatten(asdict(Config())))
+    steps, validations = (
+        run_files.read_steps(folder / name) for name in (run_files.METRICS_FILE, run_files.VALIDATION_FILE)
+    )
+    defaults = dict(flatten(asdict(Config())))
     # Of each setting: key, value, and the default where it differs.
     settings = [
         (key, _to_text(value), _to_text(defaults[key]) if key in defaults and defaults[key] != value else None)
@@ -90,40 +90,29 @@ def read_run_data(folder: Path) -> dict[str, Any]:
     ]
     return {
         "name": folder.resolve().name,
-        "summary": _read_mapping(folder / run_files.SUMMARY_FILE, json.loads),
+        "summary": _read_mapping(folder / run_files.SUMMARY_FILE, read_json),
         "metrics": collect_columns([_select_metrics(row) for row in steps]),
         **{
             group: collect_columns([{"step": row["step"], **row.get(group, {})} for row in steps])
-            for group in _CLOCK_FIGURES
+            for group in run_files.CLOCK_FIGURES
         },
-        "validation": collect_columns([_select_metrics(row) for row in _read_rows(folder / run_files.VALIDATION_FILE)]),
+        "validation": collect_columns([_select_metrics(row) for row in validations]),
         "config": settings,
         "starts": run_files.read_lines(folder / run_files.STARTS_FILE),
     }
 
 
-def _read_rows(file: Path) -> list[dict[str, Any]]:
-    rows = run_files.read_lines(file)
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row.get("step"), int):
-            raise ValueError(f"{file}:{number} is damaged: it has no number under step")
-        for group in _CLOCK_FIGURES:
-            if not isinstance(row.get(group, {}), dict):
-                raise ValueError(f"{file}:{number} is damaged: {group} is {type(row[group]).__name__}, not an object")
-    return rows
-
-
-def _read_mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+def _read_mapping(file: Path, read: Callable[[Path], Any]) -> dict[str, Any]:
     try:
-        values = parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        values = read(file)
+    except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the settings of a run by key; empty if they cannot be read."""
-    return dict(flatten(hide_values(_read_mapping(folder / run_files.CONFIG_FILE, yaml.safe_load))))
+    return dict(flatten(hide_values(_read_mapping(folder / run_files.CONFIG_FILE, read_yaml))))
 
 
 def collect_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -133,7 +122,7 @@ def collect_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _select_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name not in _CLOCK_FIGURES}
+    return {name: value for name, value in row.items() if name not in run_files.CLOCK_FIGURES}
 
 
 def _to_text(value: Any) -> str:

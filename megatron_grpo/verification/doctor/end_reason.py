@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from megatron_grpo.config.outside_files import read_json
 from megatron_grpo.observability.run_files import SUMMARY_FILE
 
 
@@ -14,8 +14,8 @@ def read_end_reason(run_dir: Path) -> str | None:
     if not file.exists():
         return None
     try:
-        reason = json.loads(file.read_text(encoding="utf-8")).get("reason")
-    except (ValueError, AttributeError) as error:
+        reason = read_json(file).get("reason")
+    except AttributeError as error:
         raise ValueError(f"{file} is damaged: {error}") from None
     return reason if isinstance(reason, str) else None
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.config.outside_files import read_json
 from megatron_grpo.config.schema import Config
 from megatron_grpo.run.directory import ENGINES_FILE
 
@@ -46,10 +46,7 @@ def read_engines(run_dir: Path) -> list[dict[str, Any]]:
     file = run_dir / ENGINES_FILE
     if not file.exists():
         return []
-    try:
-        engines = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged: {error}") from None
+    engines = read_json(file)
     if not isinstance(engines, list) or not all(isinstance(engine, dict) for engine in engines):
         raise ValueError(f"{file} is damaged: it has no list of engines")
     return engines

@@ -14,7 +14,7 @@ import torch
 from megatron_grpo.batch.replay_files import find_library_versions
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import Config, ParallelConfig
-from megatron_grpo.observability.run_files import METRICS_FILE, read_lines
+from megatron_grpo.observability.run_files import METRICS_FILE, read_steps
 from megatron_grpo.verification.replay.compare import Comparison, choose_tolerances, compare
 from megatron_grpo.verification.replay.record import RecordedStep, open_step
 from megatron_grpo.verification.replay.replayed_step import replay_step
@@ -66,7 +66,7 @@ def read_run_figures(run_dir: Path) -> dict[int, RecordedFigures]:
     Raises:
         ValueError: the file of metrics is damaged; the message names file and line.
     """
-    rows = read_lines(run_dir / METRICS_FILE)
+    rows = read_steps(run_dir / METRICS_FILE)
     return {int(row["step"]): RecordedFigures(*(_read_figure(row, name) for name in FIGURES)) for row in rows}
 
 

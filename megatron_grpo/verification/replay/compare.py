@@ -118,8 +118,8 @@ _LAST = 1 << 30
 def find_layer(name: str) -> int:
     """Find a name's layer: -1 before the first, `_LAST` after the last."""
     parts = name.split(".")
-    if "layers" in parts:
-        return int(parts[parts.index("layers") + 1])
+    if "layers" in parts[:-1] and (number := parts[parts.index("layers") + 1]).isdecimal():
+        return int(number)
     return -1 if "embed" in name else _LAST
 
 
@@ -166,11 +166,18 @@ def read_recorded(record: RecordedStep) -> Replayed:
     if figures is None:
         return Replayed(logprobs, None, [], {})
     result = TrainResult(figures.loss, figures.grad_norm, figures.learning_rate)
-    return Replayed(logprobs, result, figures.tensors, *_read_recorded_states(figures.states), is_sketched=True)
+    return Replayed(logprobs, result, figures.tensors, *_read_recorded_states(record, figures.states), is_sketched=True)
 
 
-def _read_recorded_states(states: Sequence[StateFigure]) -> tuple[dict[str, Tensor], NDArray[np.int64]]:
+def _read_recorded_states(
+    record: RecordedStep, states: Sequence[StateFigure]
+) -> tuple[dict[str, Tensor], NDArray[np.int64]]:
     """Order recorded sketches: [captured, SKETCH] by point, and the tokens, [captured]."""
+    tokens = int(record.lengths.sum())
+    for state in states:
+        if not 0 <= state.token < tokens or len(state.sketch) != SKETCH:
+            text = f"a hidden state at token {state.token} of {tokens}, in {len(state.sketch)} numbers"
+            raise ValueError(f"the record of step {record.step} has {text}, which no run writes")
     captured = np.unique(np.array([state.token for state in states], dtype=np.int64))
     rows: dict[str, Tensor] = {
         point: torch.full((len(captured), SKETCH), torch.nan)

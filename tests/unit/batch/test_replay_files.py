@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_grpo.batch import replay_files
 from megatron_grpo.batch.replay_files import (
     StateFigure,
     StepFigures,
@@ -49,6 +53,61 @@ def test_a_file_of_an_earlier_version_has_no_hidden_states(tmp_path: Path) -> No
     table = pq.read_table(file)
     pq.write_table(table.drop_columns(["token"]), file)
     assert read_figures(file) == replace(FIGURES, states=[])
+
+
+def write_table(file: Path, metadata: dict[str, Any], **columns: list[Any]) -> None:
+    plain = {
+        "kind": ["weight"],
+        "optimizer_step": [0],
+        "name": ["w"],
+        "norm": [1.0],
+        "token": [None],
+        "sketch": [[0.0]],
+    }
+    write_figures(file, FIGURES)
+    schema = pq.read_schema(file).with_metadata({b"megatron_grpo.replay": json.dumps(metadata).encode()})
+    names = {name: values for name, values in {**plain, **columns}.items() if values}
+    types = [
+        schema.field(name) if name not in columns else pa.field(name, pa.array(columns[name]).type) for name in names
+    ]
+    pq.write_table(pa.table(names, schema=pa.schema(types, metadata=schema.metadata)), file)
+
+
+METADATA = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "config": {}, "device": "cpu", "versions": {}}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "columns", "text"),
+    [
+        ({"config": "x"}, {}, "config"),
+        ({"config": [1]}, {}, "config"),
+        ({"loss": "x"}, {}, "loss"),
+        ({"versions": {"torch": [1]}}, {}, "versions"),
+        ({"config": json.loads("[" * 300 + "]" * 300)}, {}, "more than 100 levels"),
+        ({}, {"kind": ["state"]}, "kind"),
+        ({}, {"norm": ["1"]}, "its column norm is string, not double"),
+        ({}, {"sketch": [["0"]]}, "its column sketch is list"),
+        ({}, {"name": []}, "it has no column name"),
+        ({}, {"kind": ["hidden state"]}, "token"),
+    ],
+)
+def test_a_forged_file_is_refused(
+    metadata: dict[str, Any], columns: dict[str, list[Any]], text: str, tmp_path: Path
+) -> None:
+    file = locate_figures_file(tmp_path, 7)
+    write_table(file, METADATA)
+    assert read_figures(file) is not None
+    write_table(file, METADATA | metadata, **columns)
+    with pytest.raises(ValueError, match=rf"step_7\.parquet is damaged, or was written by another version: .*{text}"):
+        read_figures(file)
+
+
+def test_more_figures_than_a_run_writes_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = locate_figures_file(tmp_path, 7)
+    write_figures(file, FIGURES)
+    monkeypatch.setattr(replay_files, "_MOST_ROWS", 3)
+    with pytest.raises(ValueError, match="it has 4 rows, and at most 3 are read"):
+        read_figures(file)
 
 
 def test_the_watched_tokens_are_different_tokens_of_the_step() -> None:

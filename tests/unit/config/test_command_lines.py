@@ -11,7 +11,8 @@ import pytest
 
 from megatron_grpo import doctor, replay, report
 from megatron_grpo.config.command_line import parse_arguments
-from megatron_grpo.config.job import MOST_BYTES, read_job_file
+from megatron_grpo.config.job import read_job_file
+from megatron_grpo.config.outside_files import YAML_BYTES
 from megatron_grpo.config.overrides import read_overrides
 from megatron_grpo.preflight.load import compose_config
 from tests.support.ordinary_user import as_ordinary_user
@@ -182,7 +183,7 @@ def test_a_file_that_is_no_text_or_too_large(tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe\x00")
     assert reason(file) == "is not UTF-8 text"
     with file.open("wb") as opened:
-        opened.truncate(MOST_BYTES * 50)
+        opened.truncate(YAML_BYTES * 50)
     assert reason(file) == "has 50 MiB; a job is a few fields in YAML"
     assert "no such file" in reason(tmp_path)
     assert "cannot be read: File name too long" in reason("/tmp/" + "x" * 300)

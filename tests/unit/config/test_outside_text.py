@@ -8,13 +8,16 @@ import logging
 import re
 import sys
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ray import cloudpickle
 from rich.console import Console
 
 from megatron_grpo.batch.environment_metrics import make_metric_name, name_reported_metrics
@@ -22,6 +25,7 @@ from megatron_grpo.batch.rollout_files import RunFacts, StepFacts, StepRecord, r
 from megatron_grpo.cluster.process_log import PrintedText, RecordFormatter
 from megatron_grpo.config.command_line import as_command
 from megatron_grpo.config.data_schema import EnvironmentConfig
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.outside_text import (
     NOTE_CHARACTERS,
     REASON_CHARACTERS,
@@ -31,11 +35,16 @@ from megatron_grpo.config.outside_text import (
     make_line,
     make_note,
     parse_json,
+    replace_controls,
 )
-from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, Turn
+from megatron_grpo.data.sources import parse_line
 from megatron_grpo.environments.environment_worker import MAX_NOTES, EnvironmentWorker
 from megatron_grpo.environments.interface import EnvironmentSettings
+from megatron_grpo.environments.mcp_results import format_result
 from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment
+from megatron_grpo.environments.verifiers import VerifiersProcess
+from megatron_grpo.generation.teacher_server import TeacherServer, pack_row
 from megatron_grpo.observability.run_files import format_json_line
 from megatron_grpo.observability.run_logger import ProgressDisplay
 from megatron_grpo.rollouts.failures import RolloutFailure, describe_failures
@@ -119,6 +128,111 @@ def test_every_door_leaves_writable_files(text: str, tmp_path: Path) -> None:
     line = format_json_line({**scored.metrics, "reason": describe_failures([rollouts[0].outcome])})
     assert line.count("\n") == 1
     assert json.loads(line.encode())
+
+
+def make_answering_worker(read: list[Any], **methods: Any) -> EnvironmentWorker:
+    """A process of an environment whose methods are those of a server's client; `read` gets what the model reads."""
+    worker = make_worker()
+    worker._environment = SimpleNamespace(**methods)  # type: ignore[assignment]
+    worker._renderer = SimpleNamespace(  # type: ignore[assignment]
+        encode_later_turn=lambda messages, last_token: read.append(messages) or [1]
+    )
+    return worker
+
+
+def raise_error(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def take_turn(**turn: Any) -> list[Any]:
+    """What a model reads of the answer of a tool, an OpenEnv server or another environment with turns."""
+    read: list[Any] = []
+    worker = make_answering_worker(read, step=lambda state, response: Turn(done=False, **turn))
+    answer = worker.step(cloudpickle.dumps(None), "response", 0)
+    assert isinstance(answer, Turn), answer
+    return read
+
+
+def read_verifiers(text: str) -> list[Any]:
+    process = VerifiersProcess.__new__(VerifiersProcess)
+    process._ask = lambda request: {"error": text}  # type: ignore[method-assign]
+    worker = make_answering_worker([], act=lambda prompt, info, access: process.run({}, access))
+    return [worker.act("p", {}, ModelAccess("u", "t", "m"))]
+
+
+def read_teacher(text: str) -> list[Any]:
+    server = TeacherServer("teacher.server_url", "http://host:1", top_k=1, timeout_s=1.0, policy_folder="")
+    row = {"5": {"logprob": text, "rank": text, "decoded_token": text}}
+    with pytest.raises(RunError) as caught:
+        pack_row(row, server, 10)
+    return [replace_controls(str(caught.value))]  # as a command prints it
+
+
+def read_results(text: str) -> list[Any]:
+    types = pytest.importorskip("mcp.types", reason="the extra mcp is not installed")
+    tool = json.dumps({"name": text, "title": text, "description": text, "inputSchema": {"type": "object"}})
+    content = [{"type": "text", "text": text}, {"type": "resource_link", "uri": text, "name": text, "title": text}]
+    try:
+        definition = types.Tool.model_validate_json(tool)
+        result = types.CallToolResult.model_validate_json(json.dumps({"content": content}))
+    except ValueError:  # as the SDK does with a message that holds half of a pair
+        return []
+    return [definition.model_dump(), format_result(result)]
+
+
+def answer_with(method: str, answer: Callable[..., Any]) -> Any:
+    """What a process answers to a call of a method of its environment."""
+    worker = make_answering_worker([], **{method: answer})
+    if method == "score":
+        return score(worker)
+    if method == "step":
+        return worker.step(cloudpickle.dumps(None), "response", 0)
+    return worker.reset("p", {}) if method == "reset" else worker.act("p", {}, ModelAccess("u", "t", "m"))
+
+
+DOORS: dict[str, Callable[[str], list[Any]]] = {
+    "score": lambda text: answer_with("score", lambda requests: [text]),
+    **{
+        f"{type(error('')).__name__} of {method}": lambda text, method=method, error=error: [  # type: ignore[misc]
+            answer_with(method, raise_error(error(text)))
+        ]
+        for method in ("score", "step", "reset", "act")
+        for error in (RunError, ValueError, RaisedError)
+    },
+    "verifiers": read_verifiers,
+    "teacher": read_teacher,
+}
+"""Ways by which a text gets into a reason or a message: one line."""
+CONTENTS: dict[str, Callable[[str], list[Any]]] = {
+    "text of a turn": lambda text: take_turn(text=text or "."),
+    "messages of a turn": lambda text: take_turn(
+        messages=[{"role": "tool", "name": text, "content": [{"type": "text", "text": text}], text: text}]
+    ),
+    "MCP server": read_results,
+    "row of a data set": lambda text: [parse_line(json.dumps({"prompt": text, text: [text]}).encode())],
+}
+"""Ways by which a text gets to the model: any, but one that files hold."""
+
+
+@pytest.mark.parametrize("door", DOORS)
+@given(text=texts)
+@quick
+def test_a_reason_by_any_door_is_a_line(door: str, text: str) -> None:
+    (answer,) = DOORS[door](text)
+    reason = answer if isinstance(answer, str) else answer.reason
+    assert is_line(reason), door
+    assert len(reason) <= REASON_CHARACTERS
+
+
+@pytest.mark.parametrize("door", CONTENTS)
+@given(text=texts)
+@quick
+def test_a_content_by_any_door_can_be_written(door: str, text: str) -> None:
+    for content in CONTENTS[door](text):
+        json.dumps(content, ensure_ascii=False).encode()
 
 
 @given(text=texts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import typing
 from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass
@@ -17,11 +16,12 @@ import yaml
 from megatron_grpo.config.conversion import convert_values
 from megatron_grpo.config.data_schema import BUILT_IN
 from megatron_grpo.config.errors import ConfigError
-from megatron_grpo.config.keys import FREE_TYPE, read_keys
+from megatron_grpo.config.keys import read_keys
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.started_values import STARTING_OPTIONS, find_untrusted_values, list_started_values
 from megatron_grpo.environments.registry import import_environment_class
-from megatron_grpo.run.directory import load_run_config, override_values
+from megatron_grpo.run.directory import load_run_config
+from tests.support.text_keys import can_hold_text, fit_text, set_key
 
 STARTING = "package.module:Name"
 """A value that is code wherever a key imports code, and no built-in name."""
@@ -63,23 +63,10 @@ INERT_OPTIONS = {
 }
 
 
-def can_hold_text(key: str) -> bool:
-    kinds = read_keys()[key].type.removeprefix("list of ").split(" or ")
-    plain = re.compile(r"int\b.*|float\b.*|null|true|false|one of .*|0 \(greedy\)|-1")
-    return read_keys()[key].type == FREE_TYPE or not all(map(plain.fullmatch, kinds))
-
-
-def set_key(key: str, value: Any) -> Config:
-    """The default configuration with one more value."""
-    name = key.replace("<name>", "x").replace("<field>", "y")
-    return override_values(asdict(Config()), [f"{name}={json.dumps(value)}"], "file", is_trusted=True)
-
-
 def list_flagged_keys() -> Iterator[tuple[str, Any]]:
     for key, known in read_keys().items():
         if can_hold_text(key):
-            value: Any = [STARTING] if known.type.startswith("list") else STARTING
-            value = {"x": STARTING} if known.type == "reasoning_gym" else value
+            value = fit_text(known.type, STARTING)
             if list_started_values(set_key(key, value)):
                 yield key, value
     yield "sandbox.required", "limits"

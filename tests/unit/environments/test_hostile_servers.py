@@ -20,7 +20,7 @@ from megatron_grpo.cluster.process_log import RecordFormatter
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.judge import JudgeEnvironment
-from megatron_grpo.environments.mcp_access import open_with_key
+from megatron_grpo.environments.mcp_access import open_url
 from megatron_grpo.environments.mcp_tools import McpServer, McpTools
 from megatron_grpo.environments.openenv import OpenEnvEnvironment
 from megatron_grpo.environments.program_output import MAX_LINES
@@ -156,7 +156,7 @@ def test_a_secret_that_no_header_can_hold_is_not_repeated(secret: str, monkeypat
 
 
 async def enter(url: str) -> None:
-    async with open_with_key(url, "BROKEN_KEY"):
+    async with open_url(url, "BROKEN_KEY"):
         pass
 
 

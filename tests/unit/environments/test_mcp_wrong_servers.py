@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
 import re
+import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import EnvironmentConfig
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
+from megatron_grpo.environments import mcp_access, mcp_tools
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.mcp_tools import MAX_LATE, McpServer, McpTools, ServerEndedError
 from megatron_grpo.environments.registry import create_environment
@@ -115,6 +121,52 @@ def test_a_server_that_hangs_is_started_again_with_nothing_left(tools: McpTools)
         tools.call("hang", {})
     assert get_process(tools) != process
     assert not Path(f"/proc/{process}").exists()
+
+
+def test_a_server_that_writes_a_line_without_an_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp_tools, "MESSAGE_BYTES", 2**20)
+    tools = McpTools({"raw": make_server("pages", timeout_s=20.0)})
+    try:
+        process, before = get_process(tools), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(ServerEndedError):
+            tools.call("line_without_end", {})
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "kilobytes"
+        assert get_process(tools) != process
+    finally:
+        tools.close()
+
+
+@pytest.mark.parametrize("kind", ["endless", "packed"])
+def test_an_answer_without_an_end_is_not_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a server at an address; also one whose few bytes unfold to many."""
+    monkeypatch.setattr(mcp_access, "MESSAGE_BYTES", 2**20)
+    sent = []
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            if kind == "packed":
+                self.send_header("Content-Encoding", "gzip")
+            self.end_headers()
+            piece = b" " * 65536 if kind == "endless" else gzip.compress(b" " * 2**26)
+            with suppress(OSError):
+                while len(sent) < 1000:
+                    self.wfile.write(piece)
+                    sent.append(len(piece))
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(RunError, match="MCP server raw"):
+            McpTools({"raw": McpServer(url=f"http://127.0.0.1:{server.server_port}/mcp", startup_timeout_s=5.0)})
+        server.shutdown()
+    assert sum(sent) < 2**26
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "kilobytes"
 
 
 def test_a_stopped_and_a_killed_server_are_started_again(tools: McpTools) -> None:

@@ -126,6 +126,31 @@ def test_a_command_has_its_streams_and_its_exit_code() -> None:
     assert (result.returncode, result.stderr) == (NOT_FOUND, b"cannot run /no/program: No such file or directory\n")
 
 
+@pytest.mark.parametrize("text", ["head -c 2000000 /dev/zero", "echo short; yes ok | tr -d '\\n'"])
+def test_a_line_without_an_end_ends_its_command(text: str, mark: str) -> None:
+    command = wrap_command(["sh", "-c", f"{text}; sleep {mark}"], line_bytes=2**20)
+    result = subprocess.run(command, capture_output=True, check=False, timeout=20)
+    assert len(result.stdout) <= 2**20 + len("short\n")
+    assert result.stderr == b"a line has more than 1048576 bytes: sh is ended\n"
+    assert result.returncode != 0
+    require_gone(mark, 5)
+
+
+def test_lines_up_to_their_limit_are_copied() -> None:
+    command = wrap_command(["sh", "-c", "cat; yes | head -n 500000; exit 5"], line_bytes=2**20)
+    result = subprocess.run(command, input=b"x" * 2**20 + b"\n", capture_output=True, check=False, timeout=20)
+    assert (result.returncode, result.stderr) == (5, b"")
+    assert result.stdout == b"x" * 2**20 + b"\n" + b"y\n" * 500_000
+
+
+def test_a_command_whose_output_nobody_reads_ends() -> None:
+    process = subprocess.Popen(wrap_command(["yes"], line_bytes=100), stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(10) == 128 + signal.SIGPIPE
+
+
 def test_a_polite_command_has_time_to_end() -> None:
     text = "trap 'echo saved; exit 0' TERM; echo up; while :; do sleep 0.05; done"
     process = start(wrap_command(["sh", "-c", text]))

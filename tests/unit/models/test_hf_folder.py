@@ -176,6 +176,38 @@ def test_files_have_the_permissions_of_their_folder(mode: int, is_there: bool, t
         assert entry.stat().st_mode & 0o777 == (mode if entry.is_dir() else mode & 0o666), entry
 
 
+def test_links_of_a_model_carry_no_file_of_the_user(folder: Path) -> None:
+    source, base = folder / "source", folder / "base"
+    for model in (source, base):
+        model.mkdir()
+        write_model(model, PLAIN)
+    (folder / "credentials").write_text("secret")
+    for name, target in (
+        ("chat_template.jinja", folder / "credentials"),
+        ("notes.json", Path("/proc/self/environ")),
+        ("special_tokens_map.json", base / "tokenizer_config.json"),
+    ):
+        (source / name).unlink(missing_ok=True)
+        (source / name).symlink_to(target)
+        with pytest.raises(ValueError, match=rf"{name} is a link out of the model's folder"):
+            write_hf_folder(WEIGHTS, source, folder / "output")
+        (source / name).unlink()
+    assert not (folder / "output").exists()
+    # Folders that share files with another model, and those of the hub's cache.
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.json").symlink_to(base / "tokenizer.json")
+    write_hf_folder(WEIGHTS, source, folder / "output")
+    assert not (folder / "output" / "tokenizer.json").is_symlink()
+    snapshot, blobs = folder / "hub" / "snapshots" / "0abc", folder / "hub" / "blobs"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(base.iterdir())):
+        file.rename(blobs / str(number))
+        (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
+    write_hf_folder(WEIGHTS, snapshot, folder / "of_hub")
+    assert (folder / "of_hub" / "tokenizer.json").read_bytes() == (folder / "output" / "tokenizer.json").read_bytes()
+
+
 def test_tensors_are_written_as_any_other_file(tmp_path: Path) -> None:
     umask = os.umask(0o027)
     try:

@@ -306,3 +306,13 @@ def test_values_of_sampled_tokens_come_to_their_places(record: RecordedStep, tmp
     assert generation[first.spans[0].start : first.spans[0].end].tolist() == first.logprobs.tolist()
     with pytest.raises(ValueError, match="has no such values"):
         record.place_at_sampled(record.prev_logprobs)
+
+
+@pytest.mark.parametrize("state", [StateFigure("norm", 10**9, [0.0] * 64), StateFigure("norm", -1, [0.0] * 64)])
+def test_a_state_of_a_token_that_the_step_lacks_is_refused(record: RecordedStep, state: StateFigure) -> None:
+    figures = StepFigures(loss=1.0, grad_norm=1.0, learning_rate=1.0, tensors=[], config={}, device="", states=[state])
+    with pytest.raises(ValueError, match=r"the record of step 1 has a hidden state at token .* which no run writes"):
+        read_recorded(replace(record, figures=figures))
+    short = replace(figures, states=[StateFigure("norm", 0, [1.0])])
+    with pytest.raises(ValueError, match="in 1 numbers, which no run writes"):
+        read_recorded(replace(record, figures=short))

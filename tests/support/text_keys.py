@@ -1,0 +1,35 @@
+"""Keys of the schema whose values are, or hold, texts."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from typing import Any
+
+from megatron_grpo.config.keys import FREE_TYPE, read_keys
+from megatron_grpo.config.schema import Config
+from megatron_grpo.run.directory import override_values
+
+
+def can_hold_text(key: str) -> bool:
+    kinds = read_keys()[key].type.removeprefix("list of ").split(" or ")
+    plain = re.compile(r"int\b.*|float\b.*|null|true|false|one of .*|0 \(greedy\)|-1")
+    return read_keys()[key].type == FREE_TYPE or not all(map(plain.fullmatch, kinds))
+
+
+def fit_text(kind: str, text: str) -> Any:
+    """A value with a text for a key of a type."""
+    if kind == "reasoning_gym":
+        return {"x": text}
+    return [text] if kind.startswith("list") else text
+
+
+def name_key(key: str) -> str:
+    """The name of a key where the user chooses parts of it."""
+    return key.replace("<name>", "x").replace("<field>", "y")
+
+
+def set_key(key: str, value: Any) -> Config:
+    """The default configuration with one more value."""
+    return override_values(asdict(Config()), [f"{name_key(key)}={json.dumps(value)}"], "file", is_trusted=True)
