@@ -126,12 +126,18 @@ class Conversation:
             task.cancel()
 
     def deliver(self, responses: Sequence[Response]) -> None:
-        """Count responses, which are sent to the agent now."""
+        """Count responses, which are sent to the agent now.
+
+        BadCallError: with them the rollout would have too many segments; none of them counts.
+        """
+        # Calls at the same time may all have begun while there was room for one of them.
+        self._require_few_segments([*self.responses, *responses])
         self.responses += responses
 
     def discard(self, responses: Sequence[Response]) -> None:
-        """Leave out responses whose sending failed."""
-        self.responses = [response for response in self.responses if response not in responses]
+        """Leave out responses whose sending failed, but for those that another one continues."""
+        unread = {*responses} - {response.parent for response in self.responses}
+        self.responses = [response for response in self.responses if response not in unread]
 
     def list_segments(self) -> list[Segment]:
         """Divide the responses into sequences to train on.
@@ -253,10 +259,15 @@ class Conversation:
         config = self.texts.config
         if self._begun >= config.max_calls:
             raise BadCallError(f"the rollout has had generation.endpoint.max_calls={config.max_calls} calls")
-        continued = {response.parent for response in self.responses if response.parent is not None}
-        segments = len(self.responses) + len(self._sampling) - len(continued)
-        if (parent is None or parent in continued) and segments >= config.max_segments:
-            limit = f"generation.endpoint.max_segments={config.max_segments}"
+        if parent is None or any(response.parent is parent for response in self.responses):
+            self._require_few_segments(self.responses, more=len(self._sampling) + 1)
+
+    def _require_few_segments(self, responses: Sequence[Response], more: int = 0) -> None:
+        # As `list_segments` divides them: a response that is continued shares its segment with the first that does so.
+        continued = {response.parent for response in responses}.intersection(responses)
+        most = self.texts.config.max_segments
+        if len(responses) - len(continued) + more > most:
+            limit = f"generation.endpoint.max_segments={most}"
             raise BadCallError(f"the rollout has {limit} conversations; continue one of them")
 
     async def _sample(

@@ -192,9 +192,8 @@ class Endpoint:
 
     async def _answer_call(self, request: web.Request, rollout: _OpenRollout, answer: Answer) -> web.StreamResponse:
         try:
-            responses, body, events = await answer(
-                await _read_json(request, rollout.conversation.largest_call), rollout
-            )
+            call = await _read_json(request, rollout.conversation.largest_call)
+            responses, body, events = await answer(call, rollout)
         except web.HTTPException:
             raise
         except TooManyCallsError as error:
@@ -204,7 +203,10 @@ class Endpoint:
         except Exception as error:  # noqa: BLE001 - the rollout fails with the error that the conversation keeps
             return _make_error(500, str(error))
         await _require_client(request)
-        rollout.conversation.deliver(responses)
+        try:
+            rollout.conversation.deliver(responses)
+        except BadCallError as error:
+            return _make_error(400, str(error))
         sending = asyncio.create_task(_send_json(request, body) if events is None else _send_events(request, events))
         rollout.answers.add(sending)
         try:
