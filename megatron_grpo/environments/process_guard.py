@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -135,7 +135,7 @@ def _end_children() -> None:
                 pass
         except ChildProcessError:
             return
-        time.sleep(0.005)
+        time.sleep(0.0005)
 
 
 def watch_process(process: int, mark: str) -> None:
@@ -147,16 +147,19 @@ def watch_process(process: int, mark: str) -> None:
     select.select([watched], [], [])
     deadline = time.monotonic() + GIVE_UP_S
     while time.monotonic() < deadline:
-        marked = [pid for pid in _list_processes() if pid != os.getpid() and _has_mark(pid, mark.encode())]
-        if not marked:
+        has_found = False
+        for pid in _list_processes():
+            if pid != os.getpid() and _has_mark(pid, mark.encode()):
+                _kill(pid)  # at once: a moment later it may have forked and ended
+                has_found = True
+        if not has_found:
             return
-        for pid in marked:
-            _kill(pid)
-        time.sleep(0.005)
 
 
-def _list_processes() -> Iterator[int]:
-    return (int(name) for name in os.listdir("/proc") if name.isdecimal())
+def _list_processes() -> list[int]:
+    """List processes, the newest first."""
+    # Those that fork and end, again and again, are there for less than a millisecond.
+    return sorted((int(name) for name in os.listdir("/proc") if name.isdecimal()), reverse=True)
 
 
 def _read_parent(pid: int) -> int | None:
