@@ -146,14 +146,21 @@ def watch_process(process: int, mark: str) -> None:
     os.setsid()
     select.select([watched], [], [])
     deadline = time.monotonic() + GIVE_UP_S
+    # Processes without the mark are read once, and again at the end, because their numbers may be given anew: a process
+    # that forks and ends, again and again, is only found within a millisecond.
+    strangers = {os.getpid()}
     while time.monotonic() < deadline:
-        has_found = False
+        is_whole, has_found = len(strangers) == 1, False
         for pid in _list_processes():
-            if pid != os.getpid() and _has_mark(pid, mark.encode()):
-                _kill(pid)  # at once: a moment later it may have forked and ended
+            if pid not in strangers and _has_mark(pid, mark.encode()):
+                _kill(pid)
                 has_found = True
+            else:
+                strangers.add(pid)
         if not has_found:
-            return
+            if is_whole:
+                return
+            strangers = {os.getpid()}
 
 
 def _list_processes() -> list[int]:
