@@ -110,7 +110,7 @@ class Endpoint:
             app.router.add_post(f"{base}/completions", partial(self._answer, answer=self._answer_completion))
             app.router.add_post(f"{base}/responses", partial(self._answer, answer=self._answer_response))
         app.cleanup_ctx.append(self._close_idle_connections)
-        self.runner = web.AppRunner(app, access_log=None, handler_cancellation=True, auto_decompress=False)
+        self.runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self.runner.setup()
         try:
             await web.TCPSite(self.runner, self._settings.host, self._settings.port).start()

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import time
+import zlib
 from typing import Any
 
 import aiohttp
@@ -105,16 +106,16 @@ async def post(url: str, body: bytes, **headers: str) -> tuple[int, str]:
         return reply.status, await reply.text()
 
 
-@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "GZIP", "identity, gzip"])
-def test_compressed_calls_are_refused_as_they_are(model: str, coding: str) -> None:
-    body = gzip.compress(b" " * 100_000_000)
+@pytest.mark.parametrize(("coding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+def test_compressed_calls_are_no_larger_than_others(model: str, coding: str, compress: Any) -> None:
+    body = compress(b" " * 100_000_000)
 
     async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> tuple[int, str]:
         return await post(f"{access.base_url}/chat/completions", body, **{"Content-Encoding": coding})
 
     began = time.process_time()
     status, text = ask(model, agent)
-    assert (status, "a request must not be compressed" in text) == (415, True)
+    assert (status, "the request has more than 68096 bytes" in text) == (400, True)
     assert time.process_time() - began < 5
 
 
