@@ -161,6 +161,7 @@ def watch_process(process: int, mark: str) -> None:
             if is_whole:
                 return
             strangers = {os.getpid()}
+        time.sleep(0.0002)
 
 
 def _list_processes() -> list[int]:
