@@ -13,9 +13,9 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from queue import LifoQueue
@@ -31,6 +31,7 @@ STARTUP_S = 300.0  # deadline for making the state: vLLM's parsers take 10 s of 
 QUICK_S = 0.05  # processor time in which nearly every call is done
 WALL_FACTOR = 30.0  # a process on a busy machine may wait so many times longer than it computes
 LARGEST_REPLY = 2**28  # bytes
+TEXT_BYTES = 2**30  # of memory that one text of a model may take while it is rendered
 
 
 class LimitError(Exception):
@@ -181,24 +182,39 @@ def main() -> None:
 
 
 def _serve(connection: Connection, state: Any, memory: int) -> None:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        limit = int(file.read().split()[0]) * resource.getpagesize() + memory
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # it ends the process
-    while True:
-        try:
-            message = connection.recv_bytes()
-        except (EOFError, OSError):
-            return
-        seconds, function, arguments = pickle.loads(message)
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        try:
-            reply = pickle.dumps((True, function(state, *arguments)))
-        except Exception as error:  # noqa: BLE001 - the caller raises it
-            reply = pickle.dumps((False, pickle.loads(_write(error))))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        connection.send_bytes(reply)
+    with limit_memory(memory):
+        while True:
+            try:
+                message = connection.recv_bytes()
+            except (EOFError, OSError):
+                return
+            seconds, function, arguments = pickle.loads(message)
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            try:
+                reply = pickle.dumps((True, function(state, *arguments)))
+            except Exception as error:  # noqa: BLE001 - the caller raises it
+                reply = pickle.dumps((False, pickle.loads(_write(error))))
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.send_bytes(reply)
+
+
+@contextmanager
+def limit_memory(size: int) -> Iterator[None]:
+    """Let this process take `size` further bytes; MemoryError beyond.
+
+    The limit is one of addresses, so a library that reserves more of them, as another thread's first use of a GPU, does
+    not belong into the body.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + size
+    resource.setrlimit(resource.RLIMIT_AS, (min(bound for bound in (limit, soft, hard) if bound >= 0), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _write(error: Exception) -> bytes:

@@ -49,6 +49,10 @@ class RunError(RuntimeError):
         super().__init__(hide_secrets(str(text)))
 
 
+class ResponseError(RunError):
+    """Code failed over a response, which is perhaps to blame: that is tried (rollouts/failures.py)."""
+
+
 class SamplingError(RunError):
     """Sampling or scoring failed; models are unchanged and can be saved."""
 

@@ -77,15 +77,31 @@ def format_record(text: str) -> str:
     return replace_controls(text).replace("\n", "\n    ")
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, most_values: int | None = None) -> Any:
     """Parse JSON from outside; its texts become encodable.
 
-    ValueError: it is no JSON, has NaN or an infinity, or more than NESTING levels.
+    ValueError: it is no JSON, has NaN or an infinity, more than NESTING levels, or more than `most_values` values.
     """
     try:
-        return clean_json(json.loads(text, parse_constant=_refuse_constant))
+        value = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError(f"more than {NESTING} levels of lists and objects") from None
+    if most_values is not None:
+        _require_few_values(value, most_values)
+    return clean_json(value)
+
+
+def _require_few_values(value: Any, limit: int) -> None:
+    # An empty list of two bytes takes 64 of memory, and a hundred times as long as they to be read.
+    values, containers = 0, [[value]]
+    while containers:
+        container = containers.pop()
+        members = container.values() if isinstance(container, dict) else container
+        values += len(members)
+        if values > limit:
+            raise ValueError(f"more than {limit} values")
+        if not {list, dict}.isdisjoint(map(type, members)):
+            containers += [member for member in members if isinstance(member, list | dict)]
 
 
 def clean_json(value: Any, levels: int = NESTING) -> Any:

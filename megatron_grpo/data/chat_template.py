@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2.sandbox import SandboxedEnvironment
 
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import ResponseError, RunError
 
 
 class _Overdue(Exception):  # noqa: N818
@@ -102,14 +102,14 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, second
     `options` are arguments of the tokenizer's `apply_chat_template`.
 
     Raises:
-        RunError: the template was not done after `seconds`; those of released models take milliseconds.
+        ResponseError: the template was not done after `seconds`; those of released models take milliseconds.
         Exception: the template's own error, of any class, about these messages.
     """
     try:
         with _deadlines.deadline(seconds):
             return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except _Overdue:
-        raise RunError(
+        raise ResponseError(
             f"the chat template was not done with one conversation after {seconds:g} s: a loop in it has no end; take "
             "the template of a model that you trust, or give one in data.chat_template"
         ) from None

@@ -16,10 +16,11 @@ from ray import cloudpickle
 
 from megatron_grpo.batch.environment_metrics import name_reported_metrics
 from megatron_grpo.cluster.futures import wrap_for_pickling
+from megatron_grpo.cluster.limited_calls import TEXT_BYTES, limit_memory
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import EnvironmentConfig
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import ResponseError, RunError
 from megatron_grpo.config.outside_text import NAME_CHARACTERS, clean_json, describe_error, make_line, make_note
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.scores import (
@@ -34,7 +35,6 @@ from megatron_grpo.data.scores import (
 from megatron_grpo.environments.interface import STARTUP_S, EnvironmentSettings, EnvironmentStatus
 from megatron_grpo.environments.process_guard import start_guard
 from megatron_grpo.environments.registry import create_environment
-from megatron_grpo.environments.reward_functions import RewardError
 from megatron_grpo.environments.reward_model import RewardModelClient
 from megatron_grpo.environments.user_functions import find_place
 
@@ -47,11 +47,8 @@ _warn_once = cache(logging.getLogger(__name__).warning)
 REWARD_MODEL_STARTUP_S = STARTUP_S - 100.0
 
 
-class InvalidScoresError(RunError):
+class InvalidScoresError(ResponseError):
     """An environment returned something else than a score per response."""
-
-
-_OF_SCORING = (RewardError, InvalidScoresError)  # a text may have caused them, or the cause of the first
 
 
 class EnvironmentWorker:
@@ -116,11 +113,13 @@ class EnvironmentWorker:
         is_message = self._settings.prompts.apply_chat_template and not len(observation)
         if not turn.done and (turn.text or turn.messages or is_message):
             messages = clean_json(turn.messages or [{"role": turn.role, "content": turn.text}])
-            observation = np.array(self._renderer.encode_later_turn(messages, last_token), dtype=np.int32)
+            with limit_memory(TEXT_BYTES):  # the texts are in part the model's
+                observation = np.array(self._renderer.encode_later_turn(messages, last_token), dtype=np.int32)
         reward = None if turn.reward is None else float(turn.reward)  # NumPy's and torch's numbers too
         if reward is not None and not is_reward(reward):
             name = type(self._environment).__name__
-            raise RunError(f"{name}.step returned the reward {reward}; None says that a turn has no reward of its own")
+            text = f"{name}.step returned the reward {reward}; None says that a turn has no reward of its own"
+            raise InvalidScoresError(text)
         return Turn(done=turn.done, state=cloudpickle.dumps(turn.state), reward=reward, observation=observation)
 
     def act(
@@ -196,7 +195,7 @@ def is_outside(error: BaseException) -> bool:
     # Clients such as httpx and openai raise errors of their own while they handle the connection's, and may hide it.
     causes: list[BaseException] = []
     while error not in causes:
-        if isinstance(error, RunError | ConnectionError | TimeoutError) and not isinstance(error, _OF_SCORING):
+        if isinstance(error, RunError | ConnectionError | TimeoutError) and not isinstance(error, ResponseError):
             return True
         causes.append(error)
         error = error.__cause__ or error.__context__ or error

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron_grpo.config.errors import RunError, select_first_line, to_text
+from megatron_grpo.config.errors import ResponseError, RunError, select_first_line, to_text
 from megatron_grpo.config.secret_values import make_authorization
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ScoreOrError, Turn, is_reward
@@ -30,6 +30,10 @@ class _RefusedError(ValueError):
 
 class _WrongAnswerError(ValueError):
     """The server sent a message that the protocol does not allow."""
+
+
+class _UnaskedError(_WrongAnswerError):
+    """The server sent a message that answers nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class OpenEnvEnvironment(Environment):
     api_key_variable: str | None = None
     """Environment variable with the server's API key; None: the server needs none."""
     max_bytes: Positive = 2**20
-    """Most bytes of a message of the server; a larger one fails the rollout."""
+    """Most bytes of a message of the server; a larger answer to an action is a failure over that action."""
 
     def __post_init__(self) -> None:
         self._headers: dict[str, str] = {}
@@ -144,8 +148,12 @@ class OpenEnvEnvironment(Environment):
         self._sessions[episode.name] = connection, len(episode.actions)
         self._ask(connection, {"type": "reset", "data": episode.arguments}, episode.name)
         for action in episode.actions:
-            with suppress(_RefusedError):
+            try:
                 self._ask(connection, {"type": "step", "data": action}, episode.name)
+            except _RefusedError:
+                continue
+            except ResponseError as error:  # an earlier action, which had an answer
+                raise RunError(str(error)) from error
         return connection
 
     def _open(self) -> Any:
@@ -168,11 +176,15 @@ class OpenEnvEnvironment(Environment):
             connection.close()
 
     def _ask(self, connection: Any, message: dict[str, Any], name: str) -> dict[str, Any]:
-        """Send a message; RunError: the server is lost or late, or answers wrongly."""
-        is_step = message["type"] == "step"
+        """Send a message; RunError: the server is lost or late, or answers wrongly.
+
+        ResponseError: it fails over an action, which may be one that takes forever, prints gigabytes or ends it.
+        """
+        is_step, is_sent, text = message["type"] == "step", False, ""
         try:
             self._require_silence(connection)
             connection.send(json.dumps(message))
+            is_sent = True
             kind, data = _parse_answer(connection.recv(timeout=self.timeout_s))
             if is_step and kind != "error":
                 self._check_step(data)
@@ -181,7 +193,11 @@ class OpenEnvEnvironment(Environment):
         except Exception as error:
             self._sessions.pop(name, None)
             connection.close()
-            raise RunError(f"OpenEnv server {self.url} {self._describe(error)}") from error
+            text = f"OpenEnv server {self.url} {self._describe(error)}"
+            if not (is_step and is_sent) or isinstance(error, _UnaskedError):
+                raise RunError(text) from error
+        if text:  # raised here, because an error of the connection in its context would say that the server is lost
+            raise ResponseError(text)
         if kind == "error":
             text = str(data.get("message", "refused"))
             if is_step and data.get("code") in _OF_THE_ACTION:
@@ -197,7 +213,7 @@ class OpenEnvEnvironment(Environment):
                 raise TimeoutError
             with suppress(TimeoutError):
                 connection.recv(timeout=0)
-                raise _WrongAnswerError("sent a message that no action asked for")
+                raise _UnaskedError("sent a message that no action asked for")
 
     def _check_step(self, data: dict[str, Any]) -> None:
         reward, field, observation = data.get("reward"), self.observation, data.get("observation")

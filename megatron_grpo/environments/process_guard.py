@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -162,7 +162,7 @@ def _end_children() -> None:
                 pass
         except ChildProcessError:
             return
-        time.sleep(0.005)
+        time.sleep(0.0005)
 
 
 def watch_process(process: int, mark: str) -> None:
@@ -173,17 +173,28 @@ def watch_process(process: int, mark: str) -> None:
     os.setsid()
     select.select([watched], [], [])
     deadline = time.monotonic() + GIVE_UP_S
+    # Processes without the mark are read once, and again at the end, because their numbers may be given anew: a process
+    # that forks and ends, again and again, is only found within a millisecond.
+    strangers = {os.getpid()}
     while time.monotonic() < deadline:
-        marked = [pid for pid in _list_processes() if pid != os.getpid() and _has_mark(pid, mark.encode())]
-        if not marked:
-            return
-        for pid in marked:
-            _kill(pid)
-        time.sleep(0.005)
+        is_whole, has_found = len(strangers) == 1, False
+        for pid in _list_processes():
+            if pid not in strangers and _has_mark(pid, mark.encode()):
+                _kill(pid)
+                has_found = True
+            else:
+                strangers.add(pid)
+        if not has_found:
+            if is_whole:
+                return
+            strangers = {os.getpid()}
+        time.sleep(0.0002)
 
 
-def _list_processes() -> Iterator[int]:
-    return (int(name) for name in os.listdir("/proc") if name.isdecimal())
+def _list_processes() -> list[int]:
+    """List processes, the newest first."""
+    # Those that fork and end, again and again, are there for less than a millisecond.
+    return sorted((int(name) for name in os.listdir("/proc") if name.isdecimal()), reverse=True)
 
 
 def _read_parent(pid: int) -> int | None:

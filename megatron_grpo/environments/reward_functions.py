@@ -18,7 +18,7 @@ from statistics import fmean
 from types import FrameType
 from typing import Any
 
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import ResponseError
 from megatron_grpo.config.outside_text import describe_error
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import (
@@ -71,7 +71,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL if before is None else before)
 
 
-class RewardError(RunError):
+class RewardError(ResponseError):
     """A reward function raised, or took too long."""
 
     is_timeout = False

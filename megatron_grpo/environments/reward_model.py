@@ -11,10 +11,11 @@ from typing import Any
 import ray
 
 from megatron_grpo.cluster.futures import explain_error
+from megatron_grpo.cluster.limited_calls import TEXT_BYTES, limit_memory
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import RewardModelConfig
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import ResponseError, RunError
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.data.chat_messages import parse_tools
 from megatron_grpo.data.conversation_tokens import encode_scored
@@ -91,7 +92,7 @@ class RewardModel:
         chat template. A score does not depend on the other texts of the call: it is what transformers computes for the
         text alone. A text without tokens has no score (None).
 
-        RunError: there is no chat template, or it refuses a conversation or leaves out a part of it.
+        RunError: there is no chat template. ResponseError: it refuses a conversation or leaves out a part of it.
         """
         rows = zip(prompts, completions, tools or [None] * len(prompts), strict=True)
         token_ids = [self._encode(*row) for row in rows]
@@ -111,9 +112,10 @@ class RewardModel:
             raise RunError("the reward model's tokenizer has no chat template, and the prompts are conversations")
         try:
             own_tools = parse_tools(tools) if tools else None
-            messages = encode_scored(renderer, prompt, completion, own_tools, needs_thoughts=False)
+            with limit_memory(TEXT_BYTES):
+                messages = encode_scored(renderer, prompt, completion, own_tools, needs_thoughts=False)
         except ValueError as error:
-            raise RunError(f"the reward model cannot read a conversation: {error}") from error
+            raise ResponseError(f"the reward model cannot read a conversation: {error}") from error
         return [token_id for message in messages for token_id in message["token_ids"]]
 
     def _score_batch(self, token_ids: Sequence[list[int]]) -> list[float]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from megatron_grpo.cluster.limited_calls import LimitedCalls, LimitError
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.outside_text import parse_json
+from megatron_grpo.config.outside_text import NAME_CHARACTERS, make_line, parse_json
 from megatron_grpo.config.section import Positive
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.prompt_renderer import PromptRenderer
@@ -245,7 +245,8 @@ class ToolEnvironment(Environment):
         tool = self._tools.get(call.name)
         names = self._server_tools.names
         if tool is None and call.name not in names:
-            return f"error: there is no tool {call.name}; there is {', '.join([*self._tools, *names])}"
+            name = make_line(call.name, NAME_CHARACTERS)
+            return f"error: there is no tool {name}; there is {', '.join([*self._tools, *names])}"
         try:
             arguments = parse_json(call.arguments)
         except ValueError:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.config.errors import RunError, to_text
+from megatron_grpo.config.errors import ResponseError, RunError, to_text
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, is_reward
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings, list_import_folders
 from megatron_grpo.environments.process_guard import wrap_command
@@ -50,16 +50,17 @@ class VerifiersProcess:
         self._read_answer()
 
     def run(self, row: dict[str, Any], access: ModelAccess) -> dict[str, Any]:
-        """Run and score a rollout; RunError: it failed, or the process ended."""
+        """Run and score a rollout; ResponseError: it failed, or the process ended."""
         request = {"row": row, "url": access.base_url, "token": access.token, "model": access.model}
         answer = self._ask(request)
         if answer.get("error") is not None:
-            raise RunError(f"verifiers: {answer['error']}")
+            raise ResponseError(f"verifiers: {answer['error']}")
         reward, metrics = answer.get("reward"), answer.get("metrics")
         if reward is not None and not (isinstance(reward, int | float) and is_reward(reward)):
-            raise RunError(f"verifiers: the environment gave the reward {to_text(reward)}, which is no finite number")
+            text = f"verifiers: the environment gave the reward {to_text(reward)}"
+            raise ResponseError(f"{text}, which is no finite number")
         if not isinstance(metrics, dict) or not all(isinstance(value, int | float) for value in metrics.values()):
-            raise RunError(f"verifiers: the environment gave the metrics {to_text(metrics)}, which are no numbers")
+            raise ResponseError(f"verifiers: the environment gave the metrics {to_text(metrics)}, which are no numbers")
         return answer
 
     def list_rows(self, split: str) -> Iterator[dict[str, Any]]:
@@ -95,9 +96,10 @@ class VerifiersProcess:
             line = self._process.stdout.readline(_MAX_ANSWER_CHARACTERS)
             if len(line) == _MAX_ANSWER_CHARACTERS:
                 self.close()
-                raise RunError(f"verifiers: its answer has more than {_MAX_ANSWER_CHARACTERS} characters")
+                raise ResponseError(f"verifiers: its answer has more than {_MAX_ANSWER_CHARACTERS} characters")
             if not line.endswith("\n"):
-                raise RunError(f"verifiers: its process ended with status {self._process.wait()}; its log says why")
+                text = f"verifiers: its process ended with status {self._process.wait()}"
+                raise ResponseError(f"{text}; its log says why")
             try:
                 answer = json.loads(line)
             except (ValueError, RecursionError):
@@ -106,7 +108,7 @@ class VerifiersProcess:
                 break
             logger.warning("verifiers: left out a line that is no answer to the request: %.200r", line)
         if answer.keys() == {"error"}:
-            raise RunError(f"verifiers: {answer['error']}")
+            raise ResponseError(f"verifiers: {answer['error']}")
         return answer
 
 

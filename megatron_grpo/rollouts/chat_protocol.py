@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -29,6 +29,9 @@ RESPONSES_FIELDS = frozenset(
     {*_SAMPLING_FIELDS, *_TOOL_FIELDS, *_TEMPLATE_FIELDS, *_IGNORED_FIELDS, "model", "input", "instructions", "user"}
     | {"max_output_tokens", "previous_response_id", "stream", "reasoning", "text", "include", "truncation"}
 )
+
+
+DecodeToken = Callable[[int], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ def _require_obtainable(fields: dict[str, Any]) -> None:
             raise BadCallError("a form of responses is set for all rollouts by generation.structured")
 
 
-def make_answer(responses: Sequence[Response], call: dict[str, Any], options: CallOptions, tokenizer: Any) -> Any:
+def make_answer(responses: Sequence[Response], call: dict[str, Any], options: CallOptions, decode: DecodeToken) -> Any:
     """Make the answer to a call of chat completions or completions."""
     is_chat = "messages" in call
     make_choice = _make_chat_choice if is_chat else _make_text_choice
@@ -85,7 +88,7 @@ def make_answer(responses: Sequence[Response], call: dict[str, Any], options: Ca
     for index, response in enumerate(responses):
         output = response.output
         choice = {"index": index, "finish_reason": output.stop_reason, "token_ids": output.token_ids.tolist()}
-        choices.append({**choice, **make_choice(response, call, options, tokenizer)})
+        choices.append({**choice, **make_choice(response, call, options, decode)})
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{time.time_ns()}",
         "object": "chat.completion" if is_chat else "text_completion",
@@ -102,14 +105,17 @@ def count_usage(responses: Sequence[Response]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def _make_chat_choice(response: Response, call: dict[str, Any], options: CallOptions, tokenizer: Any) -> dict[str, Any]:
+def _make_chat_choice(
+    response: Response, call: dict[str, Any], options: CallOptions, decode: DecodeToken
+) -> dict[str, Any]:
     assert isinstance(response.history, list)
     message = response.history[-1]
     choice: dict[str, Any] = {"message": message}
     if message.get("tool_calls") and response.output.stop_reason == "stop":
         choice["finish_reason"] = "tool_calls"
     if call.get("logprobs"):
-        pairs = zip(_decode_tokens(response, tokenizer), response.output.logprobs.tolist(), strict=True)
+        texts = map(decode, response.output.token_ids.tolist())
+        pairs = zip(texts, response.output.logprobs.tolist(), strict=True)
         choice["logprobs"] = {
             "content": [
                 {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
@@ -119,15 +125,13 @@ def _make_chat_choice(response: Response, call: dict[str, Any], options: CallOpt
     return choice
 
 
-def _make_text_choice(response: Response, call: dict[str, Any], options: CallOptions, tokenizer: Any) -> dict[str, Any]:
-    texts = _decode_tokens(response, tokenizer)
+def _make_text_choice(
+    response: Response, call: dict[str, Any], options: CallOptions, decode: DecodeToken
+) -> dict[str, Any]:
+    texts = [*map(decode, response.output.token_ids.tolist())]
     offsets = list(accumulate(map(len, texts), initial=0))[:-1]
     logprobs = {"tokens": texts, "token_logprobs": response.output.logprobs.tolist(), "text_offset": offsets}
     return {"text": cut_at_stop(response.output.text, options.stop), "logprobs": {**logprobs, "top_logprobs": None}}
-
-
-def _decode_tokens(response: Response, tokenizer: Any) -> list[str]:
-    return [tokenizer.decode([token]) for token in response.output.token_ids.tolist()]
 
 
 def iterate_chunks(answer: dict[str, Any], options: CallOptions) -> Iterator[dict[str, Any]]:

@@ -27,6 +27,8 @@ OVER = "the rollout is over"
 OPEN_CALLS = 64  # most responses of a rollout that are sampled at the same time
 # A call may have so many bytes, and more for every token of the context window: text has 3 to 9 for a token.
 CALL_BYTES, TOKEN_BYTES = 2**16, 64
+# Likewise of values of its JSON: a template writes at least a token for each, and those that it leaves out are few.
+CALL_VALUES, TOKEN_VALUES = 2**12, 4
 
 
 class TooManyCallsError(BadCallError):
@@ -126,12 +128,18 @@ class Conversation:
             task.cancel()
 
     def deliver(self, responses: Sequence[Response]) -> None:
-        """Count responses, which are sent to the agent now."""
+        """Count responses, which are sent to the agent now.
+
+        BadCallError: with them the rollout would have too many segments; none of them counts.
+        """
+        # Calls at the same time may all have begun while there was room for one of them.
+        self._require_few_segments([*self.responses, *responses])
         self.responses += responses
 
     def discard(self, responses: Sequence[Response]) -> None:
-        """Leave out responses whose sending failed."""
-        self.responses = [response for response in self.responses if response not in responses]
+        """Leave out responses whose sending failed, but for those that another one continues."""
+        unread = {*responses} - {response.parent for response in self.responses}
+        self.responses = [response for response in self.responses if response not in unread]
 
     def list_segments(self) -> list[Segment]:
         """Divide the responses into sequences to train on.
@@ -219,12 +227,13 @@ class Conversation:
         if any(not 0 <= token < tokens for token in prompt):
             raise BadCallError(f"has token ids outside the model's vocabulary of {tokens} tokens")
         ids = np.array(prompt, dtype=np.int32)
-        paths = [(response.tokens, response) for response in self.responses]
-        begins = [pair for pair in paths if np.array_equal(ids[: len(pair[0])], pair[0])]
-        if not begins:
+        ends = dict[Response, int]()
+        for response in self.responses:
+            _find_end(response, ids, ends)
+        continued = max(self.responses, key=lambda response: ends[response], default=None)
+        if continued is None or ends[continued] < 0:
             return _Prompt(None, list(prompt))
-        path, response = max(begins, key=lambda pair: len(pair[0]))
-        return _Prompt(response, list(prompt[len(path) :]))
+        return _Prompt(continued, list(prompt[ends[continued] :]))
 
     async def _encode(self, function: Callable[[PromptRenderer, *Arguments], Answer], *arguments: *Arguments) -> Answer:
         async with self._share_processes():
@@ -243,6 +252,11 @@ class Conversation:
         """Most bytes of a call, from the context window."""
         return CALL_BYTES + TOKEN_BYTES * self.max_length
 
+    @property
+    def most_values(self) -> int:
+        """Most values of a call's JSON, from the context window."""
+        return CALL_VALUES + TOKEN_VALUES * self.max_length
+
     def _require_short(self, size: int) -> None:
         if size > self.largest_call:
             limit = f"policy.max_total_sequence_length={self.max_length}"
@@ -253,10 +267,15 @@ class Conversation:
         config = self.texts.config
         if self._begun >= config.max_calls:
             raise BadCallError(f"the rollout has had generation.endpoint.max_calls={config.max_calls} calls")
-        continued = {response.parent for response in self.responses if response.parent is not None}
-        segments = len(self.responses) + len(self._sampling) - len(continued)
-        if (parent is None or parent in continued) and segments >= config.max_segments:
-            limit = f"generation.endpoint.max_segments={config.max_segments}"
+        if parent is None or any(response.parent is parent for response in self.responses):
+            self._require_few_segments(self.responses, begun=len(self._sampling) + 1)
+
+    def _require_few_segments(self, responses: Sequence[Response], begun: int = 0) -> None:
+        # As `list_segments` divides them: a response that is continued shares its segment with the first that does so.
+        continued = {response.parent for response in responses}.intersection(responses)
+        max_segments = self.texts.config.max_segments
+        if len(responses) - len(continued) + begun > max_segments:
+            limit = f"generation.endpoint.max_segments={max_segments}"
             raise BadCallError(f"the rollout has {limit} conversations; continue one of them")
 
     async def _sample(
@@ -307,6 +326,21 @@ class Conversation:
             self._sampling.discard(task)
         self._failures.pop(ids.tobytes(), None)
         return output
+
+
+def _find_end(response: Response, ids: NDArray[np.int32], ends: dict[Response, int]) -> int:
+    """Find where a response ends in a prompt.
+
+    -1: the prompt does not begin with its tokens. ends: of other responses, so that each token of a tree of responses
+    is compared once.
+    """
+    if response not in ends:
+        end = 0 if response.parent is None else _find_end(response.parent, ids, ends)
+        for piece in (response.context, response.output.token_ids):
+            if end >= 0:
+                end = end + len(piece) if np.array_equal(ids[end : end + len(piece)], piece) else -1
+        ends[response] = end
+    return ends[response]
 
 
 def count_characters(value: Any) -> int:

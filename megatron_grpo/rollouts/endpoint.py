@@ -93,6 +93,7 @@ class Endpoint:
         self.tokenizer: Any = None  # from transformers; set by `start`, like the port
         self.port = 0
         self._renderers: dict[str, PromptRenderer] = {}  # by task
+        self._token_texts: dict[int, str] = {}  # of tokens in answers: at most the vocabulary
         # Connections (aiohttp's protocols) with a request, and the others with the time since when they have none.
         self._busy: set[Any] = set()
         self._idle_since: dict[Any, float] = {}
@@ -192,9 +193,8 @@ class Endpoint:
 
     async def _answer_call(self, request: web.Request, rollout: _OpenRollout, answer: Answer) -> web.StreamResponse:
         try:
-            responses, body, events = await answer(
-                await _read_json(request, rollout.conversation.largest_call), rollout
-            )
+            call = await _read_json(request, rollout.conversation)
+            responses, body, events = await answer(call, rollout)
         except web.HTTPException:
             raise
         except TooManyCallsError as error:
@@ -204,7 +204,10 @@ class Endpoint:
         except Exception as error:  # noqa: BLE001 - the rollout fails with the error that the conversation keeps
             return _make_error(500, str(error))
         await _require_client(request)
-        rollout.conversation.deliver(responses)
+        try:
+            rollout.conversation.deliver(responses)
+        except BadCallError as error:
+            return _make_error(400, str(error))
         sending = asyncio.create_task(_send_json(request, body) if events is None else _send_events(request, events))
         rollout.answers.add(sending)
         try:
@@ -220,19 +223,26 @@ class Endpoint:
         conversation = rollout.conversation
         options = read_options(call, CHAT_FIELDS, conversation.settings)
         responses = await self._chat(call, call["messages"], call.get("tools"), options, conversation)
-        return self._make_answer(responses, call, options)
+        return await asyncio.to_thread(self._make_answer, responses, call, options)
 
     async def _answer_completion(self, call: Any, rollout: _OpenRollout) -> _Answered:
         conversation = rollout.conversation
         options = read_options(call, COMPLETION_FIELDS, conversation.settings)
         complete = partial(conversation.complete, call["prompt"], options.max_tokens, stop=options.stop)
-        return self._make_answer(await _sample_together(complete, options.choices), call, options)
+        responses = await _sample_together(complete, options.choices)
+        return await asyncio.to_thread(self._make_answer, responses, call, options)
 
     def _make_answer(self, responses: list[Response], call: Any, options: CallOptions) -> _Answered:
-        answer = make_answer(responses, call, options, self.tokenizer)
+        # On a thread: an answer may have the log-probabilities of half a million tokens.
+        answer = make_answer(responses, call, options, self._decode_token)
         if not options.is_streamed:
             return responses, answer, None
         return responses, answer, [*map(json.dumps, iterate_chunks(answer, options)), "[DONE]"]
+
+    def _decode_token(self, token: int) -> str:
+        if token not in self._token_texts:
+            self._token_texts[token] = self.tokenizer.decode([token])
+        return self._token_texts[token]
 
     async def _answer_response(self, call: Any, rollout: _OpenRollout) -> _Answered:
         conversation = rollout.conversation
@@ -308,7 +318,8 @@ async def _send_events(request: web.Request, events: list[str]) -> web.StreamRes
     return stream
 
 
-async def _read_json(request: web.Request, most_bytes: int) -> Any:
+async def _read_json(request: web.Request, conversation: Conversation) -> Any:
+    most_bytes = conversation.largest_call
     try:
         async with asyncio.timeout(REQUEST_S):
             body = bytearray()
@@ -326,7 +337,7 @@ async def _read_json(request: web.Request, most_bytes: int) -> Any:
     except web.RequestPayloadError as error:
         raise BadCallError(f"the request cannot be read: {error}") from None
     try:
-        return parse_json(bytes(body))
+        return parse_json(bytes(body), conversation.most_values)
     except ValueError as error:  # also for other bytes than UTF-8
         raise BadCallError(f"the request is not JSON: {error}") from None
 

@@ -65,13 +65,57 @@ def list_expressions() -> Iterator[tuple[str, str]]:
                     yield module, ast.unparse(node.targets[0])
 
 
+def list_inline_calls() -> Iterator[tuple[str, str, str, str]]:
+    """List calls of `re` in functions: module, function, name in `re`, and the literal with its flags, if it is one."""
+    for folder in FOLDERS:
+        for file in sorted((PACKAGE / folder).rglob("*.py")):
+            module = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
+            for scope in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
+                    for node in ast.walk(scope):
+                        match node:
+                            case ast.Call(func=ast.Attribute(value=ast.Name("re"), attr=name), args=[first, *others]):
+                                flags = [text for text in map(ast.unparse, others) if text.startswith("re.")]
+                                is_literal = isinstance(first, ast.Constant)
+                                yield module, scope.name, name, ", ".join([ast.unparse(first), *flags] * is_literal)
+
+
+MADE = {
+    ("environments.retriever", "_compile_word"),  # one class of characters
+    ("environments.code_blocks", "_remove_quotation"),  # a number of quotation marks
+    ("environments.judge", "__post_init__"),
+    ("environments.judge", "_write_question"),  # names in braces, in the run's own question
+    ("environments.tasks", "_require_pattern"),  # a user's, which is matched in a process with a deadline
+    ("environments.tasks", "_make_matcher"),
+}
+"""Functions that make an expression of other parts than literals."""
+CALLS = [call for call in sorted({*list_inline_calls()}) if call[2] != "escape"]
+LITERALS = [call for call in CALLS if call[3]]
+
+
+def test_expressions_that_are_made_are_few() -> None:
+    assert {(module, name) for module, name, *_ in {*CALLS} - {*LITERALS}} == MADE
+
+
+@pytest.mark.parametrize(("module", "place", "function", "arguments"), LITERALS, ids=str)
+def test_an_inline_expression_is_done_with_hostile_texts(
+    module: str, place: str, function: str, arguments: str
+) -> None:
+    expression = eval(f"re.compile({arguments})", {"re": re})
+    use = function if function in ("match", "fullmatch") else "search"
+    require_done(expression, use, BOUNDED.get(module, LONGEST))
+
+
 @pytest.mark.parametrize(("module", "name"), list_expressions(), ids=str)
 def test_an_expression_is_done_with_hostile_texts(module: str, name: str) -> None:
     expression: re.Pattern[str] = getattr(importlib.import_module(f"megatron_grpo.{module}"), name)
     if isinstance(expression.pattern, bytes):
         pytest.skip("it reads our own files")
-    use = read_use(module, name)
-    longest = LONGEST if name in WHOLE else BOUNDED.get(module, LONGEST)
+    require_done(expression, read_use(module, name), LONGEST if name in WHOLE else BOUNDED.get(module, LONGEST))
+
+
+def require_done(expression: re.Pattern[str], use: str, longest: int) -> None:
+    """Require that hostile texts of up to so many characters take little time."""
     for piece in PIECES:
         for begin in ("", "**", "#### 1"):
             length = longest // 16

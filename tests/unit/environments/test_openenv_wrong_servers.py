@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import ResponseError, RunError
 from megatron_grpo.data.scores import EnvironmentRequest
+from megatron_grpo.environments.environment_worker import is_outside
 from megatron_grpo.environments.openenv import OpenEnvEnvironment
 
 websockets_server = pytest.importorskip("websockets.sync.server")
@@ -34,7 +35,7 @@ class Server:
     port: int
 
     def __init__(self) -> None:
-        self.script: list[str | bytes | float | tuple[str, ...]] = []
+        self.script: list[str | bytes | float | tuple[str, ...] | None] = []
         self.has_sent_all = threading.Event()
         self.paths: list[str] = []
 
@@ -50,6 +51,8 @@ class Server:
                 for part in self.script:
                     if isinstance(part, float):
                         time.sleep(part)
+                    elif part is None:
+                        return  # the session ends
                     elif isinstance(part, tuple):
                         with connection.protocol_mutex:
                             for together in part:
@@ -108,10 +111,25 @@ def test_a_wrong_answer_fails_the_rollout_alone(server: Server, script: list[Any
     environment = open_environment(server, observation="text")
     state, other = environment.reset("", {}), environment.reset("", {})
     server.script = script
-    with pytest.raises(RunError, match=rf"OpenEnv server ws://127\.0\.0\.1:\d+:? .*{text}"):
+    with pytest.raises(RunError, match=rf"OpenEnv server ws://127\.0\.0\.1:\d+:? .*{text}") as caught:
         environment.step(state, "a")
+    assert is_outside(caught.value) == (text == "full$"), "an action may be to blame, unless the server says otherwise"
     server.script = [answer()]
     assert environment.step(other, "a").reward == 0.5
+
+
+def test_an_action_that_ends_its_session_may_be_to_blame_but_no_earlier_one_is(server: Server) -> None:
+    environment = open_environment(server)
+    state = environment.reset("", {})
+    server.script = [answer()]
+    state = environment.step(state, "a").state
+    server.script = [None]
+    with pytest.raises(ResponseError, match="gave no answer") as caught:
+        environment.step(state, "quit")
+    assert not is_outside(caught.value)
+    with pytest.raises(RunError) as caught:  # the session is made again, and fails over an action that it answered
+        environment.step(state, "b")
+    assert is_outside(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +148,9 @@ def test_a_second_answer_is_not_that_of_the_next_action(server: Server, script: 
     turn = environment.step(environment.reset("", {}), "a")
     assert server.has_sent_all.wait(60)
     server.script = [answer()]
-    with pytest.raises(RunError, match="sent a message that no action asked for"):
+    with pytest.raises(RunError, match="sent a message that no action asked for") as caught:
         environment.step(turn.state, "b")
+    assert is_outside(caught.value)
 
 
 def test_a_second_answer_at_the_end_fails_the_rollout(server: Server) -> None:

@@ -52,6 +52,25 @@ time.sleep(1000)
 """
 
 
+# Four processes, each of which forks and ends, again and again: none of them is there for long. For 20 s at most.
+FORKING = """
+import os, sys, time
+if sys.argv[2:]:
+    from megatron_grpo.environments.process_guard import start_guard
+    start_guard()
+end = time.monotonic() + 20
+for _ in range(4):
+    if os.fork() == 0:
+        os.setsid()
+        while time.monotonic() < end:
+            if os.fork():
+                os._exit(0)
+        os._exit(0)
+print("up", flush=True)
+time.sleep(1000)
+"""
+
+
 @pytest.fixture
 def mark() -> Iterator[str]:
     """A number that all processes of a test have in their command lines."""
@@ -171,3 +190,12 @@ def test_processes_of_a_killed_environment_end_with_it_and_no_others(mark: str) 
     assert stranger.poll() is None
     stranger.kill()
     stranger.wait()
+
+
+@pytest.mark.parametrize("is_command", [True, False], ids=["command", "environment"])
+def test_processes_that_fork_and_end_again_and_again_end_too(mark: str, is_command: bool) -> None:
+    program = [sys.executable, "-c", FORKING, mark]
+    process = start(wrap_command(program) if is_command else [*program, "guarded"])
+    process.kill()
+    process.wait()
+    require_gone(mark, 10)

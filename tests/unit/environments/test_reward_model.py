@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +25,12 @@ from transformers import (
 )
 
 from megatron_grpo.config.data_schema import RewardModelConfig
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import ResponseError, RunError
+from megatron_grpo.data import prompt_renderer
 from megatron_grpo.data.processors import TaskDataSpec
 from megatron_grpo.data.supervised_rows import score_data_processor
 from megatron_grpo.environments import reward_model
+from megatron_grpo.environments.environment_worker import is_outside
 from megatron_grpo.environments.reward_model import RewardModel, find_model_problem
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -81,8 +84,35 @@ def test_a_conversation_is_rendered_by_the_models_own_template(folder: Path) -> 
     cut = RewardModel(str(folder), RewardModelConfig(max_tokens=5), 0)
     assert cut.compute_rewards(prompts, completions) == pytest.approx(expected(folder, ["nt>ho"]), abs=1e-5)
     model._tokenizer.chat_template = None
-    with pytest.raises(RunError, match="has no chat template"):
+    with pytest.raises(RunError, match="has no chat template") as caught:
         model.compute_rewards(prompts, completions)
+    assert is_outside(caught.value), "no response is to blame"
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "reason"),
+    [
+        ("refused", ResponseError, "refuses the conversation: no$"),
+        ("endless", ResponseError, "was not done with one conversation"),
+        ("large", MemoryError, ""),
+    ],
+)
+def test_a_text_that_the_template_cannot_write_may_be_to_blame(
+    folder: Path, text: str, error: type[Exception], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_renderer, "render_chat", partial(prompt_renderer.render_chat, seconds=0.3))
+    model = RewardModel(str(folder), RewardModelConfig(), 0)
+    model._tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.content == 'refused' %}{{ raise_exception('no') }}{% endif %}"
+        "{% if m.content == 'large' %}{{ 'a'.ljust(6000000000) | length }}{% endif %}"
+        "{% if m.content == 'endless' %}" + "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3 + "{% endif %}"
+        "<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    prompt = [{"role": "user", "content": "hi"}]
+    with pytest.raises(error, match=reason) as caught:
+        model.compute_rewards([prompt], [[{"role": "assistant", "content": text}]])
+    assert not is_outside(caught.value)
+    assert model.compute_rewards([prompt], [[{"role": "assistant", "content": "ho"}]])[0] is not None
 
 
 SHOWING = "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{% for m in messages %}{% if m.role != 'context' %}"

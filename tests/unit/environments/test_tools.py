@@ -97,6 +97,10 @@ def test_calls_are_carried_out_until_there_is_none(folder: Path) -> None:
         (call("calculator", expression="1/0"), "error: division by zero"),
         (call("calculator"), "error: calculator takes one argument"),
         (call("browser", url="x"), "error: there is no tool browser; there is calculator, python, retriever"),
+        (
+            call("b" * 9000),
+            f"error: there is no tool {'b' * 73} [...] {'b' * 40}; there is calculator, python, retriever",
+        ),
         (call("python", code="import sys; sys.exit('broken')"), "\nerror: broken"),
         (call("calculator", expression="1+1") + call("calculator", expression="2+2"), "2\n4"),
     ):

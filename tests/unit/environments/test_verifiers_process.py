@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import ResponseError
 from megatron_grpo.data.scores import ModelAccess
 from megatron_grpo.environments.verifiers import VerifiersProcess
 
@@ -120,15 +120,15 @@ def test_a_reward_is_the_rollouts(process: VerifiersProcess, reward: Any) -> Non
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e39, "9", [1.0], {}])
 def test_an_impossible_reward_fails_its_rollout_alone(process: VerifiersProcess, reward: Any) -> None:
-    with pytest.raises(RunError, match=r"gave the reward .*, which is no finite number"):
+    with pytest.raises(ResponseError, match=r"gave the reward .*, which is no finite number"):
         run(process, "value", reward=reward)
     assert run(process, "good") == GOOD
 
 
 def test_metrics_that_are_no_numbers_and_long_errors(process: VerifiersProcess) -> None:
-    with pytest.raises(RunError, match=r"gave the metrics .*fast.*, which are no numbers"):
+    with pytest.raises(ResponseError, match=r"gave the metrics .*fast.*, which are no numbers"):
         run(process, "metrics")
-    with pytest.raises(RunError) as caught:
+    with pytest.raises(ResponseError) as caught:
         run(process, "long")
     assert len(str(caught.value)) < 1100
 
@@ -163,7 +163,7 @@ def test_what_a_process_started_ends_with_it(process: VerifiersProcess, end: str
     if end == "close":
         process.close()
     elif end == "exit":
-        with pytest.raises(RunError, match="its process ended with status 4"):
+        with pytest.raises(ResponseError, match="its process ended with status 4"):
             run(process, "exit")
     else:
         process._process.kill()

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
+import time
+import zlib
 from typing import Any
 
+import aiohttp
 import numpy as np
+import pytest
 from openai import AsyncOpenAI
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
@@ -14,6 +20,7 @@ from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.data.scores import ModelAccess
 from megatron_grpo.rollouts.conversation import OPEN_CALLS, Conversation
 from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
+from tests.support.direct_conversation import DirectConversation
 from tests.unit.rollouts.test_endpoint import SETTINGS, Engine, ask, head
 from tests.unit.rollouts.test_endpoint import model as model  # a fixture
 
@@ -91,3 +98,75 @@ def test_a_stream_that_is_left_in_the_middle_counts(model: str) -> None:
         return len(talk.responses)
 
     assert asyncio.run(scene()) == 8
+
+
+async def post(url: str, body: bytes, **headers: str) -> tuple[int, str]:
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer right", **headers}
+    async with aiohttp.ClientSession() as session, session.post(url, data=body, headers=headers) as reply:
+        return reply.status, await reply.text()
+
+
+@pytest.mark.parametrize(("coding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+def test_compressed_calls_are_no_larger_than_others(model: str, coding: str, compress: Any) -> None:
+    body = compress(b" " * 100_000_000)
+
+    async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> tuple[int, str]:
+        return await post(f"{access.base_url}/chat/completions", body, **{"Content-Encoding": coding})
+
+    began = time.process_time()
+    status, text = ask(model, agent)
+    assert (status, "the request has more than 68096 bytes" in text) == (400, True)
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("value", ["[]", "{}", "0", '{"a":0}', '[[],""]'])
+def test_calls_of_very_many_values_are_refused(model: str, value: str) -> None:
+    async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> list[tuple[int, str]]:
+        bodies = []
+        for values in (1000, 6000):
+            metadata = {"a": json.loads(f"[{','.join([value] * values)}]")}
+            call = {"messages": [{"role": "user", "content": "ab"}], "metadata": metadata}
+            bodies.append(json.dumps(call).encode())
+        return [await post(f"{access.base_url}/chat/completions", body) for body in bodies]
+
+    (few, _), (many, text) = ask(model, agent)
+    assert (few, many) == (200, 400)
+    assert "more than 4256 values" in text
+
+
+def test_the_texts_of_a_long_answer_are_read_once_for_each_token(model: str) -> None:
+    async def scene() -> tuple[int, list[str]]:
+        endpoint = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=None, tokenizer=model))
+        await endpoint.start()
+        decoded = []
+        decode = endpoint.tokenizer.decode
+        endpoint.tokenizer.decode = lambda ids: decoded.append(ids) or decode(ids)
+        renderer = endpoint.get_renderer("task", PromptFormat())
+        talk = Conversation(LongEngine(), SETTINGS, renderer, lambda turn: turn, 50_000)
+        with endpoint.open_rollout(talk) as access:
+            status, text = await post(f"{access.base_url}/completions", b'{"prompt": [1], "n": 4}')
+        await endpoint.runner.cleanup()
+        assert status == 200
+        return len(decoded), json.loads(text)["choices"][3]["logprobs"]["tokens"]
+
+    assert asyncio.run(scene()) == (1, ["d"] * 20_000)
+
+
+def test_long_chains_of_calls_are_compared_token_by_token(model: str) -> None:
+    """Also where the prompt of each call is found among those of a thousand others."""
+
+    async def scene() -> int:
+        endpoint = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=None, tokenizer=model))
+        await endpoint.start()
+        renderer = endpoint.get_renderer("task", PromptFormat())
+        talk = DirectConversation(Engine(), SETTINGS, renderer, lambda turn: turn, 5_000)
+        ids = [1]
+        for _ in range(900):
+            response = await talk.complete(ids)
+            ids = [*map(int, response.tokens), 5]
+        await endpoint.runner.cleanup()
+        return len(talk.list_segments())
+
+    began = time.process_time()
+    assert asyncio.run(scene()) == 1
+    assert time.process_time() - began < 15

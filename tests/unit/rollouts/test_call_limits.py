@@ -193,6 +193,51 @@ def test_calls_and_segments_of_a_rollout_are_limited() -> None:
     assert [len(segment.outputs) for segment in talk.list_segments()] == [1, 1, 6]
 
 
+@pytest.mark.parametrize(("calls", "choices"), [(5, 1), (1, 5), (3, 2)])
+def test_calls_at_the_same_time_begin_no_more_segments_than_others(model: str, calls: int, choices: int) -> None:
+    """Each is sampled while the others are being read, so none of them counts yet."""
+
+    async def rollout() -> tuple[list[int], int]:
+        async with open_endpoint(model, max_segments=3) as (endpoint, talk):
+
+            async def read(output: GenerationOutput, text: str, number: int) -> dict[str, Any]:
+                await asyncio.sleep(0.2)
+                return {"role": "assistant", "content": text}
+
+            endpoint.texts.prepare = lambda *_: asyncio.sleep(0, read)  # type: ignore[method-assign, assignment]
+            conversation = talk(Says("de"))
+            with endpoint.open_rollout(conversation) as access:
+                messages = [{"role": "user", "content": "ab"}]
+                tasks = []
+                for _ in range(calls):
+                    tasks.append(asyncio.create_task(post(access.base_url, messages=messages, n=choices)))
+                    await asyncio.sleep(0.1)
+                statuses = [status for status, _ in await asyncio.gather(*tasks)]
+            return statuses, len(conversation.list_segments())
+
+    statuses, segments = asyncio.run(rollout())
+    allowed = 3 // choices
+    assert statuses == [200] * allowed + [400] * (calls - allowed)
+    assert segments == allowed * choices
+
+
+def test_a_response_that_is_continued_is_not_discarded() -> None:
+    """An agent that goes on with it has read it; without it, what follows would be a segment of its own."""
+    renderer = PromptRenderer(Unread(), PromptFormat())
+    settings = SamplingSettings(max_new_tokens=8)
+    talk = DirectConversation(Says("de"), settings, renderer, lambda n: n, 100)  # type: ignore[arg-type]
+
+    async def agent() -> None:
+        first = await talk.complete([1])
+        second = await talk.complete([*map(int, first.tokens), 5])
+        third = await talk.complete([*map(int, second.tokens), 5])
+        talk.discard([second])
+        talk.discard([third])
+
+    asyncio.run(agent())
+    assert [len(segment.outputs) for segment in talk.list_segments()] == [2]
+
+
 def test_tools_that_cannot_be_read_in_time_are_a_mistake_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     async def exceed(*_: Any) -> None:
         raise LimitError("needs more than 2 s of a processor")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import pickle
 import re
+import resource
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +16,14 @@ import numpy as np
 import pytest
 import ray
 from ray.exceptions import ActorDiedError
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.data_schema import EnvironmentConfig
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import ResponseError, RunError
+from megatron_grpo.data import prompt_renderer
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
@@ -75,7 +80,7 @@ class Process:
     def __init__(self, environment: Environment) -> None:
         self._worker: Any = EnvironmentWorker.__new__(EnvironmentWorker)
         self._worker._name, self._worker._environment = "task", environment
-        self._worker._settings = EnvironmentSettings()
+        self._worker._settings = getattr(environment, "settings", EnvironmentSettings())
         self._status = EnvironmentStatus("here", id(self), environment.multi_turn, environment.agent, False)
         self.start = SimpleNamespace(remote=self._start)
         self.run = SimpleNamespace(remote=self._run)
@@ -230,18 +235,58 @@ class Talking(Environment):
             self.is_down = True
         if self.is_down or "lost" in response:
             raise {"lost": ConnectionError, "down": RuntimeError}["lost" if "lost" in response else "down"]("gone")
-        return Turn(state=state, reward=0.5, text={"boom": ""}.get(response, response) or [][0])
+        reward = {"nan": float("nan"), "infinite": -float("inf"), "huge": 1e39}.get(response, 0.5)
+        return Turn(state=state, reward=reward, text={"boom": ""}.get(response, response) or [][0])
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         return [EnvironmentReturn(reward=1.0, correct=True) for _ in requests]
 
 
-@pytest.mark.parametrize("bad", ["boom", "die", "hang"])
+@pytest.mark.parametrize("bad", ["boom", "die", "hang", "nan", "infinite", "huge"])
 def test_a_turn_that_breaks_the_environment_counts_as_a_wrong_one(bad: str) -> None:
     (group,) = run(Talking(), ["a", bad, "c"])
     assert verdicts(group) == [(1.5, False, False), (0.0, True, False), (1.5, False, False)]
     assert (group[1].correct, group[1].response, group[1].response_tokens) == (False, bad, 2)
     assert group[1].token_ids.tolist() == [1, 2, 3, 7, 8]
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if 'large' in m.content %}{{ 'a'.ljust(6000000000) | length }}{% endif %}"
+    "{% if 'endless' in m.content %}" + "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3 + "{% endif %}"
+    "{% if 'refused' in m.content %}{{ raise_exception('no') }}{% endif %}{{ m.content }}{% endfor %}"
+)
+
+
+class Echoing(Environment):
+    """Shows the model its own words, by the chat template."""
+
+    multi_turn = True
+
+    def __init__(self) -> None:
+        core = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+        core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, chat_template=TEMPLATE)
+        self.settings = EnvironmentSettings(tokenizer=tokenizer, prompts=PromptFormat())
+
+    def step(self, state: Any, response: str) -> Turn:
+        return Turn(done=False, state=state, text=f"you said {response}", reward=0.5)
+
+    def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+        return [EnvironmentReturn(reward=1.0, correct=True) for _ in requests]
+
+
+@pytest.mark.parametrize("bad", ["large", "endless", "refused"])
+def test_a_text_that_the_chat_template_cannot_end_counts_as_a_wrong_one(
+    bad: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_renderer, "render_chat", partial(prompt_renderer.render_chat, seconds=0.3))
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    (group,) = run(Echoing(), ["a", bad, "c"], process_s=60.0)
+    assert verdicts(group) == [(1.5, False, False), (0.0, True, False), (1.5, False, False)]
+    reason = {"large": "MemoryError", "endless": "not done with one conversation", "refused": "TemplateError: no"}[bad]
+    assert reason in str(group[1].fault)
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
 
 
 def test_a_turn_that_hangs_until_the_rollouts_deadline_counts_as_a_wrong_one() -> None:
@@ -293,6 +338,7 @@ def _chained(kind: type[Exception]) -> Exception:
         (ConnectionResetError("x"), True),
         (TimeoutError(), True),
         (RunError("server lost"), True),
+        (ResponseError("the action took too long"), False),
         (_chained(ConnectionRefusedError), True),
         (_chained(KeyError), False),
         (FileNotFoundError("what the model wrote"), False),
