@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.parity.on_rank import expect_continuation, expect_gradients
 from tests.parity.policy_training import expect_gradients_of_transformers, gradients_on_rank
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.test_invariance import AS_IT_COMES, whole_steps
 from tests.parity.test_rank_logprobs import expect_logprobs, logprobs_on_rank
-from tests.parity.test_training import load_on_rank, save_on_rank
-from tests.parity.training import merged
 from tests.support.loss_oracle import CONFIGS
 from tests.support.rare import rare
 from tests.support.tiny_models import TinyModel
@@ -50,21 +48,13 @@ def test_every_loss_is_that_of_whole_sequences(layout: Layout, tiny_models: dict
     expected = whole_steps(Layout(), model, dict.fromkeys(CONFIGS, AS_IT_COMES))
     for name, (loss, gradients) in whole_steps(layout, model, cuts).items():
         assert loss == pytest.approx(expected[name][0], rel=1e-5, abs=1e-6), name
-        for parameter, gradient in expected[name][1].items():
-            error = (gradients[parameter] - gradient).norm() / gradient.norm()
-            assert error < 1e-4, f"{name} {parameter}: relative error {error:.1e}"
+        expect_gradients(gradients, expected[name][1])
 
 
 @pytest.mark.slow  # test_training.py loads checkpoints in other layouts
 def test_a_checkpoint_goes_into_and_out_of_context_parallelism(
     tiny_models: dict[str, TinyModel], tmp_path: Path
 ) -> None:
-    model = tiny_models["qwen3_tied"]
-    written_by = Layout(tensor=2, context=2)
-    (tmp_path / "checkpoint").mkdir()
-    expected = merged(run_on_ranks(written_by, save_on_rank, model, tmp_path / "checkpoint", {}))
-    for layout in (written_by, Layout(), Layout(pipeline=2, context=2), Layout(context=2, data=2)):
-        actual = merged(run_on_ranks(layout, load_on_rank, model, tmp_path / "checkpoint", {}))
-        exactness = {"atol": 0.0, "rtol": 0.0} if layout == written_by else {"atol": 2e-6, "rtol": 1e-4}
-        for key, tensor in expected.items():
-            torch.testing.assert_close(actual[key], tensor, **exactness, msg=lambda m, w=f"{layout} {key}": f"{w}: {m}")
+    read_by = (Layout(), Layout(pipeline=2, context=2), Layout(context=2, data=2))
+    folder = tmp_path / "checkpoint"
+    expect_continuation(tiny_models["qwen3_tied"], folder, Layout(tensor=2, context=2), read_by)

@@ -8,10 +8,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_grpo.trainer.parallel import StageCommunicator
+from tests.parity.on_rank import expect_continuation
 from tests.parity.policy_training import (
     expect_gradients_of_transformers,
     gradients_on_rank,
@@ -19,8 +19,6 @@ from tests.parity.policy_training import (
     train_arguments,
 )
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.test_training import load_on_rank, save_on_rank
-from tests.parity.training import merged
 from tests.support.tiny_models import TinyModel, make_tiny_model
 
 INTERLEAVED = Layout(pipeline=2, virtual_pipeline=2, count_loss=True)
@@ -87,10 +85,5 @@ def test_ranks_share_a_key_value_head(layout: Layout, tiny_models: dict[str, Tin
 
 @pytest.mark.slow
 def test_a_checkpoint_goes_into_and_out_of_an_interleaved_pipeline(deep: TinyModel, tmp_path: Path) -> None:
-    (tmp_path / "checkpoint").mkdir()
-    expected = merged(run_on_ranks(INTERLEAVED, save_on_rank, deep, tmp_path / "checkpoint", {}))
-    for layout in (INTERLEAVED, Layout(), Layout(pipeline=2, first_stage_layers=3)):
-        actual = merged(run_on_ranks(layout, load_on_rank, deep, tmp_path / "checkpoint", {}))
-        exactness = {"atol": 0.0, "rtol": 0.0} if layout == INTERLEAVED else {"atol": 2e-6, "rtol": 1e-4}
-        for key, tensor in expected.items():
-            torch.testing.assert_close(actual[key], tensor, **exactness, msg=lambda m, w=f"{layout} {key}": f"{w}: {m}")
+    read_by = (Layout(), Layout(pipeline=2, first_stage_layers=3))
+    expect_continuation(deep, tmp_path / "checkpoint", INTERLEAVED, read_by)

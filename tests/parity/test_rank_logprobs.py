@@ -7,15 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from megatron_grpo.config.schema import ModelConfig, PolicyConfig, ReferenceConfig
-from megatron_grpo.trainer.messages import RankSettings
-from megatron_grpo.trainer.rank import PolicyRank
-from tests.parity.policy_training import OPTIMIZER, make_batch, train_arguments
+from megatron_grpo.config.schema import ReferenceConfig
+from tests.parity.on_rank import expect_logprobs, split_by_sequence
+from tests.parity.policy_training import OPTIMIZER, make_batch, make_engine, train_arguments
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
 from tests.parity.training import fetched, merged, rank_share, whole_tensors
-from tests.support.tiny_models import TinyModel, logprobs_of_logits
+from tests.support.tiny_models import TinyModel
 
 TEMPERATURE = 0.8
 BySequence = dict[int, Tensor]
@@ -29,22 +27,8 @@ def logprobs_on_rank(
 
     No log-probabilities on ranks that do not report.
     """
-    config = PolicyConfig(
-        model=ModelConfig(path=str(model.path)),
-        parallel=layout.parallel,
-        precision=precision,
-        optimizer=replace(OPTIMIZER, warmup_steps=0),
-    )
-    rank = PolicyRank(
-        RankSettings(
-            config=config,
-            shape=model.shape,
-            folder=str(model.path),
-            reference=ReferenceConfig(),
-            temperature=TEMPERATURE,
-            decay_steps=100,
-        )
-    )
+    optimizer = replace(OPTIMIZER, warmup_steps=0)
+    rank = make_engine(layout, model, precision=precision, optimizer=optimizer, reference=ReferenceConfig())
     share, microbatches, order = rank_share(make_batch(), layout)
     batch = fetched(rank, share, None)
     found = [rank.compute_logprobs(batch, microbatches)]
@@ -53,19 +37,7 @@ def logprobs_on_rank(
     assert all((values is not None) == rank.is_output_rank for values in found)
     reported = [values for values in found if values is not None]
     assert all((values.dtype, values.shape) == (torch.float32, (sum(share.lengths),)) for values in reported)
-    return [dict(zip(order, values.split(share.lengths), strict=True)) for values in reported], whole_tensors(rank)
-
-
-def expect_logprobs(actual: list[BySequence], model: PreTrainedModel, tolerance: float = 2e-5) -> None:
-    """Of every sequence, from one replica, and equal to those of transformers within a tolerance of the logits."""
-    batch = make_batch()
-    assert sorted(number for found in actual for number in found) == list(range(len(batch)))
-    for found in actual:
-        for number, logprobs in found.items():
-            token_ids = batch.fields.token_ids.long().split(batch.lengths)[number][None]
-            with torch.no_grad():
-                expected = logprobs_of_logits(model(token_ids).logits / TEMPERATURE, token_ids)
-            torch.testing.assert_close(logprobs, expected[0], atol=tolerance / TEMPERATURE, rtol=0)
+    return [split_by_sequence(values, share, order) for values in reported], whole_tensors(rank)
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, Layout(data=2)], ids=str)

@@ -12,7 +12,7 @@ from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.planning.engine_shards import split_engine
-from tests.support.moe_config import QWEN3_MOE
+from tests.support.hf_configs import QWEN3_MOE
 
 LAYOUTS = {
     "even": ParallelConfig(pipeline=4),

@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3-Next: config.json of released models, alone and beside a vision tower; what is refused; costs."""
+"""Qwen3.5 and Qwen3-Next: config.json of released models, alone and beside a vision tower; costs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_grpo.models.hf_folder import write_hf_folder
 from megatron_grpo.models.shape import DeltaShape
 from megatron_grpo.preflight.model_file_checks import find_weight_problems
 from megatron_grpo.trainer.hf_export import read_carried_tensors
-from tests.support.released_configs import DELTA_NETS, QWEN3_5_27B, QWEN3_5_35B, QWEN3_NEXT_80B
+from tests.support.released_configs import DELTA_NETS, QWEN3_5_35B, QWEN3_NEXT_80B
 
 CLASSES = {"qwen3_5": Qwen3_5TextConfig, "qwen3_5_moe": Qwen3_5MoeTextConfig, "qwen3_next": Qwen3NextConfig}
 ARCHITECTURES = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
@@ -79,48 +79,6 @@ def test_what_config_json_leaves_out_is_what_transformers_takes(family: str) -> 
     assert shape == parse_model_shape(full)
     if family == "qwen3_5":
         assert shape.delta_layers[-2:] == (True, True)
-
-
-@pytest.mark.parametrize(
-    ("family", "change", "message"),
-    [
-        ("qwen3_5", {"attention_bias": True}, "attention_bias=true is not supported"),
-        ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate=false is not supported"),
-        ("qwen3_5", {"layer_scale": True}, "layer_scale=true is not supported"),
-        ("qwen3_5", {"hidden_act": "gelu"}, "hidden_act=gelu is not supported"),
-        ("qwen3_5", {"sliding_window": 64}, "sliding_window=64 is not supported"),
-        ("qwen3_5", {"linear_num_value_heads": 24}, "linear_num_value_heads=24 is not a multiple of .*heads=16"),
-        ("qwen3_5", {"layer_types": ["full_attention"]}, "for each of 64 layers"),
-        ("qwen3_5", {"layer_types": ["mamba"] * 64}, "must name linear_attention or full_attention"),
-        ("qwen3_5", {"linear_key_head_dim": 0}, "linear_key_head_dim=0 must be a whole number"),
-        ("qwen3_5", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor=1.5 must be at most 1"),
-        ("qwen3_5", {"rope_parameters": {"partial_rotary_factor": 0.004}}, "rotates 1 features; only an even number"),
-        ("qwen3_5", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn .*; only default is"),
-        ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob=false is not supported"),
-        ("qwen3_5_moe", {"num_experts_per_tok": 300}, "num_experts_per_tok=300 is more than the 256 experts"),
-        ("qwen3_5_moe", {"model_type": "qwen3_5_moe"}, "write model_type=qwen3_5_moe_text"),
-        ("qwen3_next", {"tie_word_embeddings": True}, "tie_word_embeddings=true is not supported for qwen3_next"),
-        ("qwen3_next", {"mlp_only_layers": "all"}, "mlp_only_layers=all must be a list"),
-        ("qwen3_next", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 must be"),
-        ("qwen3_next", {"quantization_config": {"quant_method": "awq"}}, "are quantized so cannot be read"),
-    ],
-)
-def test_what_the_layers_cannot_compute_is_refused(family: str, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_model_shape(as_text(family, **change))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"text_config": {}}, "text_config is missing"),
-        ({"quantization_config": {"quant_method": "awq"}}, "are quantized so cannot be read"),
-        ({"model_type": "qwen3_5_moe"}, "model_type=qwen3_5_moe is not that of Qwen3_5ForConditionalGeneration"),
-    ],
-)
-def test_what_a_vision_model_says_beside_its_text_part_counts(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_model_shape({**QWEN3_5_27B, **change})
 
 
 def test_qwen3_next_has_the_experts_of_its_pattern() -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
-from tests.support.moe_config import QWEN3_MOE
+from tests.support.hf_configs import QWEN3_MOE
 
 SIZES = [
     (2, 2),

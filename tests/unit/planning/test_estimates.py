@@ -16,7 +16,7 @@ from megatron_grpo.planning.estimates import (
 )
 from megatron_grpo.planning.generation_cost import find_lengths
 from megatron_grpo.platform.hardware import load_hardware
-from tests.support.moe_config import QWEN3_MOE
+from tests.support.hf_configs import QWEN3_MOE
 from tests.unit.planning.test_dry_run import DENSE, EXPERTS, needs_no_gpu, small_run
 from tests.unit.planning.test_layouts import recipe
 

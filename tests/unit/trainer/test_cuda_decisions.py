@@ -30,7 +30,7 @@ from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.trainer.model.megatron_config import build_transformer_fields
 from megatron_grpo.trainer.model.packed_sequences import build_packed_sequences, lay_out
 from tests.support.config_problems import SMALL
-from tests.support.moe_config import QWEN3_MOE
+from tests.support.hf_configs import QWEN3_MOE
 
 CPU, CUDA = Platform("cpu", torch.device("cpu"), "gloo"), Platform("cuda", torch.device("cpu"), "nccl")
 SHAPE = parse_model_shape(SMALL)

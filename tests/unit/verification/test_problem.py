@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GlmMoeDsaConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.verification.problem import EXPERTS, SMALL, compute_truth, make_batch, prepare_model
-from tests.support.gemma3_config import OLD, in_the_new_spelling
 from tests.support.hf_configs import read_released
+from tests.support.released_configs import GEMMA3_1B, in_the_new_spelling
 
 PADDING = 20
 
@@ -54,7 +54,7 @@ def test_a_failure_of_transformers_is_one_message(tmp_path: Path) -> None:
         compute_truth(folder, make_batch(SMALL["vocab_size"], 4, 16, 0))
 
 
-@pytest.mark.parametrize("raw", [OLD, in_the_new_spelling(OLD)], ids=["old", "new"])
+@pytest.mark.parametrize("raw", [GEMMA3_1B, in_the_new_spelling(GEMMA3_1B)], ids=["old", "new"])
 def test_a_small_copy_has_layers_with_a_window_and_without(raw: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": "gemma3_text"}))
     small = read_model_shape(prepare_model(str(tmp_path), True, tmp_path / "small", 0))

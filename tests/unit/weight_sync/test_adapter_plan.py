@@ -18,7 +18,7 @@ from megatron_grpo.preflight.refit_memory import estimate_slot_bytes, needs_conv
 from megatron_grpo.weight_sync.adapter_plan import plan_adapters
 from megatron_grpo.weight_sync.pieces import NO_RELAY
 from tests.support.engine_table import table_boxes
-from tests.support.moe_config import QWEN3_MOE
+from tests.support.hf_configs import QWEN3_MOE
 from tests.support.refit_models import DENSE as DENSE_CONFIG
 
 DENSE, MOE = parse_model_shape(DENSE_CONFIG), parse_model_shape(QWEN3_MOE)
