@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.integration.whole_runs import read_options
 from tests.integration.runs import SHORT, TrainingRun, read_jsonl, without_timing
+
+OPTIONS = read_options("colocated_run")
 
 COLOCATED = "generation.placement=colocated"
 EVENTS = {"sleep", "wake", "offload", "onload"}
@@ -68,13 +71,7 @@ def test_a_value_model_shares_the_devices_too(tmp_path: Path) -> None:
     """PPO with a reference policy that moves, both models saved in the background."""
     options = (
         *(option.replace("grpo.", "ppo.") for option in SHORT),
-        "ppo.policy_training_start_step=1",
-        "ppo.num_prompts_per_step=64",
-        "ppo.skip_reference_policy_logprobs_calculation=false",
-        "loss_fn.reference_policy_kl_penalty=0.02",
-        "ppo.sync_ref_model=true",
-        "ppo.ref_model_sync_steps=2",
-        "checkpointing.async_save=true",
+        *OPTIONS["a_value_model_shares_the_devices_too"],
     )
     apart = finished(TrainingRun(tmp_path / "apart", *options, recipe="quickstart_ppo"))
     together = finished(TrainingRun(tmp_path / "together", *options, COLOCATED, recipe="quickstart_ppo"))

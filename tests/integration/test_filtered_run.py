@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 
+from tests.integration.whole_runs import read_options
 from tests.integration.runs import TrainingRun
 from tests.support.documented import undocumented
 
+OPTIONS = read_options("filtered_run")
+
 SHORT = (
-    "grpo.max_num_steps=3",
-    "grpo.val_period=0",
-    "grpo.val_at_start=false",
-    "grpo.val_at_end=false",
-    "checkpointing.enabled=false",
-    "grpo.num_prompts_per_step=16",
-    "generation.parallel.pipeline=1",
+    *OPTIONS["short"],
 )
 FILTERS = ("generation.top_p=0.9", "generation.top_k=20")
 
@@ -46,18 +43,7 @@ def test_an_asynchronous_run_filters(tmp_path: Path) -> None:
 def test_filters_beside_what_compares_and_a_reference(tmp_path: Path) -> None:
     """With min-p, a KL in the reward, the pass before the step, a threshold for responses, and a replay of the step."""
     options = (
-        "generation.min_p=0.02",
-        "policy.parallel.pipeline=2",
-        "grpo.num_iterations=2",
-        "grpo.normalize_rewards=false",
-        "grpo.seq_logprob_error_threshold=1.5",
-        "loss_fn.use_kl_in_reward=true",
-        "loss_fn.reference_policy_kl_penalty=0.01",
-        "loss_fn.reference_policy_kl_type=k1",
-        "loss_fn.use_importance_sampling_correction=true",
-        "loss_fn.truncated_importance_sampling_type=icepop",
-        "loss_fn.truncated_importance_sampling_ratio=2",
-        "loss_fn.truncated_importance_sampling_ratio_min=0.5",
+        *OPTIONS["filters_beside_what_compares_and_a_reference"],
     )
     for row in finished(TrainingRun(tmp_path / "run", *SHORT, *FILTERS, *options)):
         assert row["token_mult_prob_error"] < 1.001

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.batch.rollout_files import read_rollouts
+from tests.integration.whole_runs import complete
 from tests.integration.runs import TrainingRun, without_timing
 
 pytestmark = pytest.mark.slow
@@ -24,8 +25,7 @@ DEFECT = ("generation.engine_args.hf_overrides={rms_norm_eps: 1.0}", "refit.cana
 
 
 def test_a_step_past_the_limit_is_not_learnt_from_and_a_mended_run_goes_on(tmp_path: Path) -> None:
-    straight = TrainingRun(tmp_path / "straight", *FOUR_STEPS)
-    assert straight.finish() == 0, straight.log()
+    straight = complete(TrainingRun(tmp_path / "straight", *FOUR_STEPS))
     resume = f"checkpointing.resume={straight.run_dir}/checkpoints/step_2"
     broken = TrainingRun(tmp_path / "broken", *FOUR_STEPS, *DEFECT, resume, "refit.prob_error_limit=1.001")
     assert broken.finish() == 1, broken.log()
@@ -44,16 +44,14 @@ def test_a_step_past_the_limit_is_not_learnt_from_and_a_mended_run_goes_on(tmp_p
         assert part in broken.log()
     assert "Traceback" not in broken.log()
     assert len(list(read_rollouts(broken.run_dir, 3))) == 16 * 8
-    mended = TrainingRun(broken.run_dir, *FOUR_STEPS)
-    assert mended.finish() == 0, mended.log()
+    mended = complete(TrainingRun(broken.run_dir, *FOUR_STEPS))
     assert without_timing(mended.metrics()) == without_timing(straight.metrics()[2:])
 
 
 def test_the_first_step_that_is_off_is_told_once_and_all_weights_are_compared_at_once(tmp_path: Path) -> None:
-    run = TrainingRun(
+    run = complete(TrainingRun(
         tmp_path / "run", *FOUR_STEPS, *DEFECT, "refit.weight_check_period=1000", "refit.prob_error_limit=null"
-    )
-    assert run.finish() == 0, run.log()
+    ))
     rows = run.metrics()
     assert [row["token_mult_prob_error_off"] for row in rows] == [1] * 4
     assert run.log().count("training and generation disagree more than noise explains") == 1

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.integration.whole_runs import complete
 from tests.integration.runs import TrainingRun, read_jsonl
 
 STEPS = 100
@@ -23,9 +24,7 @@ SHORT = (
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     pytest.importorskip("torchvision")  # vLLM's module of these models imports it
-    run = TrainingRun(tmp_path_factory.mktemp("hybrid") / "run", *SHORT, recipe="quickstart_hybrid")
-    assert run.finish(timeout_s=900) == 0, run.log()
-    return run
+    return complete(TrainingRun(tmp_path_factory.mktemp("hybrid") / "run", *SHORT, recipe="quickstart_hybrid"), 900)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from megatron_grpo.models.source import VOCABULARY
 from megatron_grpo.prepare.lessons import split_lessons
 from megatron_grpo.prepare.models import score_turns
+from tests.integration.whole_runs import complete
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
 
 STEPS = 120
@@ -29,9 +30,7 @@ SHORT = (
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     """A run without interruption."""
-    run = TrainingRun(tmp_path_factory.mktemp("straight") / "run", *SHORT, recipe="quickstart_moe")
-    assert run.finish(timeout_s=900) == 0, run.log()
-    return run
+    return complete(TrainingRun(tmp_path_factory.mktemp("straight") / "run", *SHORT, recipe="quickstart_moe"), 900)
 
 
 @pytest.mark.slow
@@ -49,8 +48,7 @@ def test_it_learns_from_what_its_own_experts_sampled(straight: TrainingRun) -> N
 @pytest.mark.slow
 def test_from_a_checkpoint_it_ends_as_if_nothing_had_happened(straight: TrainingRun, tmp_path: Path) -> None:
     start = f"checkpointing.resume={straight.run_dir}/checkpoints/step_{STEPS - 3}"
-    run = TrainingRun(tmp_path / "run", *SHORT, start, recipe="quickstart_moe")
-    assert run.finish() == 0, run.log()
+    run = complete(TrainingRun(tmp_path / "run", *SHORT, start, recipe="quickstart_moe"))
     assert without_timing(run.metrics()) == without_timing(straight.metrics()[STEPS - 3 :])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_grpo.prepare.models import prepare
+from tests.integration.whole_runs import complete
 from tests.integration.runs import TrainingRun, without_timing
 from tests.integration.server_process import serving
 
@@ -30,9 +31,7 @@ def short(name: str) -> list[str]:
 
 
 def moe_run(run_dir: Path, *overrides: str, section: str = "grpo") -> TrainingRun:
-    run = TrainingRun(run_dir, *short(section), *REPLAY, *overrides, recipe="quickstart_moe")
-    assert run.finish(timeout_s=400) == 0, run.log()
-    return run
+    return complete(TrainingRun(run_dir, *short(section), *REPLAY, *overrides, recipe="quickstart_moe"), 400)
 
 
 def assert_replayed(rows: list[dict[str, Any]]) -> None:

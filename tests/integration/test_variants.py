@@ -12,15 +12,13 @@ from transformers import Qwen3ForTokenClassification
 from megatron_grpo.config.overrides import list_config_groups
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.prepare.models import prepare
+from tests.integration.whole_runs import read_options
 from tests.integration.runs import TrainingRun
 
+OPTIONS = read_options("variants")
+
 SHORT = (
-    "grpo.max_num_steps=3",
-    "grpo.val_period=0",
-    "grpo.val_at_start=false",
-    "grpo.val_at_end=false",
-    "checkpointing.enabled=false",
-    "grpo.num_prompts_per_step=16",
+    *OPTIONS["short"],
 )
 ALONE = ("policy.parallel.pipeline=1", "generation.parallel.pipeline=1")
 """One rank and one process of an engine: the time goes into starting them."""
@@ -28,37 +26,15 @@ CORRECTION = ("loss_fn.use_importance_sampling_correction=true", "loss_fn.trunca
 OPTIONS = {
     "kl_and_tis": (
         *CORRECTION,
-        "loss_fn.truncated_importance_sampling_type=tis",
-        "loss_fn.reference_policy_kl_penalty=0.01",
-        "loss_fn.reference_policy_kl_type=k1",
-        "loss_fn.use_on_policy_kl_approximation=true",
-        "loss_fn.kl_input_clamp_value=20",
-        "loss_fn.kl_output_clamp_value=10",
-        "loss_fn.ratio_clip_c=3",
-        "grpo.num_iterations=2",
+        *OPTIONS["kl_and_tis"],
     ),
     "icepop_and_entropy": (
         *CORRECTION,
-        "loss_fn.truncated_importance_sampling_type=icepop",
-        "loss_fn.truncated_importance_sampling_ratio_min=0.5",
-        "loss_fn.entropy_coef=0.01",
-        "loss_fn.force_on_policy_ratio=true",
-        "grpo.seq_logprob_error_threshold=1.5",
-        "grpo.normalize_rewards_over=batch",
-        "grpo.overlong_filtering=true",
-        "policy.parallel.tensor=2",
+        *OPTIONS["icepop_and_entropy"],
     ),
     "seq_mask_tis_and_imitation": (
         *CORRECTION,
-        "loss_fn.truncated_importance_sampling_type=seq-mask-tis",
-        "loss_fn.truncated_importance_sampling_ratio_min=0.5",
-        "loss_fn.positive_example_nll_weight=0.1",
-        "grpo.advantage_clip_low=-1",
-        "grpo.advantage_clip_high=2",
-        "grpo.reward_scaling.enabled=true",
-        "grpo.reward_scaling.target_min=-1",
-        "grpo.reward_shaping.enabled=true",
-        "grpo.reward_shaping.stop_properly_penalty_coef=0.5",
+        *OPTIONS["seq_mask_tis_and_imitation"],
     ),
     "gspo_corrected": (
         *CORRECTION,
@@ -86,23 +62,10 @@ OPTIONS = {
 PPO_SHORT = (*(key.replace("grpo.", "ppo.") for key in SHORT), *ALONE, "ppo.policy_training_start_step=0")
 PPO_OPTIONS = {
     "raw_reward_and_kl_in_reward": (
-        "ppo.adv_estimator.name=raw_reward",
-        "ppo.adv_estimator.gae_lambda=0.95",
-        "ppo.adv_estimator.gae_lambda_value=null",
-        "ppo.adv_estimator.normalize_advantages=false",
-        "ppo.skip_reference_policy_logprobs_calculation=false",
-        "loss_fn.use_kl_in_reward=true",
-        "loss_fn.reference_policy_kl_penalty=0.01",
-        "loss_fn.reference_policy_kl_type=k1",
-        "value_loss_fn.value_clip=null",
+        *OPTIONS["raw_reward_and_kl_in_reward"],
     ),
     "decoupled_lambdas": (
-        "ppo.adv_estimator.gae_gamma=0.99",
-        "ppo.adv_estimator.gae_lambda_policy=0.9",
-        "ppo.ppo_epochs=2",
-        "policy.train_global_batch_samples=8",
-        "value.train_global_batch_samples=16",
-        "value_loss_fn.value_clip=0.001",
+        *OPTIONS["decoupled_lambdas"],
     ),
 }
 
