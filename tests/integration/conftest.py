@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.whole_runs import complete
 from tests.integration.runs import SHORT, TrainingRun
+from tests.integration.whole_runs import complete
 from tests.support.durations import read_durations
 
 SHARING = ("test_colocated_run.py", "test_debug_modes.py", "test_evaluate.py", "test_run.py")

@@ -11,9 +11,9 @@ import pytest
 
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.prepare.models import prepare
-from tests.integration.whole_runs import complete, read_options
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
-from tests.support.documented import undocumented
+from tests.integration.whole_runs import complete, read_options
+from tests.support.documents import undocumented
 
 OPTIONS = read_options("async_run")
 
@@ -138,10 +138,7 @@ def has_reported(run: TrainingRun, steps: int) -> bool:
 def test_without_age_it_is_the_run_that_samples_and_trains_in_turn(tmp_path: Path) -> None:
     """To the last digit: the same step, the same seeds, the same order."""
     correction = "loss_fn.use_importance_sampling_correction=true"
-    truncation = [
-        "loss_fn.truncated_importance_sampling_type=tis",
-        "loss_fn.truncated_importance_sampling_ratio=2",
-    ]
+    truncation = ["loss_fn.truncated_importance_sampling_type=tis", "loss_fn.truncated_importance_sampling_ratio=2"]
     in_turn = complete(TrainingRun(tmp_path / "in_turn", *SHORT, correction, *truncation))
     ahead = complete(async_run(tmp_path / "ahead", "grpo.async_grpo.max_trajectory_age_steps=0"))
     rows = [
@@ -154,10 +151,7 @@ def test_without_age_it_is_the_run_that_samples_and_trains_in_turn(tmp_path: Pat
 @pytest.mark.slow
 def test_dynamic_sampling_two_engines_and_older_trajectories(straight: TrainingRun, tmp_path: Path) -> None:
     """With a kept cache; and early stopping after the validation of the third step, with prompts still under way."""
-    run = complete(async_run(
-        tmp_path / "run",
-        *OPTIONS["dynamic_sampling_two_engines_and_older_trajectories"],
-    ))
+    run = complete(async_run(tmp_path / "run", *OPTIONS["dynamic_sampling_two_engines_and_older_trajectories"]))
     run.assert_nothing_left()
     rows = run.metrics()
     assert len(rows) == 3
@@ -169,12 +163,14 @@ def test_dynamic_sampling_two_engines_and_older_trajectories(straight: TrainingR
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], OVERSAMPLED], ids=["in order", "oversampled"])
 def test_ppo_samples_ahead_too(options: Sequence[str], tmp_path: Path) -> None:
-    run = complete(TrainingRun(
-        tmp_path / "run",
-        *(option.replace("grpo.", "ppo.", 1) for option in options),
-        *OPTIONS["ppo_samples_ahead_too"],
-        recipe="quickstart_ppo",
-    ))
+    run = complete(
+        TrainingRun(
+            tmp_path / "run",
+            *(option.replace("grpo.", "ppo.", 1) for option in options),
+            *OPTIONS["ppo_samples_ahead_too"],
+            recipe="quickstart_ppo",
+        )
+    )
     rows = run.metrics()
     ages = [row["trajectory_age_max"] for row in rows]
     assert ages[0] == 0

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.whole_runs import read_options
 from tests.integration.runs import SHORT, TrainingRun, read_jsonl, without_timing
+from tests.integration.whole_runs import read_options
 
 OPTIONS = read_options("colocated_run")
 
@@ -69,10 +69,7 @@ def test_killed_and_continued_in_turn_a_run_has_the_same_numbers(straight_run: T
 @pytest.mark.slow
 def test_a_value_model_shares_the_devices_too(tmp_path: Path) -> None:
     """PPO with a reference policy that moves, both models saved in the background."""
-    options = (
-        *(option.replace("grpo.", "ppo.") for option in SHORT),
-        *OPTIONS["a_value_model_shares_the_devices_too"],
-    )
+    options = (*(option.replace("grpo.", "ppo.") for option in SHORT), *OPTIONS["a_value_model_shares_the_devices_too"])
     apart = finished(TrainingRun(tmp_path / "apart", *options, recipe="quickstart_ppo"))
     together = finished(TrainingRun(tmp_path / "together", *options, COLOCATED, recipe="quickstart_ppo"))
     same_numbers(together, apart)

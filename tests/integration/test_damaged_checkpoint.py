@@ -13,8 +13,8 @@ from megatron_grpo import export
 from megatron_grpo.config.command_line import MISTAKE
 from megatron_grpo.config.schema import CheckpointingConfig
 from megatron_grpo.run.checkpoints import Checkpointer
-from tests.integration.whole_runs import complete, read_options
 from tests.integration.runs import TrainingRun, without_timing
+from tests.integration.whole_runs import complete, read_options
 from tests.support.damage import delete, files_of, flip, truncate
 
 OPTIONS = read_options("damaged_checkpoint")
@@ -30,12 +30,7 @@ def make_run(run_dir: Path, job_folder: Path) -> TrainingRun:
     job.write_text(
         yaml.safe_dump({"environment": {"name": "addition", "type": "reward_functions", "reward_funcs": [function]}})
     )
-    return TrainingRun(
-        run_dir,
-        f"job={job}",
-        f"grpo.max_num_steps={STEPS}",
-        *OPTIONS["make_run"],
-    )
+    return TrainingRun(run_dir, f"job={job}", f"grpo.max_num_steps={STEPS}", *OPTIONS["make_run"])
 
 
 @pytest.fixture(scope="module")

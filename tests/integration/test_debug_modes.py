@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megatron_grpo.batch.rollout_files import locate_rollouts_file
-from tests.integration.whole_runs import complete, read_options
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
+from tests.integration.whole_runs import complete, read_options
 
 OPTIONS = read_options("debug_modes")
 
@@ -71,7 +71,9 @@ def test_training_on_a_recording_is_the_recorded_run(straight_run: TrainingRun) 
 
 @pytest.mark.slow
 def test_sampling_without_training(recorded: TrainingRun) -> None:
-    run = complete(TrainingRun(recorded.run_dir.with_name("sampled"), *SHORT, "grpo.max_num_steps=2", "debug.train=false"))
+    run = complete(
+        TrainingRun(recorded.run_dir.with_name("sampled"), *SHORT, "grpo.max_num_steps=2", "debug.train=false")
+    )
     run.assert_nothing_left()
     first, second = run.metrics()
     assert {row["optimizer_steps"] for row in (first, second)} == {0}

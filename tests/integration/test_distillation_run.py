@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.whole_runs import complete, read_options
 from tests.integration.runs import TrainingRun, without_timing
-from tests.support.documented import undocumented
+from tests.integration.whole_runs import complete, read_options
+from tests.support.documents import undocumented
 
 OPTIONS = read_options("distillation_run")
 
@@ -57,10 +57,7 @@ def test_all_tokens_as_the_likeliest_change_nothing(straight: TrainingRun, tmp_p
 
 
 def test_asynchronous_on_shared_devices_without_rewards(tmp_path: Path) -> None:
-    run = complete(distillation_run(
-        tmp_path / "run",
-        *OPTIONS["asynchronous_on_shared_devices_without_rewards"],
-    ))
+    run = complete(distillation_run(tmp_path / "run", *OPTIONS["asynchronous_on_shared_devices_without_rewards"]))
     rows = run.metrics()
     assert "reward" not in rows[0]
     assert rows[-1]["teacher_divergence"] < rows[0]["teacher_divergence"]
@@ -68,8 +65,5 @@ def test_asynchronous_on_shared_devices_without_rewards(tmp_path: Path) -> None:
 
 
 def test_beside_rewards_with_a_teacher_for_each_task(tmp_path: Path) -> None:
-    run = complete(distillation_run(
-        tmp_path / "run",
-        *OPTIONS["beside_rewards_with_a_teacher_for_each_task"],
-    ))
+    run = complete(distillation_run(tmp_path / "run", *OPTIONS["beside_rewards_with_a_teacher_for_each_task"]))
     assert all("policy_loss" in row for row in run.metrics())

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.whole_runs import complete, read_options
 from tests.integration.runs import TrainingRun, read_jsonl
+from tests.integration.whole_runs import complete, read_options
 
 OPTIONS = read_options("environment_recipes")
 

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.integration.whole_runs import read_options
 from tests.integration.runs import TrainingRun
-from tests.support.documented import undocumented
+from tests.integration.whole_runs import read_options
+from tests.support.documents import undocumented
 
 OPTIONS = read_options("filtered_run")
 
-SHORT = (
-    *OPTIONS["short"],
-)
+SHORT = (*OPTIONS["short"],)
 FILTERS = ("generation.top_p=0.9", "generation.top_k=20")
 
 
@@ -42,9 +40,7 @@ def test_an_asynchronous_run_filters(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_filters_beside_what_compares_and_a_reference(tmp_path: Path) -> None:
     """With min-p, a KL in the reward, the pass before the step, a threshold for responses, and a replay of the step."""
-    options = (
-        *OPTIONS["filters_beside_what_compares_and_a_reference"],
-    )
+    options = (*OPTIONS["filters_beside_what_compares_and_a_reference"],)
     for row in finished(TrainingRun(tmp_path / "run", *SHORT, *FILTERS, *options)):
         assert row["token_mult_prob_error"] < 1.001
         assert row["max_seq_mult_prob_error"] < 1.01

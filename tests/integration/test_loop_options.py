@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.integration.whole_runs import complete, read_options
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
-from tests.support.documented import undocumented
+from tests.integration.whole_runs import complete, read_options
+from tests.support.documents import undocumented
 from tests.support.grpo_parameters import GRPO_PARAMETERS, WITHOUT_CORRECTION
 
 OPTIONS = read_options("loop_options")
@@ -38,9 +38,9 @@ def test_every_option_of_the_loop_continues_exactly(tmp_path: Path) -> None:
     assert [row["learning_rate"] for row in rows[:2]] == pytest.approx([4e-4, 8e-4]), "warm-up counts optimizer steps"
     assert "reference.decoder" in str(list_keys(straight.run_dir / "checkpoints" / "step_2"))
 
-    resumed = complete(TrainingRun(
-        tmp_path / "resumed", *EVERYTHING, f"checkpointing.resume={straight.run_dir}/checkpoints/step_2"
-    ))
+    resumed = complete(
+        TrainingRun(tmp_path / "resumed", *EVERYTHING, f"checkpointing.resume={straight.run_dir}/checkpoints/step_2")
+    )
     assert without_timing(resumed.metrics()) == without_timing(rows[2:])
     assert resumed.rollouts(4) == straight.rollouts(4)
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.whole_runs import complete, read_options
 from tests.integration.runs import TrainingRun, without_timing
-from tests.support.documented import undocumented
+from tests.integration.whole_runs import complete, read_options
+from tests.support.documents import undocumented
 
 OPTIONS = read_options("ppo_run")
 
@@ -53,10 +53,7 @@ def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight: T
 
 def test_the_options_of_the_loop_are_those_of_grpo(tmp_path: Path) -> None:
     """Dynamic sampling, rewards scaled and shaped, truncated responses filtered, a moving reference: with a critic."""
-    run = complete(ppo_run(
-        tmp_path / "run",
-        *OPTIONS["the_options_of_the_loop_are_those_of_grpo"],
-    ))
+    run = complete(ppo_run(tmp_path / "run", *OPTIONS["the_options_of_the_loop_are_those_of_grpo"]))
     for row in run.metrics():
         assert row["groups_without_signal"] == 0
         assert row["dynamic_sampling_gen_batches"] >= 1
@@ -68,9 +65,9 @@ def test_the_options_of_the_loop_are_those_of_grpo(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_grpo_is_refused(straight: TrainingRun, tmp_path: Path) -> None:
-    grpo = complete(TrainingRun(
-        tmp_path / "grpo", "grpo.max_num_steps=1", "grpo.num_prompts_per_step=8", "grpo.val_at_end=false"
-    ))
+    grpo = complete(
+        TrainingRun(tmp_path / "grpo", "grpo.max_num_steps=1", "grpo.num_prompts_per_step=8", "grpo.val_at_end=false")
+    )
     run = ppo_run(tmp_path / "run", f"checkpointing.resume={grpo.run_dir}/checkpoints/step_1")
     assert run.finish() == 2
     assert "is not a checkpoint of PPO: it has no value model" in run.log()

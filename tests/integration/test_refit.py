@@ -71,10 +71,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tup
         policy.shutdown()
 
 
-@pytest.fixture(
-    scope="module",
-    params=["tp1", "tp2", "pp2"],
-)
+@pytest.fixture(scope="module", params=["tp1", "tp2", "pp2"])
 def generation(request: pytest.FixtureRequest, base: Path) -> Iterator[VllmGeneration]:
     with engines(base, **ENGINE_LAYOUTS[request.param]) as started:
         yield started

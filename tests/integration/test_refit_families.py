@@ -125,9 +125,7 @@ CASES = {
         family=gpt_oss, layout=ParallelConfig(data=2, expert=2), mode="reshard", quantization=MXFP4
     ),
     "qwen3 in FP8": Case(
-        family=Qwen3Config,
-        layout=ParallelConfig(tensor=2),
-        quantization={**FP8_BLOCKS, "weight_block_size": [16, 8]},
+        family=Qwen3Config, layout=ParallelConfig(tensor=2), quantization={**FP8_BLOCKS, "weight_block_size": [16, 8]}
     ),
     "glm4": Case(family=Glm4Config, layout=ParallelConfig(tensor=2)),
     "glm4_moe": Case(family=glm4_moe, layout=ParallelConfig(tensor=2, expert=2, sequence=True)),

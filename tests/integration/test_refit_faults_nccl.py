@@ -1,4 +1,4 @@
-"""Faults of whole engines over a group that fails as NCCL's does; tests/unit/weight_sync/test_fault_matrix.py has
+"""Faults of whole engines over a group that fails as NCCL's does; tests/unit/weight_sync/test_refit_damage.py has
 every fault at every moment without models."""
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.whole_runs import complete, read_options
 from tests.integration.released_rewards import NOTES
 from tests.integration.runs import TrainingRun
+from tests.integration.whole_runs import complete, read_options
 from tests.support.released.table import BY_NAME
 from tests.support.released.weights import write_model
 
@@ -29,22 +29,25 @@ def test_three_steps_see_the_texts_of_the_rows(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv(NOTES, str(notes))
     rows = "".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in ROWS)
     (tmp_path / "rows.jsonl").write_text(rows)
-    run = complete(TrainingRun(
-        tmp_path / "run",
-        "prepare.name=null",
-        f"policy.model.path={write_model(R1_LLAMA, tmp_path / 'model')}",
-        f"data.train_path={tmp_path / 'rows.jsonl'}",
-        "data.val_path=null",
-        "data.task_name=cats",
-        "data.apply_chat_template=true",
-        "data.max_input_seq_length=160",
-        "~env.addition",
-        *OPTIONS["three_steps_see_the_texts_of_the_rows"],
-        f"grpo.max_num_steps={STEPS}",
-        "grpo.num_prompts_per_step=4",
-        "grpo.num_generations_per_prompt=4",
-        "logger.rollouts=all",
-    ), 400)
+    run = complete(
+        TrainingRun(
+            tmp_path / "run",
+            "prepare.name=null",
+            f"policy.model.path={write_model(R1_LLAMA, tmp_path / 'model')}",
+            f"data.train_path={tmp_path / 'rows.jsonl'}",
+            "data.val_path=null",
+            "data.task_name=cats",
+            "data.apply_chat_template=true",
+            "data.max_input_seq_length=160",
+            "~env.addition",
+            *OPTIONS["three_steps_see_the_texts_of_the_rows"],
+            f"grpo.max_num_steps={STEPS}",
+            "grpo.num_prompts_per_step=4",
+            "grpo.num_generations_per_prompt=4",
+            "logger.rollouts=all",
+        ),
+        400,
+    )
     prompts = [R1_LLAMA.render([{"role": "user", "content": text}]) for text in ROWS]
     sampled: Counter[str] = Counter()
     for step in range(1, STEPS + 1):

@@ -12,8 +12,8 @@ from megatron_grpo import replay
 from megatron_grpo.batch.replay_files import locate_figures_file
 from megatron_grpo.batch.rollout_files import find_recorded_steps
 from megatron_grpo.verification.replay.compare import TOLERANCES
-from tests.integration.whole_runs import complete, read_options
 from tests.integration.runs import TrainingRun
+from tests.integration.whole_runs import complete, read_options
 
 OPTIONS = read_options("replay")
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_grpo.prepare.models import prepare
-from tests.integration.whole_runs import complete
 from tests.integration.runs import TrainingRun, without_timing
 from tests.integration.server_process import serving
+from tests.integration.whole_runs import complete
 
 pytestmark = pytest.mark.slow
 

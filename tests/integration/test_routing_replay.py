@@ -77,12 +77,7 @@ def test_recorded_experts_are_those_of_transformers(layout: dict[str, Any], mode
     assert form == RoutedForm(layers=(0, 3), top_k=2, experts=8)
     settings = SamplingSettings(max_new_tokens=20)
     with engines(model, routed=form, max_length=MAX_LENGTH, **layout) as generation:
-        asked = [
-            *PROMPTS,
-            LONG,
-            LONG,
-            [*LONG, 3],
-        ]  # the last ones begin alike
+        asked = [*PROMPTS, LONG, LONG, [*LONG, 3]]  # the last ones begin alike
         requests = [request(prompt, seed=number, max_new_tokens=20) for number, prompt in enumerate(asked)]
         for _ in range(2):
             for prompt, output in zip(asked, generate(generation, requests, settings), strict=True):

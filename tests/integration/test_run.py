@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_grpo.cluster.heartbeat import HEARTBEATS_FOLDER, Heartbeat, read_heartbeats
 from megatron_grpo.cluster.process_log import LOGS_FOLDER
-from tests.integration.whole_runs import complete, read_options
 from tests.integration.runs import SHORT, TrainingRun, read_jsonl, without_timing
+from tests.integration.whole_runs import complete, read_options
 
 OPTIONS = read_options("run")
 
@@ -65,15 +65,17 @@ def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight_ru
 @pytest.mark.slow  # tests/parity/test_training.py loads checkpoints in other layouts with every `make test`
 def test_another_layout_continues_the_run(straight_run: TrainingRun, tmp_path: Path) -> None:
     """From the PP2 run's third step on, TP2 and two generation engines: the same numbers up to rounding."""
-    run = complete(TrainingRun(
-        tmp_path / "run",
-        *SHORT,
-        f"checkpointing.resume={straight_run.run_dir}/checkpoints/step_3",
-        "policy.parallel.pipeline=1",
-        "policy.parallel.tensor=2",
-        "generation.parallel.pipeline=1",
-        "generation.parallel.data=2",
-    ))
+    run = complete(
+        TrainingRun(
+            tmp_path / "run",
+            *SHORT,
+            f"checkpointing.resume={straight_run.run_dir}/checkpoints/step_3",
+            "policy.parallel.pipeline=1",
+            "policy.parallel.tensor=2",
+            "generation.parallel.pipeline=1",
+            "generation.parallel.data=2",
+        )
+    )
     assert [row["step"] for row in run.metrics()] == [4, 5, 6]
     for ours, theirs in zip(run.metrics(), straight_run.metrics()[3:], strict=True):
         for name in ("reward", "loss", "grad_norm", "approx_entropy"):
@@ -82,11 +84,9 @@ def test_another_layout_continues_the_run(straight_run: TrainingRun, tmp_path: P
 
 @pytest.mark.slow
 def test_kl_penalty_with_an_offloaded_reference_and_two_replicas(tmp_path: Path) -> None:
-    run = complete(TrainingRun(
-        tmp_path / "run",
-        *SHORT[1:],
-        *OPTIONS["kl_penalty_with_an_offloaded_reference_and_two_replicas"],
-    ))
+    run = complete(
+        TrainingRun(tmp_path / "run", *SHORT[1:], *OPTIONS["kl_penalty_with_an_offloaded_reference_and_two_replicas"])
+    )
     kl = [row["kl_penalty"] for row in run.metrics()]
     assert kl[0] == pytest.approx(0.0, abs=1e-9), "policy and reference start from the same weights"
     assert 0 < kl[1] < kl[2]

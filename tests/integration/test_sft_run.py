@@ -10,9 +10,9 @@ import pytest
 from megatron_grpo.batch.rollout_files import read_rollouts
 from megatron_grpo.export import main as export
 from megatron_grpo.models.source import EOS, VOCABULARY
-from tests.integration.whole_runs import complete, read_options
 from tests.integration.runs import TrainingRun, without_timing
-from tests.support.documented import undocumented
+from tests.integration.whole_runs import complete, read_options
+from tests.support.documents import undocumented
 
 OPTIONS = read_options("sft_run")
 
@@ -58,13 +58,15 @@ def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight: T
 
 
 def test_without_engines_two_replicas_learn_the_same(straight: TrainingRun, tmp_path: Path) -> None:
-    run = complete(sft_run(
-        tmp_path / "run",
-        "sft.val_rewards=false",
-        "policy.parallel.pipeline=1",
-        "policy.parallel.data=2",
-        "sft.max_val_samples=33",
-    ))
+    run = complete(
+        sft_run(
+            tmp_path / "run",
+            "sft.val_rewards=false",
+            "policy.parallel.pipeline=1",
+            "policy.parallel.data=2",
+            "sft.max_val_samples=33",
+        )
+    )
     expected = [row["loss"] for row in straight.metrics()]
     assert [row["loss"] for row in run.metrics()] == pytest.approx(expected, rel=1e-4)
     assert not list((run.run_dir / "logs").glob("engine*"))

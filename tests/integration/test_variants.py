@@ -1,7 +1,8 @@
-"""Three real steps with every preset and every option of rewards, advantages, losses and the value model."""
+"""Short runs of many options: losses, advantages, and an engine that computes something else."""
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -9,33 +10,23 @@ import pytest
 import torch
 from transformers import Qwen3ForTokenClassification
 
+from megatron_grpo.batch.rollout_files import read_rollouts
 from megatron_grpo.config.overrides import list_config_groups
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.prepare.models import prepare
-from tests.integration.whole_runs import read_options
-from tests.integration.runs import TrainingRun
+from tests.integration.runs import TrainingRun, without_timing
+from tests.integration.whole_runs import complete, read_options
 
 OPTIONS = read_options("variants")
 
-SHORT = (
-    *OPTIONS["short"],
-)
+SHORT = (*OPTIONS["short"],)
 ALONE = ("policy.parallel.pipeline=1", "generation.parallel.pipeline=1")
 """One rank and one process of an engine: the time goes into starting them."""
 CORRECTION = ("loss_fn.use_importance_sampling_correction=true", "loss_fn.truncated_importance_sampling_ratio=2.0")
 OPTIONS = {
-    "kl_and_tis": (
-        *CORRECTION,
-        *OPTIONS["kl_and_tis"],
-    ),
-    "icepop_and_entropy": (
-        *CORRECTION,
-        *OPTIONS["icepop_and_entropy"],
-    ),
-    "seq_mask_tis_and_imitation": (
-        *CORRECTION,
-        *OPTIONS["seq_mask_tis_and_imitation"],
-    ),
+    "kl_and_tis": (*CORRECTION, *OPTIONS["kl_and_tis"]),
+    "icepop_and_entropy": (*CORRECTION, *OPTIONS["icepop_and_entropy"]),
+    "seq_mask_tis_and_imitation": (*CORRECTION, *OPTIONS["seq_mask_tis_and_imitation"]),
     "gspo_corrected": (
         *CORRECTION,
         "+variant=gspo",
@@ -61,12 +52,8 @@ OPTIONS = {
 
 PPO_SHORT = (*(key.replace("grpo.", "ppo.") for key in SHORT), *ALONE, "ppo.policy_training_start_step=0")
 PPO_OPTIONS = {
-    "raw_reward_and_kl_in_reward": (
-        *OPTIONS["raw_reward_and_kl_in_reward"],
-    ),
-    "decoupled_lambdas": (
-        *OPTIONS["decoupled_lambdas"],
-    ),
+    "raw_reward_and_kl_in_reward": (*OPTIONS["raw_reward_and_kl_in_reward"],),
+    "decoupled_lambdas": (*OPTIONS["decoupled_lambdas"],),
 }
 
 
@@ -150,3 +137,53 @@ def test_a_reward_model_is_what_the_value_model_starts_from(tmp_path: Path) -> N
     rows = three_steps(TrainingRun(tmp_path / "run", *PPO_SHORT, *options, recipe="quickstart_ppo"))
     assert rows[0]["value_mean"] == 0.25
     assert rows[1]["value_mean"] != 0.25
+
+
+pytestmark = pytest.mark.slow
+
+FOUR_STEPS = (
+    "grpo.max_num_steps=4",
+    "grpo.num_prompts_per_step=16",
+    "data.val_path=null",
+    "checkpointing.save_period=2",
+    "checkpointing.keep_top_k=null",
+)
+DEFECT = ("generation.engine_args.hf_overrides={rms_norm_eps: 1.0}", "refit.canary=false")
+"""An engine with another epsilon, which no comparison of weights can find."""
+
+
+def test_a_step_past_the_limit_is_not_learnt_from_and_a_mended_run_goes_on(tmp_path: Path) -> None:
+    straight = complete(TrainingRun(tmp_path / "straight", *FOUR_STEPS))
+    resume = f"checkpointing.resume={straight.run_dir}/checkpoints/step_2"
+    broken = TrainingRun(tmp_path / "broken", *FOUR_STEPS, *DEFECT, resume, "refit.prob_error_limit=1.001")
+    assert broken.finish() == 1, broken.log()
+    (row,) = broken.metrics()
+    assert (row["step"], row["optimizer_steps"], row["token_mult_prob_error_off"]) == (3, 0, 1)
+    assert row["token_mult_prob_error"] > 1.001
+    summary = json.loads((broken.run_dir / "summary.json").read_text())
+    assert summary["outcome"] == "failed"
+    for part in (
+        f"step 3: token_mult_prob_error is {row['token_mult_prob_error']:.6g}",
+        "refit.prob_error_limit=1.001",
+        f"python -m megatron_grpo.doctor {broken.run_dir} step=3",
+        "checkpoints/step_2 is the last one",
+    ):
+        assert part in summary["reason"]
+        assert part in broken.log()
+    assert "Traceback" not in broken.log()
+    assert len(list(read_rollouts(broken.run_dir, 3))) == 16 * 8
+    mended = complete(TrainingRun(broken.run_dir, *FOUR_STEPS))
+    assert without_timing(mended.metrics()) == without_timing(straight.metrics()[2:])
+
+
+def test_the_first_step_that_is_off_is_told_once_and_all_weights_are_compared_at_once(tmp_path: Path) -> None:
+    run = complete(
+        TrainingRun(
+            tmp_path / "run", *FOUR_STEPS, *DEFECT, "refit.weight_check_period=1000", "refit.prob_error_limit=null"
+        )
+    )
+    rows = run.metrics()
+    assert [row["token_mult_prob_error_off"] for row in rows] == [1] * 4
+    assert run.log().count("training and generation disagree more than noise explains") == 1
+    assert "This step's refit compares all weights. python -m megatron_grpo.doctor" in run.log()
+    assert ["weight_check_s" in row["throughput"] for row in rows] == [True, False, False, False]

@@ -23,7 +23,7 @@ from tests.parity.policy_training import (
 )
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import LENGTHS, fetched, rank_share, step_counts
-from tests.support.divergence_oracle import expected_divergence, with_tail
+from tests.support.fp8_oracle import expected_divergence, with_tail
 from tests.support.rare import rare
 from tests.support.tiny_models import VOCAB, TinyModel, make_tiny_model
 

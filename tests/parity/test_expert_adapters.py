@@ -25,7 +25,7 @@ from megatron_grpo.trainer.hf_export import write_peft_folder
 from megatron_grpo.trainer.model.lora import AdaptedGroupedLinear, AdaptedLinear, Adapter
 from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.adapters import make_lora_rank
-from tests.parity.grouped_experts import use_grouped_experts
+from tests.parity.fused_layers import use_grouped_experts
 from tests.parity.on_rank import expect_close, expect_logprobs
 from tests.parity.policy_training import hf_loss, make_batch, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks

@@ -16,9 +16,8 @@ from megatron_grpo.trainer.microbatch import MicrobatchMaker
 from megatron_grpo.trainer.model.build import build_transformer_config
 from megatron_grpo.trainer.model.megatron_config import require_fp8
 from megatron_grpo.trainer.model.rounding import round_blocks, round_tensor
-from tests.parity.fp8_oracle import block_scales, e4m3, simulate
+from tests.parity.fp8_oracle import block_scales, e4m3, expect_equal, measure_in_transformers, measure_on_rank, simulate
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.rounded_training import expect_equal, measure_in_transformers, measure_on_rank
 from tests.support.fp8_oracle import dequantise, quantise
 from tests.support.tiny_models import VOCAB, TinyModel
 

@@ -19,14 +19,7 @@ from megatron_grpo.config.schema import LoraConfig
 from megatron_grpo.export import main
 from megatron_grpo.run.checkpoint_files import write_driver_files
 from tests.parity.adapters import LORA, adapted_layers, make_lora_rank
-from tests.parity.lora import (
-    fill_b,
-    joined,
-    own_parts,
-    peft_oracle,
-    places,
-    rows_of,
-)
+from tests.parity.lora import fill_b, joined, own_parts, peft_oracle, places, rows_of
 from tests.parity.on_rank import expect_close, expect_logprobs, load_on_rank, split_by_sequence
 from tests.parity.policy_training import MAX_GRAD_NORM, OPTIMIZER, hf_loss, make_batch, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks

@@ -15,11 +15,7 @@ from megatron_grpo.models.adapter_check import AdapterCheck, check_adapters
 from megatron_grpo.verification.problem import SMALL, TINY, make_model
 from tests.parity.adapters import LORA, make_lora_rank
 from tests.parity.on_rank import expect_close, expect_continuation, load_on_rank
-from tests.parity.policy_training import (
-    expect_gradients_of_transformers,
-    gradients_on_rank,
-    train_arguments,
-)
+from tests.parity.policy_training import expect_gradients_of_transformers, gradients_on_rank, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.test_routing_replay import expect_equal, of_transformers, other_record, replayed_on_rank
 from tests.parity.training import merged, whole_tensors

@@ -14,17 +14,14 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_grpo.config.schema import (
-    QuantizationFormat,
-)
+from megatron_grpo.config.schema import QuantizationFormat
 from megatron_grpo.export import main
 from megatron_grpo.run.checkpoint_files import write_driver_files
 from megatron_grpo.trainer.hf_export import quantize_rows
 from megatron_grpo.trainer.model.rounding import QuantizedLinear
-from tests.parity.fp8_oracle import e4m3
+from tests.parity.fp8_oracle import e4m3, expect_equal, measure_in_transformers, measure_on_rank
 from tests.parity.policy_training import make_engine
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.rounded_training import expect_equal, measure_in_transformers, measure_on_rank
 from tests.parity.test_export import save_checkpoint
 from tests.support.tiny_models import TinyModel
 

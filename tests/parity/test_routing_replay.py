@@ -24,13 +24,7 @@ from tests.support.tiny_models import TinyModel, logprobs_of_logits, make_tiny_m
 
 TEMPERATURE = 0.8
 REPLAY = MoeConfig(replay_routing=True)
-LAYOUTS = [
-    Layout(),
-    Layout(expert=2, data=2),
-    Layout(tensor=2, sequence=True),
-    Layout(pipeline=2),
-    Layout(context=2),
-]
+LAYOUTS = [Layout(), Layout(expert=2, data=2), Layout(tensor=2, sequence=True), Layout(pipeline=2), Layout(context=2)]
 BySequence = dict[int, Tensor]
 
 

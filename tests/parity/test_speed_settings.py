@@ -130,10 +130,7 @@ def fields_on_rank(layout: Layout, model: TinyModel) -> tuple[Any, ...]:
         layout,
         model,
         deterministic=True,
-        megatron={
-            "moe_router_dtype": "fp32",
-            "disable_bf16_reduced_precision_matmul": True,
-        },
+        megatron={"moe_router_dtype": "fp32", "disable_bf16_reduced_precision_matmul": True},
         ddp={"grad_reduce_in_fp32": False},
         megatron_optimizer={"log_num_zeros_in_grad": True},
     )

@@ -88,11 +88,7 @@ def adamw_steps(tiny: TinyModel, steps: list[tuple[OptimizerConfig, float]]) -> 
     ids=["distributed", "replicated", "bfloat16", "gemma3"],
 )
 def test_a_loaded_checkpoint_continues_exactly_and_in_other_layouts(
-    name: str,
-    settings: dict[str, Any],
-    tolerance: dict[str, float],
-    tiny_models: dict[str, TinyModel],
-    tmp_path: Path,
+    name: str, settings: dict[str, Any], tolerance: dict[str, float], tiny_models: dict[str, TinyModel], tmp_path: Path
 ) -> None:
     """The step after loading equals the step after saving: to the bit in the same layout, to rounding in others."""
     written_by, folder = Layout(tensor=2, pipeline=2), tmp_path / "checkpoint"

@@ -154,13 +154,7 @@ class FakeRollouts:
                 references.append(Reference(np.array(values, dtype=STORED_DTYPES[name])))
         return built
 
-    def compute(
-        self,
-        fn: Callable[..., Any],
-        batch: StepBatch,
-        fields: Sequence[str],
-        *args: Any,
-    ) -> Any:
+    def compute(self, fn: Callable[..., Any], batch: StepBatch, fields: Sequence[str], *args: Any) -> Any:
         self.computed.append(fn.__name__)
         lengths = batch.lengths
         added, summary = fn(lengths, {name: np.concatenate(by_sequence(batch, name)) for name in fields}, *args)

@@ -35,7 +35,7 @@ from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.verification.problem import prepare_model
-from tests.support.recording import make_record
+from tests.support.recorded_run import make_record
 
 LETTERS = "".join(map(chr, range(32, 127))) + "\n"
 SPECIAL = {"<pad>": 0, "<bos>": 1, "<eos>": 2}

@@ -91,9 +91,7 @@ CASES = {
     "sparse, context, fp8": Case("glm_moe_dsa", layout(context=2, data=2) | fp8("blockwise"), number=1),
     "sparse, recomputed": Case("glm_moe_dsa", {"activation_checkpointing": True}),
     "latent, adapters": Case(
-        "deepseek_v3",
-        {"lora": LoraConfig(rank=8, target_modules=["linear_proj"])},
-        reference=ReferenceConfig(),
+        "deepseek_v3", {"lora": LoraConfig(rank=8, target_modules=["linear_proj"])}, reference=ReferenceConfig()
     ),
     "latent, recomputed": Case("deepseek_v3", fp8("blockwise") | {"activation_checkpointing": True}),
     "latent, recomputed parts": Case(

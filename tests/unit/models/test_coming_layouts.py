@@ -115,11 +115,7 @@ ROWS: dict[str, tuple[str, str, Oracle]] = {
         "{expert}.linear_fc2.weight",
         lambda tensors, size: cut_columns(tensors["down_proj"][EXPERT], size),
     ),
-    "shared gate": (
-        EXPERTS,
-        "gate_weight",
-        lambda tensors, size: [tensors["shared_expert_gate.weight"]] * size,
-    ),
+    "shared gate": (EXPERTS, "gate_weight", lambda tensors, size: [tensors["shared_expert_gate.weight"]] * size),
     "llama4 gate and up": (
         llama4.EXPERTS,
         "{expert}.linear_fc1.weight",

@@ -37,7 +37,7 @@ from tests.support.released_configs import (
     SUPER,
 )
 from tests.support.tiny_models import SPECIAL
-from tests.unit.models.test_config_defaults import NEWER, make_short
+from tests.unit.models.test_released_models import NEWER, make_short
 
 
 def test_what_released_files_say() -> None:

@@ -146,10 +146,7 @@ def test_experts_are_read_in_the_form_of_the_folder(family: str, packed: bool, t
 def make_vision_folder(folder: Path, **text: Any) -> dict[str, torch.Tensor]:
     """A folder with a part that sees images and one that predicts further tokens; returns these parts."""
     raw = {**QWEN3_5_35B, "text_config": {**QWEN3_5_35B["text_config"], **SMALL, **text}, "dtype": "bfloat16"}
-    extra = {
-        "model__visual__blocks__0__norm1__weight": torch.randn(3),
-        "mtp__fc__weight": torch.randn(2, 4).bfloat16(),
-    }
+    extra = {"model__visual__blocks__0__norm1__weight": torch.randn(3), "mtp__fc__weight": torch.randn(2, 4).bfloat16()}
     make_folder(folder, raw, **extra)
     return {name.replace("__", "."): tensor for name, tensor in extra.items()}
 

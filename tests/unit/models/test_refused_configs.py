@@ -28,9 +28,9 @@ from tests.support.released_configs import (
     PHI_4_MINI,
     QWEN3_5_27B,
 )
-from tests.unit.models.test_config_defaults import NAMED_ALONE, make_short
-from tests.unit.models.test_model_shape import BASE
+from tests.unit.models.test_config_json import BASE
 from tests.unit.models.test_qwen3_5 import CLASSES, as_text
+from tests.unit.models.test_released_models import NAMED_ALONE, make_short
 from tests.unit.models.test_spellings import OF_FAMILY, config_of
 
 LEFT_OUT = "(left out)"

@@ -1,4 +1,4 @@
-"""The weight map of released models has as many numbers as their publishers count."""
+"""Released models have as many numbers as published; keys left out have the values of transformers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ from math import prod
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
-from megatron_grpo.models.families import build_weight_map, measure_tensors, parse_model_shape, read_model_shape
+from megatron_grpo.models.families import (
+    FAMILIES,
+    build_weight_map,
+    measure_tensors,
+    parse_model_shape,
+    read_model_shape,
+)
+from megatron_grpo.models.families.full_width import FAMILIES as FULL_WIDTH
+from megatron_grpo.models.families.glm import FAMILIES as GLM
+from megatron_grpo.models.families.phi import FAMILY as PHI
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import iter_entries
 from tests.support.hf_configs import PUBLISHED, config_folder
-from tests.support.released_configs import BILLIONS, GEMMA4_26B, GEMMA4_31B, LLAMA4_MAVERICK, LLAMA4_SCOUT
+from tests.support.released_configs import BILLIONS, GEMMA4_26B, GEMMA4_31B, LLAMA4_MAVERICK, LLAMA4_SCOUT, MINIMAX_M2
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -41,3 +51,35 @@ def _parameters(shape: ModelShape) -> int:
 def test_tensors_have_as_many_numbers_as_published(raw: dict[str, Any], billions: float, accuracy: float) -> None:
     numbers = sum(prod(size) for size in measure_tensors(parse_model_shape(raw)).values())
     assert numbers / 1e9 == pytest.approx(billions, abs=accuracy)
+
+
+SIZES = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 99}
+WIDE = SIZES | {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 32}
+NAMED_ALONE = ("mistral", "ministral3", "seed_oss")
+NEWER = tuple(family.name for family in (*GLM, PHI, *FULL_WIDTH))
+SHORT: dict[str, dict[str, Any]] = {
+    "gemma3": SIZES,
+    "gemma4": SIZES | {"num_hidden_layers": 8, "hidden_size_per_layer_input": 0},
+    "llama4": SIZES,
+    "gpt_oss": SIZES | {"num_hidden_layers": 3},
+    "nemotron_h": {"hybrid_override_pattern": "ME*-"},
+    **dict.fromkeys(NAMED_ALONE, SIZES),
+    "mistral": SIZES | {"sliding_window": None},
+    **dict.fromkeys(NEWER, WIDE),
+    "glm4_moe": WIDE | {"head_dim": 16},
+    "phi3": WIDE | {"num_key_value_heads": 32},
+    "olmo3": WIDE | {"num_key_value_heads": 32},
+    "minimax_m2": WIDE | {key: MINIMAX_M2[key] for key in ("scoring_func", "use_routing_bias", "rotary_dim")},
+}
+"""The keys that a file of each family has to have."""
+
+
+def make_short(family: str) -> dict[str, Any]:
+    return {"architectures": [FAMILIES[family].architecture], **SHORT[family]}
+
+
+@pytest.mark.parametrize("family", SHORT)
+def test_what_config_json_leaves_out_is_what_transformers_takes(family: str) -> None:
+    short = make_short(family)
+    whole = AutoConfig.for_model(FAMILIES[family].model_type or family, **short).to_dict()
+    assert parse_model_shape(short) == parse_model_shape(whole | {"architectures": short["architectures"]})

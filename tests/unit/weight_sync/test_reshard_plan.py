@@ -26,11 +26,7 @@ from megatron_grpo.weight_sync.boxes import count_elements, to_slices
 from megatron_grpo.weight_sync.model_writer import ModelWriter
 from megatron_grpo.weight_sync.pieces import Pieces, align, find_ranges, lay_out_pieces, read_ranges, split_messages
 from megatron_grpo.weight_sync.shard_sender import pack_piece
-from megatron_grpo.weight_sync.transfer_plan import (
-    choose_wire_dtypes,
-    plan_messages,
-    schedule_messages,
-)
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages, schedule_messages
 from tests.support.engine_table import table_boxes
 from tests.support.hf_configs import QWEN3_MOE, read_configs
 from tests.support.refit_models import DENSE, LATENT, SHAPES, full_tensor, model_of, vllm_parameters

@@ -131,11 +131,7 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], Loader]] = {
         (6, 5),
         lambda parameters, _, tensor: parameters["a"].data.copy_(tensor.view(2, 3, 5).transpose(0, 1)),
     ),
-    "convolution": (
-        {"a": (6, 1, 4)},
-        (8, 1, 4),
-        lambda parameters, _, tensor: parameters["a"].data.copy_(tensor[1:7]),
-    ),
+    "convolution": ({"a": (6, 1, 4)}, (8, 1, 4), lambda parameters, _, tensor: parameters["a"].data.copy_(tensor[1:7])),
 }
 
 

@@ -28,7 +28,7 @@ from megatron_grpo.observability.page.write import (
     write_report,
 )
 from megatron_grpo.report import main
-from tests.support.ordinary_user import as_ordinary_user
+from tests.support.forked import as_ordinary_user
 from tests.support.report_runs import PROMPT, byte_tokenizer, make_run, metrics_of, spoken
 from tests.support.trajectories import make_trajectory
 
