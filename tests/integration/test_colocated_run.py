@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import SHORT, TrainingRun, read_jsonl, without_timing
-from tests.integration.whole_runs import read_options
+from tests.integration.whole_runs import kill_after, read_options
 
 OPTIONS = read_options("colocated_run")
 
@@ -56,11 +56,7 @@ def test_a_run_that_was_apart_goes_on_in_turn_with_the_same_numbers(straight_run
 
 @pytest.mark.slow
 def test_killed_and_continued_in_turn_a_run_has_the_same_numbers(straight_run: TrainingRun, tmp_path: Path) -> None:
-    first = TrainingRun(tmp_path / "run", *SHORT, COLOCATED)
-    first.start()
-    first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_3").exists())
-    first.kill()
-    first.assert_nothing_left()
+    kill_after(TrainingRun(tmp_path / "run", *SHORT, COLOCATED), 3)
     second = finished(TrainingRun(tmp_path / "run", *SHORT, COLOCATED))
     assert "resumed after step 3" in second.log()
     same_numbers(second, straight_run)

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_grpo.batch.rollout_files import locate_rollouts_file
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
-from tests.integration.whole_runs import complete, read_options
+from tests.integration.whole_runs import complete, kill_after, read_options
 
 OPTIONS = read_options("debug_modes")
 
@@ -123,11 +123,7 @@ def test_a_run_goes_on_where_its_recording_ends(recorded: TrainingRun, tmp_path:
 
 @pytest.mark.slow
 def test_a_replay_that_was_killed_resumes(recorded: TrainingRun) -> None:
-    first = replay(recorded, "checkpointing.save_period=1", name="killed")
-    first.start()
-    first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_1").exists())
-    first.kill()
-    first.assert_nothing_left()
+    kill_after(replay(recorded, "checkpointing.save_period=1", name="killed"), 1)
     second = complete(replay(recorded, "checkpointing.save_period=1", name="killed"))
     assert_replayed(second, recorded)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import TrainingRun, without_timing
-from tests.integration.whole_runs import complete, read_options
+from tests.integration.whole_runs import complete, kill_after, read_options
 from tests.support.documents import undocumented
 
 OPTIONS = read_options("distillation_run")
@@ -38,11 +38,7 @@ def test_the_policy_follows_its_teacher(straight: TrainingRun) -> None:
 
 
 def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight: TrainingRun, tmp_path: Path) -> None:
-    first = distillation_run(tmp_path / "run", "teacher.parallel.data=2")
-    first.start()
-    first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_2").exists())
-    first.kill()
-    first.assert_nothing_left()
+    kill_after(distillation_run(tmp_path / "run", "teacher.parallel.data=2"), 2)
     second = complete(distillation_run(tmp_path / "run", "teacher.parallel.data=2"))
     assert "resumed after step 2" in second.log()
     assert without_timing(second.metrics()) == without_timing(straight.metrics())

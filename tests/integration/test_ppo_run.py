@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import TrainingRun, without_timing
-from tests.integration.whole_runs import complete, read_options
+from tests.integration.whole_runs import complete, kill_after, read_options
 from tests.support.documents import undocumented
 
 OPTIONS = read_options("ppo_run")
@@ -40,11 +40,7 @@ def test_the_value_model_learns_first_and_then_the_policy(straight: TrainingRun)
 
 
 def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight: TrainingRun, tmp_path: Path) -> None:
-    first = ppo_run(tmp_path / "run")
-    first.start()
-    first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_2").exists())
-    first.kill()
-    first.assert_nothing_left()
+    kill_after(ppo_run(tmp_path / "run"), 2)
     second = complete(ppo_run(tmp_path / "run"))
     assert "resumed after step 2" in second.log()
     assert without_timing(second.metrics()) == without_timing(straight.metrics())

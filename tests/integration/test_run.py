@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_grpo.cluster.heartbeat import HEARTBEATS_FOLDER, Heartbeat, read_heartbeats
 from megatron_grpo.cluster.process_log import LOGS_FOLDER
 from tests.integration.runs import SHORT, TrainingRun, read_jsonl, without_timing
-from tests.integration.whole_runs import complete, read_options
+from tests.integration.whole_runs import complete, kill_after, read_options
 
 OPTIONS = read_options("run")
 
@@ -40,11 +40,7 @@ def test_a_run_writes_everything_that_explains_it(straight_run: TrainingRun) -> 
 
 @pytest.mark.slow  # the longest test; .ci/run runs it. tests/parity loads checkpoints to the last digit
 def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight_run: TrainingRun, tmp_path: Path) -> None:
-    first = TrainingRun(tmp_path / "run", *SHORT)
-    first.start()
-    first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_3").exists())
-    first.kill()
-    first.assert_nothing_left(within_s=20)
+    first = kill_after(TrainingRun(tmp_path / "run", *SHORT), 3)
     assert not (first.run_dir / "checkpoints" / "step_6").exists(), "killed too late to test anything"
     # What a kill in the middle of a write leaves behind is never taken for a checkpoint.
     (first.run_dir / "checkpoints" / ".writing_step_5" / "megatron").mkdir(parents=True)

@@ -11,7 +11,7 @@ from megatron_grpo.batch.rollout_files import read_rollouts
 from megatron_grpo.export import main as export
 from megatron_grpo.models.source import EOS, VOCABULARY
 from tests.integration.runs import TrainingRun, without_timing
-from tests.integration.whole_runs import complete, read_options
+from tests.integration.whole_runs import complete, kill_after, read_options
 from tests.support.documents import undocumented
 
 OPTIONS = read_options("sft_run")
@@ -47,11 +47,7 @@ def test_the_loss_falls_and_validation_samples(straight: TrainingRun) -> None:
 
 
 def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight: TrainingRun, tmp_path: Path) -> None:
-    first = sft_run(tmp_path / "run")
-    first.start()
-    first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_3").exists())
-    first.kill()
-    first.assert_nothing_left()
+    kill_after(sft_run(tmp_path / "run"), 3)
     second = complete(sft_run(tmp_path / "run"))
     assert "resumed after step 3" in second.log()
     assert without_timing(second.metrics()) == without_timing(straight.metrics())
@@ -125,10 +121,7 @@ def test_pairs_are_learnt_and_resumed(algorithm: str, accuracy: str, tmp_path: P
     assert found[-1]["val_loss"] < found[0]["val_loss"]
     assert found[-1][accuracy] > 0.8
     assert undocumented(straight.metrics()[-1].keys() - {"step", "timing", "throughput"}) == set()
-    first = pair_run(tmp_path, algorithm, "run")
-    first.start()
-    first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_3").exists())
-    first.kill()
+    kill_after(pair_run(tmp_path, algorithm, "run"), 3)
     second = complete(pair_run(tmp_path, algorithm, "run"))
     assert without_timing(second.metrics()) == without_timing(straight.metrics())
     if algorithm == "reward_model":

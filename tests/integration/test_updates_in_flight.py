@@ -29,8 +29,11 @@ from megatron_grpo.rollouts.engine_client import EngineClient, Engines
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
+from tests.integration.test_refit import ray_cluster
 from tests.integration.vllm_helpers import START_S, Oracle, engines, generate, make_model, request
 from tests.support.forced_routing import own_routing
+
+__all__ = ["ray_cluster"]  # a fixture of every test here
 
 MODELS, PROMPT_TOKENS, TOKENS, MAX_LENGTH = 3, 200, 150, 400
 BLOCK = 128
@@ -107,13 +110,6 @@ class Versions:
 
     def _of(self, span: Span) -> Any:
         return self.models[self.number[span.version]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_cluster() -> Iterator[None]:
-    ray.init(include_dashboard=False, num_cpus=2, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture

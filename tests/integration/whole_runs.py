@@ -21,3 +21,12 @@ def complete(run: TrainingRun, timeout_s: float = 240.0) -> TrainingRun:
     """Wait until a run has ended without an error."""
     assert run.finish(timeout_s) == 0, run.log()
     return run
+
+
+def kill_after(run: TrainingRun, step: int) -> TrainingRun:
+    """Kill a run once it has written the checkpoint of a step; nothing of it is left."""
+    run.start()
+    run.wait_for(lambda: (run.run_dir / "checkpoints" / f"step_{step}").exists())
+    run.kill()
+    run.assert_nothing_left()
+    return run

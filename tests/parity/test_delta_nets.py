@@ -22,6 +22,7 @@ from tests.parity.policy_training import (
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import merged, whole_tensors
 from tests.support.hf_configs import read_configs
+from tests.support.rare import rare
 from tests.support.tiny_models import TinyModel
 
 MODELS = read_configs("odd_configs")["delta_nets"]
@@ -29,9 +30,8 @@ DENSE = ("first", "alone")
 LAYOUTS = [
     Layout(tensor=2, sequence=True),
     Layout(context=2),
-    *(
-        pytest.param(layout, marks=pytest.mark.slow)
-        for layout in (
+    *rare(
+        [
             Layout(),
             Layout(tensor=2),
             Layout(context=3),
@@ -40,7 +40,7 @@ LAYOUTS = [
             Layout(tensor=2, context=3, sequence=True),
             Layout(data=2, expert=2),
             Layout(tensor=2, data=2, expert=2, expert_tensor=2, sequence=True),
-        )
+        ]
     ),
 ]
 TOLERANCE = 1e-4

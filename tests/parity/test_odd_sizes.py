@@ -20,6 +20,7 @@ from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.test_value import fresh_on_rank
 from tests.parity.training import fetched, merged, rank_share, whole_tensors
 from tests.support.hf_configs import read_configs
+from tests.support.rare import rare
 from tests.support.tiny_models import TinyModel
 
 FAMILIES = (
@@ -34,9 +35,8 @@ WHOLE_EXPERTS = ("gpt_oss",)
 """Mixtures whose experts have biases, and are not split."""
 LAYOUTS = [
     Layout(tensor=2, sequence=True),
-    *(
-        pytest.param(layout, marks=pytest.mark.slow)
-        for layout in (
+    *rare(
+        [
             Layout(),
             Layout(pipeline=2, virtual_pipeline=2),
             Layout(context=2),
@@ -44,7 +44,7 @@ LAYOUTS = [
             Layout(tensor=2, data=2, sequence=True),
             Layout(data=2, expert=2),
             Layout(tensor=2, data=2, expert=2, expert_tensor=2, sequence=True),
-        )
+        ]
     ),
 ]
 TOLERANCE = 1e-4

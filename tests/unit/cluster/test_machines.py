@@ -24,6 +24,7 @@ from megatron_grpo.config.paths import check_url, is_loopback
 from megatron_grpo.config.schema import ClusterConfig
 from megatron_grpo.preflight.load import check_overrides, compose_config, load_config
 from tests.support.config_problems import problems_of
+from tests.support.message_table import read_rows
 
 ADDRESS = "127.0.0.1:6379"
 
@@ -125,21 +126,7 @@ def test_too_few_gpus_on_machines_that_are_there_are_an_error_at_once(monkeypatc
     assert machines.number <= 2
 
 
-@pytest.mark.parametrize(
-    ("host", "local"),
-    [
-        ("127.0.0.1", True),
-        ("127.8.0.3", True),
-        ("localhost", True),
-        ("::1", True),
-        ("[::1]", True),
-        ("0.0.0.0", False),
-        ("::", False),
-        ("10.0.0.1", False),
-        ("localhost.example.org", False),
-        ("", False),
-    ],
-)
+@pytest.mark.parametrize(("host", "local"), read_rows("machines", "which_hosts_only_this_machine_reaches"))
 def test_which_hosts_only_this_machine_reaches(host: str, local: bool) -> None:
     assert is_loopback(host) is local
 
@@ -151,18 +138,7 @@ def test_urls_of_servers(url: str) -> None:
     assert check_url(url) is None
 
 
-@pytest.mark.parametrize(
-    ("url", "text"),
-    [
-        ("node3:8000", "has the scheme 'node3'"),
-        ("ftp://node3:8000", "has the scheme 'ftp'"),
-        ("//node3", "has no scheme"),
-        ("http://", "names no host"),
-        ("http://node3:0", "names no host or port"),
-        ("http://node3:99999", "is not a URL"),
-        ("http://node3:8000/v1", "more than a host and a port"),
-    ],
-)
+@pytest.mark.parametrize(("url", "text"), read_rows("machines", "what_is_no_url_of_a_server"))
 def test_what_is_no_url_of_a_server(url: str, text: str) -> None:
     problem = check_url(url)
     assert problem is not None
@@ -291,16 +267,7 @@ def test_the_temporary_files_of_a_ray_of_its_own_are_private_and_removed(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("variable", "given", "joined"),
-    [
-        (None, None, None),
-        ("", None, None),
-        ("local", None, None),
-        ("10.0.0.1:6379", None, "10.0.0.1:6379"),
-        (" 10.0.0.1:6379 ", None, "10.0.0.1:6379"),
-        ("auto", None, "auto"),
-        ("10.0.0.1:6379", "auto", "auto"),
-    ],
+    ("variable", "given", "joined"), read_rows("machines", "the_address_in_the_environment_is_joined_as_ray_does")
 )
 def test_the_address_in_the_environment_is_joined_as_ray_does(
     monkeypatch: pytest.MonkeyPatch, variable: str | None, given: str | None, joined: str | None

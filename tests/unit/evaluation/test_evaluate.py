@@ -25,6 +25,7 @@ from megatron_grpo.evaluation.request import EvaluatedSet, EvaluationRequest, re
 from megatron_grpo.models.source import PREPARED_MODELS
 from megatron_grpo.preflight.load import compose_config
 from tests.support.fake_rollouts import FakeRollouts
+from tests.support.message_table import read_rows
 from tests.support.trajectories import make_trajectory
 
 PROMPTS = {"easy.jsonl": 5, "hard.jsonl": 3}
@@ -282,34 +283,7 @@ def test_the_configuration_is_checked_as_for_training(word: str, told: str, mode
         read_request([*words, "+exp=quickstart", word])
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["k=[1,4]", "samples=2"], r"k=\[1,4\] +needs samples=4 or more; samples=2"),
-        (["k=two"], r"k=two must be list of int > 0"),
-        (["samples=0"], r"samples=0 must be int > 0"),
-        (["temperature=0", "samples=4"], r"temperature=0 +makes all samples=4 of a prompt equal"),
-        (["temperature=hot"], r"temperature=hot must be 0 \(greedy\) or float"),
-        (["sample=4"], r"sample=4 is not an argument; did you mean samples="),
-        (["data.val_path=nowhere.jsonl"], r"data\.val_path=nowhere\.jsonl +no such file"),
-        (["compare=nowhere"], r"compare=nowhere +has no samples\.jsonl"),
-        (["generation.max_new_token=4"], r"generation\.max_new_token.* +unknown key; did you mean"),
-        (["generation.max_new_tokens=many"], r"generation\.max_new_tokens=many +must be"),
-        (
-            ["generation.server.urls=[http://a:1]"],
-            r"generation\.server\.urls=\['http://a:1'\] +serve .* engines of its own .*; add generation\.server\.urls=",
-        ),
-        (
-            ["env.addition.type=reward_functions", "env.addition.agent_func=m.agent"],
-            r"env\.addition\.agent_func=m\.agent +asks .*; give generation\.endpoint\.enabled=true",
-        ),
-        (["generation.temperature.high=1"], r"generation\.temperature\.high +unknown key"),
-        (["run_dir.folder=x"], r"run_dir\.folder +unknown key"),
-        (["generation.stop_strings=['a"], r"generation\.stop_strings=\['a +not understood; lists are written \[a,b\]"),
-        (["+exp=quickstart"], r"\+exp=quickstart +cannot be composed with the recorded configuration"),
-        (["env=math"], r"env=math +cannot be composed with the recorded configuration"),
-    ],
-)
+@pytest.mark.parametrize(("words", "told"), read_rows("evaluate", "mistakes_are_named"))
 def test_mistakes_are_named(words: list[str], told: str, checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=told):
         read_request([f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}", *words])

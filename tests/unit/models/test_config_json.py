@@ -17,6 +17,7 @@ from megatron_grpo.models.families import _MEDIA, find_model_type, parse_model_s
 from tests.support.config_problems import SMALL
 from tests.support.forked import as_ordinary_user
 from tests.support.hf_configs import read_released
+from tests.support.message_table import read_rows
 from tests.support.released_configs import LLAMA4_SCOUT
 from tests.support.tiny_models import BUILDERS
 
@@ -43,24 +44,7 @@ def test_a_size_that_is_none(tmp_path: Path, key: str, value: Any) -> None:
     assert f"{key}=" in reason(tmp_path, SMALL | {key: value})
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"architectures": "Qwen3ForCausalLM"}, "architectures=Qwen3ForCausalLM must be a list of names"),
-        ({"architectures": [3]}, "must be a list of names"),
-        ({"architectures": []}, "architecture (none) is not supported"),
-        ({"rope_scaling": [1]}, "rope_scaling=[1] must be an object"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "rope_type=linear needs factor"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": "two"}}, "factor=two must be a number above 0"),
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}},
-            "mscale=0.7 of the rotary embedding is not",
-        ),
-        ({"rope_theta": "large"}, "rope_theta=large must be a number above 0"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps=0 must be a number above 0"),
-        ({"num_key_value_heads": 3}, "num_attention_heads=8 is not a multiple of num_key_value_heads=3"),
-    ],
-)
+@pytest.mark.parametrize(("change", "text"), read_rows("config_json", "what_does_not_fit"))
 def test_what_does_not_fit(tmp_path: Path, change: dict[str, Any], text: str) -> None:
     assert text in reason(tmp_path, SMALL | change)
 
@@ -158,16 +142,7 @@ def test_scaled_frequencies_are_those_of_the_transformers_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "architecture"),
-    [
-        ("qwen2_vl", "Qwen2VLForConditionalGeneration"),
-        ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
-        ("mllama", "MllamaForConditionalGeneration"),
-        ("llava", "LlavaForConditionalGeneration"),
-        ("qwen2_audio", "Qwen2AudioForConditionalGeneration"),
-        ("qwen2_5_omni", "Qwen2_5OmniModel"),
-        ("phi4_multimodal", "Phi4MultimodalForCausalLM"),
-    ],
+    ("model_type", "architecture"), read_rows("config_json", "models_that_read_images_or_sound_are_said_to_be_planned")
 )
 def test_models_that_read_images_or_sound_are_said_to_be_planned(
     tmp_path: Path, model_type: str, architecture: str

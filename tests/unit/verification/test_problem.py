@@ -23,6 +23,7 @@ from megatron_grpo.planning.generation_cost import read_recorded_lengths
 from megatron_grpo.verification.problem import EXPERTS, SMALL, compute_truth, make_batch, prepare_model
 from megatron_grpo.verify import read_layouts, read_request
 from tests.support.hf_configs import read_released
+from tests.support.message_table import read_rows
 from tests.support.recorded_run import make_recorded_run
 from tests.support.released_configs import GEMMA3_1B, in_the_new_spelling
 
@@ -132,21 +133,7 @@ def test_a_request_says_what_is_verified() -> None:
     assert read_request([]).packing == (True,)
 
 
-@pytest.mark.parametrize(
-    ("argument", "text"),
-    [
-        ("layout=tp2", "did you mean layouts=?"),
-        ("--fast", "--fast is not an argument; there is model=, layouts="),
-        ("layouts=[tp2,xx]", "layouts=xx is not a layout"),
-        ("layouts=tp2tp2", "layouts=tp2tp2 is not a layout"),
-        ("layouts=tp0", "layouts=tp0 is not a layout"),
-        ("layouts=cp2sp", "sp needs tp2 or more"),
-        ("packing=maybe", "packing=maybe must be one of true, false, both"),
-        ("shrink=perhaps", "shrink=perhaps must be true or false"),
-        ("steps=many", "steps=many must be int > 0"),
-        ("sequences=0", "sequences=0 must be int > 0"),
-    ],
-)
+@pytest.mark.parametrize(("argument", "text"), read_rows("problem", "what_means_nothing_is_said_so"))
 def test_what_means_nothing_is_said_so(argument: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         read_request([argument])
@@ -155,17 +142,7 @@ def test_what_means_nothing_is_said_so(argument: str, text: str, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["model=tiny:gpt7"], "use tiny: and one of qwen3, qwen2, llama, gemma3"),
-        (["model=/nowhere"], "model=/nowhere has no config.json"),
-        (["layouts=tp3"], "layouts=tp3: tensor=3 does not divide the model's 4 attention heads"),
-        (["layouts=pp3"], "layouts=pp3: pipeline=3 does not divide the model's 4 layers"),
-        (["layouts=vp2"], "layouts=vp2: virtual_pipeline=2 needs parallel.pipeline > 1"),
-        (["layouts=pp2vp4"], "layouts=pp2vp4: virtual_pipeline=4 does not divide the 2 layers of a pipeline rank"),
-        (["layouts=ep2"], "layouts=ep2: expert=2 the model has no experts"),
-        (["layouts=dp4", "sequences=3"], "sequences=3 do not give each of 4 data-parallel replicas one"),
-    ],
+    ("arguments", "text"), read_rows("problem", "what_the_model_does_not_bear_is_refused_before_a_process_starts")
 )
 def test_what_the_model_does_not_bear_is_refused_before_a_process_starts(
     arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
