@@ -1,7 +1,5 @@
 """A server of megatron_grpo.serve in a process of its own, as a user starts one."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal

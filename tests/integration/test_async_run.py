@@ -1,7 +1,5 @@
 """Whole asynchronous runs: what they report, and that a kill at any moment loses and repeats no prompt."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from functools import partial

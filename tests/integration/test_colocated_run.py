@@ -1,7 +1,5 @@
 """Whole runs whose engines share the devices of the models: the order of events changes, and no number does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

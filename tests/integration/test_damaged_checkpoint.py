@@ -1,7 +1,5 @@
 """Real runs on a bad day: checkpoints that are damaged, a machine that fails between learning and publishing."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

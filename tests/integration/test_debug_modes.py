@@ -1,7 +1,5 @@
 """Half runs for real: what trains on a recording is the recorded run to the last digit, and sampling needs no rank."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole runs of distillation: learning from a teacher, other forms of it, and a resume to the last digit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

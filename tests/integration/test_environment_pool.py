@@ -1,7 +1,5 @@
 """Environments in Ray actors: started, shared out, and what their processes answer."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """Runs with environments of several turns: one of the user's own under the launcher, the calculator, two at a time."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Whole runs of mixtures of experts and of gated delta nets."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Runs whose sampling filters tokens: trainer and engine agree, with asynchronous sampling and with several options."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sampling with vLLM, pipeline-parallel on a CPU, against transformers; repeatable, and gone when its driver is."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """gpu-check without a GPU: all of it, to its end; and on a machine with little more than torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

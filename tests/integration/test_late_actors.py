@@ -1,7 +1,5 @@
 """Ray's actors, doors and GPUs: late or dead actors, strangers that stay outside, and GPUs that are shared."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """Whole runs with the options of the loop: exact across a resume, and bad rewards that stop the run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tools of real MCP servers, over standard input and output and over HTTP, in the environment that calls tools."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

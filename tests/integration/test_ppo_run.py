@@ -1,7 +1,5 @@
 """Whole PPO runs: what they report, and resuming both models to the last digit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights from Megatron ranks into vLLM engines of every layout, against transformers; and what happens on failure."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

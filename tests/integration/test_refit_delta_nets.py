@@ -1,7 +1,5 @@
 """Models with delta nets from Megatron ranks into a vLLM engine, which computes them in bfloat16 on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

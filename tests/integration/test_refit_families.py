@@ -1,7 +1,5 @@
 """Further families from Megatron ranks into vLLM engines, of which quantized folders give no weights before a refit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Faults of real processes at every moment of a refit: it recovers, or one error says who and what, and in time."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Refits through a folder: the same bits as over links, and only what changed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Gemma-3 from Megatron ranks into a vLLM engine: windows, norms and rotary embeddings mean the same on both sides."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Refits that are damaged on the way, over links and through a folder: refused, and healed by the next one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path

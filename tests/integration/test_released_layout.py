@@ -1,7 +1,5 @@
 """A whole run on a released layout whose tokenizer class is not that of its tokenizer.json: every text is right."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Steps of a real run, done again: the same layout to the last digit, another one within rounding."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

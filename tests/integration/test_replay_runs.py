@@ -1,7 +1,5 @@
 """Whole runs that replay routing: in turn, ahead, resumed, PPO, and turns of an agent on a server elsewhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

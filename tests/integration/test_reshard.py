@@ -1,7 +1,5 @@
 """Refits shard to shard into vLLM engines of every layout: the same bits as from a broadcast, and from a folder."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path

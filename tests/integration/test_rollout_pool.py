@@ -1,7 +1,5 @@
 """Rollout workers with real environments and a made-up engine: what comes out, and what comes of failures."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

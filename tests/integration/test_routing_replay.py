@@ -3,8 +3,6 @@
 vLLM's own recording on GPUs has not run here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

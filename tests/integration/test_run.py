@@ -1,7 +1,5 @@
 """Whole runs: resume after SIGKILL to the last digit, other layouts, failures that say what happened, no orphans."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

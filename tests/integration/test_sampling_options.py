@@ -1,7 +1,5 @@
 """Sampling options in vLLM on a CPU, against transformers' distributions changed by hand."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Whole runs of supervised and preference training: figures, resuming to the last digit, checkpoints as models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

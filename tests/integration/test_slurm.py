@@ -1,7 +1,5 @@
 """The Slurm launcher on a real Slurm of one node that is started for the test; containers are left out."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ nothing. The models are nearly such bigrams, too. So many proposals are accepted
 embedding and the head that the engine should have at that time.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

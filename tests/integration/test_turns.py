@@ -1,7 +1,5 @@
 """Conversations with a real engine are exact, of an environment and of an agent: tokens, whose they are, logprobs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

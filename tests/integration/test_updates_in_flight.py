@@ -1,7 +1,5 @@
 """Weights that change under responses: every token's version, and that it was drawn as that version draws."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence

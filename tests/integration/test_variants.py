@@ -1,7 +1,5 @@
 """Short runs of many options: losses, advantages, and an engine that computes something else."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

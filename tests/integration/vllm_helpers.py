@@ -1,7 +1,5 @@
 """A tiny model that vLLM's CPU attention can run, transformers as the oracle for it, and engines around it."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Options of whole runs, and runs that end well."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

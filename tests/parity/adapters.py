@@ -1,7 +1,5 @@
 """Policies with adapters on ranks, without any package that only the development environment has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_grpo.config.schema import LoraConfig, ReferenceConfig

@@ -1,7 +1,5 @@
 """FP8 numerics written a second time, and a step of a policy whose layers round their operands."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from itertools import product

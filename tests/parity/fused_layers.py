@@ -1,7 +1,5 @@
 """Layers and experts of the form that they have on a GPU, with numbers on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

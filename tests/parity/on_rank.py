@@ -1,7 +1,5 @@
 """What tests of several files run on every rank, and how they compare what ranks return."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any

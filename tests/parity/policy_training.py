@@ -1,7 +1,5 @@
 """Training the policy on ranks, and the same step in transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

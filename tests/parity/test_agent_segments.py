@@ -1,7 +1,5 @@
 """The loss of a rollout of several segments is that of the agent's calls, each computed alone."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any

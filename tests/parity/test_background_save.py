@@ -1,7 +1,5 @@
 """Checkpoints that all replicas write, beside training or not; a writer that is killed leaves none."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref

@@ -1,7 +1,5 @@
 """Sequences over context-parallel ranks: log-probabilities, gradients, losses, checkpoints, 32,768 tokens."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Gated delta nets on real ranks, in odd sizes: gradients, packing, checkpoints, adapters, a decay in float32."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Steps that ranks refuse because of their probability error: one decision on all ranks, and nothing has changed."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

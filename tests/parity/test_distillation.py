@@ -1,7 +1,5 @@
 """Teachers' outputs and the gradients of distillation against transformers, in layouts of policy and teachers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A new family is a short file: the two of docs/extending.md, run through the verify command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

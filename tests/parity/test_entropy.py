@@ -1,7 +1,5 @@
 """Log-probabilities and entropy with the vocabulary split over tensor-parallel ranks, and the entropy in the loss."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core import parallel_state

@@ -1,7 +1,5 @@
 """Adapters of experts in every layout: gradients and steps against a plain merged model, checkpoints, and peft."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from operator import attrgetter

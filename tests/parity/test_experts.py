@@ -1,7 +1,5 @@
 """Experts on real ranks: checkpoints into and out of every layout, biases, and what a step tells about the routing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

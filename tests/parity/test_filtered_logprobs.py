@@ -1,7 +1,5 @@
 """Log-probabilities over the tokens that a filter of sampling keeps, in every layout, against transformers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """FP8 numerics in torch: rounding against arithmetic, and a policy in every layout against transformers rounded so."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

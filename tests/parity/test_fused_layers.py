@@ -1,7 +1,5 @@
 """Models of the form that they have on a GPU compute the same as transformers, and read the same checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

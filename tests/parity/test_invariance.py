@@ -1,7 +1,5 @@
 """Loss and gradients of the real model do not depend on how a step is cut up: order, microbatches, padding, ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import Phase, given, settings

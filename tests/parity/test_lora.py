@@ -1,7 +1,5 @@
 """Adapters in every layout: gradients, log-probabilities and steps against peft; checkpoints; what is exported."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import partial

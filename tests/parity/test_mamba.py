@@ -1,7 +1,5 @@
 """Nemotron-H on real ranks: odd sizes, shared groups, recomputation, adapters, checkpoints, replayed experts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

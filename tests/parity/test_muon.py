@@ -1,7 +1,5 @@
 """Muon in every layout against Newton-Schulz in float64 on transformers' matrices, and its checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache

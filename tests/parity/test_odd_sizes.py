@@ -1,7 +1,5 @@
 """Newer families on real ranks: gradients in every layout against transformers, of tiny models and of odd sizes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A checkpoint of an earlier version of Megatron-Core: resumed in its own and in other layouts, and exported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

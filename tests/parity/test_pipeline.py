@@ -1,7 +1,5 @@
 """Pipelines: interleaved, and with stages of unequal depth; and more tensor-parallel ranks than key/value heads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

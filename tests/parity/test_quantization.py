@@ -1,8 +1,6 @@
 """Quantisation-aware training: a policy in every layout against transformers rounded by plain arithmetic, and what the
 export command writes of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import get_args

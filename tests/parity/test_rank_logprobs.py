@@ -1,7 +1,5 @@
 """Log-probabilities under policy and reference, as ranks report them, and with the fused kernel as head."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

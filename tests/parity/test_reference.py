@@ -1,7 +1,5 @@
 """The moving reference policy and its checkpoint in several layouts; a bad gradient changes nothing."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

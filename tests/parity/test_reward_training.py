@@ -1,7 +1,5 @@
 """Reward models in training: gradients of transformers in every layout, TRL's losses, and the export's scores."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

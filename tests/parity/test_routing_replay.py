@@ -1,7 +1,5 @@
 """Replayed routing on real ranks, against no replay and against transformers that is forced to the same experts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

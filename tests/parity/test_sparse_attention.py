@@ -1,7 +1,5 @@
 """DeepSeek-V3.2 and GLM-5 on real ranks: odd sizes, shared choices, recomputation, adapters, checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings of speed and memory change no number: overlapped communication, recomputation of parts of a layer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

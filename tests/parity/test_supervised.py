@@ -1,7 +1,5 @@
 """SFT and DPO: gradients of transformers in every layout, and TRL's losses on the same rows."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradients, the optimizer step and checkpoints of the Megatron policy against transformers and torch, every layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Values, gradients and checkpoints of the value model against transformers' reward models, in every layout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The verify command, on real ranks: layouts that are equal pass, and one that is not is told."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights from Hugging Face format to Megatron and back, in every layout, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tensors whose gradient is exactly zero on ranks of several layouts, against transformers' gradients."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

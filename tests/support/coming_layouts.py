@@ -1,7 +1,5 @@
 """Sizes of a small model with delta nets, attention and stacked experts, for tests of weight tables."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_grpo.models.shape import DeltaShape, ExpertShape, ModelShape

@@ -1,7 +1,5 @@
 """What is wrong with a configuration, and a model that one can name."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the documents show: commands, YAML, links, names of metrics and families of models."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import textwrap

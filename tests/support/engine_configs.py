@@ -1,7 +1,5 @@
 """config.json of a small model of each family, in sizes that vLLM's CPU kernels for attention accept."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models in training for tests of the steps around them: one process, the real losses, nothing learnt."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 References are opaque, and arrays behind them read-only, as Ray's are: code that takes a reference for an array fails.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Runs a function in a forked process, also as a user whom file permissions hold back."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Callable

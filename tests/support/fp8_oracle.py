@@ -1,7 +1,5 @@
 """Blockwise FP8 and divergences of whole distributions, by their definitions."""
 
-from __future__ import annotations
-
 import bisect
 import math
 

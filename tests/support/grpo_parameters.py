@@ -1,7 +1,5 @@
 """A flat job with every field."""
 
-from __future__ import annotations
-
 from typing import Any
 
 GRPO_PARAMETERS: dict[str, Any] = {

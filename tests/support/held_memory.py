@@ -1,7 +1,5 @@
 """Programs that hold memory of one kind each, and the most memory that a function and all its processes ever held."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The config.json files of models in tests/data: sizes without weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run of steps that only say that they were made: what the loop around them does is real."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

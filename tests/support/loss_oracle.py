@@ -1,7 +1,5 @@
 """The definitions of all loss variants, token by token in Python floats, and random batches to try them on."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Rollout workers with real environments over made-up engines, which fail when they are told to."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence

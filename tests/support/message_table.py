@@ -1,7 +1,5 @@
 """Tables of what is said of command lines, as text files beside their tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path

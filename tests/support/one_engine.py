@@ -1,7 +1,5 @@
 """A vLLM engine in a process of its own, whose model a test may spoil: python -m tests.support.one_engine JSON"""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

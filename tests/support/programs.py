@@ -1,7 +1,5 @@
 """Programs, scripts and files that tests run or write, from tests/data/programs.yaml."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

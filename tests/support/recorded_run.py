@@ -1,7 +1,5 @@
 """A run of recorded steps, and what the files of recorded rollouts say beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ The engine of such a run is transformers with the weights of a folder. A test pl
 another folder, other prompts or another distribution than the record says.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Small models of each kind that a refit has to cut, and what vLLM keeps of them on each rank, written out."""
 
-from __future__ import annotations
-
 import zlib
 from types import SimpleNamespace
 from typing import Any

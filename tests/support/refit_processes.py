@@ -3,8 +3,6 @@
 For `WeightTransport`, whose plans, attempts, links and errors are real. What is sent is made up from turn and version.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading

@@ -1,7 +1,5 @@
 """config.json of released models in full size: those of tests/data/hf_configs, and their siblings of other sizes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.support.hf_configs import read_configs, read_released

@@ -1,7 +1,5 @@
 """Tiny random models in Hugging Face format, one per family and peculiarity, as oracles for the real code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

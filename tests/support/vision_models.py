@@ -1,7 +1,5 @@
 """Tiny models that see images and have a family's as their text part, saved by transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

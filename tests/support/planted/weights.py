@@ -1,7 +1,5 @@
 """Changes of a model's weights, as a wrong engine or a wrong trainer has them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

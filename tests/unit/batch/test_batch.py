@@ -1,7 +1,5 @@
 """The typed batch against loops over tokens, and tokens that end a response."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Sequence

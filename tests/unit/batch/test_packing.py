@@ -1,7 +1,5 @@
 """Bins and the plan of microbatches keep their promises for any lengths."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

@@ -1,7 +1,5 @@
 """What a replica computes on, from the arrays of its partitions, against loops; and how it travels to the ranks."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from dataclasses import replace

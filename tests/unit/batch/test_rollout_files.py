@@ -1,7 +1,5 @@
 """Files of a step's rollouts, of what it computed and of its engines: what is written is read again."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A process tells what it is doing: its heartbeat, and a log of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """Addresses, GPUs and the start of Ray: what a cluster has, and whether Ray answers at an address."""
 
-from __future__ import annotations
-
 import itertools
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Late processes are named with their stacks; after a killed driver its processes and files are removed."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """Evaluations: command lines, what is checked as for training, and what is written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Results of an evaluation by hand; estimates against closed forms, enumeration and scipy."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from statistics import fmean
 from typing import Any

@@ -1,7 +1,5 @@
 """Estimators of advantages against plain Python and TRL; scaling and shaping of rewards."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import statistics

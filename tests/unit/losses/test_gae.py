@@ -1,7 +1,5 @@
 """Generalised advantage estimation, KL estimators and divergences against exact sums."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """TRL on the same numbers; counts of an optimizer step, and which entries losses look at."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import textwrap

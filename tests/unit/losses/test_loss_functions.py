@@ -1,7 +1,5 @@
 """The policy-gradient loss and its variants against loops over tokens, exact expectations and finite differences."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Metrics of the policy's loss, the loss with filtered tokens, and the loss of distillation, by definition."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The value loss against loops in float64, and the gradient of pairs against autograd."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Layouts of released models that the package does not train yet, against reshapes of transformers' modelling code."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

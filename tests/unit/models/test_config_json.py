@@ -1,7 +1,5 @@
 """config.json in the spellings of transformers 4 and 5, with nulls, and as people have edited it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

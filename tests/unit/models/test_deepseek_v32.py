@@ -1,7 +1,5 @@
 """DeepSeek-V3.2 and GLM-5: config.json as it is released, which layers have an indexer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

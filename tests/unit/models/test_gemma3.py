@@ -1,7 +1,5 @@
 """Gemma-3: its config.json as transformers 4 and 5 spell it, its table of weights, what a sequence costs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

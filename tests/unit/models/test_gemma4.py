@@ -1,7 +1,5 @@
 """Gemma 4: its config.json as released and as transformers writes it, sizes, costs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """gpt-oss: the released config.json, and attention with sinks against its formula."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The folder that export writes, read again by transformers; what it keeps of a released layout."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What ranks have, against arithmetic of Megatron-Core and vLLM; the form of routed experts."""
 
-from __future__ import annotations
-
 import math
 import random
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Llama 4: its config.json as released and as transformers writes it, costs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

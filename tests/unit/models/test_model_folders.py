@@ -1,7 +1,5 @@
 """A model's folder: where it is, its identity and vocabulary, and checkpoints in its place."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

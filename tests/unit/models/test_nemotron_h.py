@@ -1,7 +1,5 @@
 """Nemotron-H and Nemotron 3: config.json in all spellings, weights by name, layouts, operations."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

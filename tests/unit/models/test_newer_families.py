@@ -1,7 +1,5 @@
 """GLM, Kimi-K2, Phi, OLMo 3, MiniMax-M2 and Ministral 3: config.json as it is released, small copies, costs."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Quantized weights, and tensors of a folder that nothing reads: what is read, refused and named."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Qwen3.5 and Qwen3-Next: config.json of released models, alone and beside a vision tower; costs."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Settings of config.json that no layer computes, or that libraries read in two ways, are refused by name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from copy import deepcopy

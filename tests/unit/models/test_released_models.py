@@ -1,7 +1,5 @@
 """Released models have as many numbers as published; keys left out have the values of transformers."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings with several spellings in config.json, or none, are read as transformers and vLLM read them."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models that see images, and layers that predict further tokens: what exports copy and engines need."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The weight map against definitions written out head by head, and what it says about damaged folders."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

@@ -1,7 +1,5 @@
 """Files and trackers of a run, what its logger writes about its end, and what it tells the log."""
 
-from __future__ import annotations
-
 import io
 import json
 import time

@@ -1,7 +1,5 @@
 """Trackers of a run, and figures of a step by hand: operations against the count of torch."""
 
-from __future__ import annotations
-
 import html
 import json
 import time

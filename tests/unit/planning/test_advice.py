@@ -1,7 +1,5 @@
 """Advice for runs that do not fit, on a planner whose memory is arithmetic: it fits, and no smaller change does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Dry runs: the tracked memory is the same on fake and on real tensors, and what arithmetic says it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The work that a dry run records is what arithmetic says: operations, messages, passes."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

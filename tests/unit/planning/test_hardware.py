@@ -1,7 +1,5 @@
 """Profiles of GPUs: published figures, what some lack, and efficiencies that calibration finds."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Layouts of a search: all legal ones and no other, the reasons of the others, GPUs of policy and engines."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any

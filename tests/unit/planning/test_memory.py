@@ -1,7 +1,5 @@
 """Memory of a GPU and arithmetic of a layout before any dry run, against dry runs."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

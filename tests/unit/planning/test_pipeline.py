@@ -1,7 +1,5 @@
 """Replayed schedules and traces: closed forms, a simulation by processes, many layers from two."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The seconds of a step, from ranks with known work."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import replace

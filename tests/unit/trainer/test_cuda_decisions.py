@@ -1,7 +1,5 @@
 """Decisions for CUDA, and calls into Megatron-Core that fit its installed version."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import pkgutil

@@ -1,7 +1,5 @@
 """The gated delta rule in torch, against the recurrence written out, and against leaks between packed sequences."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

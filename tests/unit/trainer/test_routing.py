@@ -1,7 +1,5 @@
 """Losses of a router against plain Python, and replayed routing."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Learning rates against schedules of transformers, ranges of tensors as boxes, end tokens of exports."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

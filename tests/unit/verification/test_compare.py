@@ -1,7 +1,5 @@
 """Comparisons of two sides of a step: what counts as rounding, and where the sides first differ."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The doctor on further defects, the loop that ran, and effects of changes to first order."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Command lines of verify, damaged rollouts, the model that layouts compute, and results of transformers."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

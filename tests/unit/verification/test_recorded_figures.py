@@ -1,7 +1,5 @@
 """Figures that a run measured are read first, and which explanation of a record is named."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

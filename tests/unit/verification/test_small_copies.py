@@ -1,7 +1,5 @@
 """Small copies of models as their publishers and others wrote config.json: the same options, or the same refusal."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

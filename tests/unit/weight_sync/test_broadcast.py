@@ -1,7 +1,5 @@
 """Refits by broadcast and by shards against the full tensors, and models that are loaded again."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

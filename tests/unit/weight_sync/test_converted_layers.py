@@ -1,7 +1,5 @@
 """Layers of vLLM that are converted after a refit: FP8, kernels and captured tensors, bytes that wait."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -1,7 +1,5 @@
 """Fingerprints of weights: what differs is noticed, for every family and each box of an engine."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Links of real groups, each rank in a thread; a group that fails as NCCL does has the properties of one."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

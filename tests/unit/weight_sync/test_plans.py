@@ -1,7 +1,5 @@
 """Plans of refits: which rank sends what to which engine, adapters alone, and memory in common."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

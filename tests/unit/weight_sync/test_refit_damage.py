@@ -1,7 +1,5 @@
 """Damage of a refit: checksums, versions of workers, engines that are replaced, and the matrix of faults."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Groups and the store of a refit, and the modules that its workers load."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

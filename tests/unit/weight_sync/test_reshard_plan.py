@@ -1,8 +1,6 @@
 """Plans of refits shard to shard, carried out on real tensors, against vLLM's layout written out; and large ones by
 arithmetic."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Traced loaders against the same loaders on tensors whose elements are their own numbers, and against a table."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a page is made of, without a browser: the data in it, its escapes, what it leaves out."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib
