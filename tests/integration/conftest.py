@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import SHORT, TrainingRun
-from tests.integration.whole_runs import complete
 from tests.support.durations import read_durations
 
 SHARING = ("test_colocated_run.py", "test_debug_modes.py", "test_evaluate.py", "test_run.py")
@@ -18,7 +17,8 @@ SHARING = ("test_colocated_run.py", "test_debug_modes.py", "test_evaluate.py", "
 @pytest.fixture(scope="session")
 def straight_run(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     """The six steps of SHORT, without interruption."""
-    run = complete(TrainingRun(tmp_path_factory.mktemp("straight") / "run", *SHORT))
+    run = TrainingRun(tmp_path_factory.mktemp("straight") / "run", *SHORT)
+    assert run.finish() == 0, run.log()
     run.assert_nothing_left()
     return run
 

@@ -12,7 +12,7 @@ from tests.support.documents import undocumented
 
 OPTIONS = read_options("filtered_run")
 
-SHORT = (*OPTIONS["short"],)
+SHORT = OPTIONS["short"]
 FILTERS = ("generation.top_p=0.9", "generation.top_k=20")
 
 
@@ -38,7 +38,7 @@ def test_an_asynchronous_run_filters(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_filters_beside_what_compares_and_a_reference(tmp_path: Path) -> None:
     """With min-p, a KL in the reward, the pass before the step, a threshold for responses, and a replay of the step."""
-    options = (*OPTIONS["filters_beside_what_compares_and_a_reference"],)
+    options = OPTIONS["filters_beside_what_compares_and_a_reference"]
     for row in finished(TrainingRun(tmp_path / "run", *SHORT, *FILTERS, *options)):
         assert row["token_mult_prob_error"] < 1.001
         assert row["max_seq_mult_prob_error"] < 1.01

@@ -15,16 +15,16 @@ from megatron_grpo.prepare.models import prepare
 from tests.integration.runs import TrainingRun, without_timing
 from tests.integration.whole_runs import complete, read_options
 
-OPTIONS = read_options("variants")
+GROUPS = read_options("variants")
 
-SHORT = (*OPTIONS["short"],)
+SHORT = GROUPS["short"]
 ALONE = ("policy.parallel.pipeline=1", "generation.parallel.pipeline=1")
 """One rank and one process of an engine: the time goes into starting them."""
 CORRECTION = ("loss_fn.use_importance_sampling_correction=true", "loss_fn.truncated_importance_sampling_ratio=2.0")
 OPTIONS = {
-    "kl_and_tis": (*CORRECTION, *OPTIONS["kl_and_tis"]),
-    "icepop_and_entropy": (*CORRECTION, *OPTIONS["icepop_and_entropy"]),
-    "seq_mask_tis_and_imitation": (*CORRECTION, *OPTIONS["seq_mask_tis_and_imitation"]),
+    "kl_and_tis": (*CORRECTION, *GROUPS["kl_and_tis"]),
+    "icepop_and_entropy": (*CORRECTION, *GROUPS["icepop_and_entropy"]),
+    "seq_mask_tis_and_imitation": (*CORRECTION, *GROUPS["seq_mask_tis_and_imitation"]),
     "gspo_corrected": (
         *CORRECTION,
         "+variant=gspo",
@@ -50,8 +50,8 @@ OPTIONS = {
 
 PPO_SHORT = (*(key.replace("grpo.", "ppo.") for key in SHORT), *ALONE, "ppo.policy_training_start_step=0")
 PPO_OPTIONS = {
-    "raw_reward_and_kl_in_reward": (*OPTIONS["raw_reward_and_kl_in_reward"],),
-    "decoupled_lambdas": (*OPTIONS["decoupled_lambdas"],),
+    "raw_reward_and_kl_in_reward": GROUPS["raw_reward_and_kl_in_reward"],
+    "decoupled_lambdas": GROUPS["decoupled_lambdas"],
 }
 
 
@@ -137,8 +137,6 @@ def test_a_reward_model_is_what_the_value_model_starts_from(tmp_path: Path) -> N
     assert rows[1]["value_mean"] != 0.25
 
 
-pytestmark = pytest.mark.slow
-
 FOUR_STEPS = (
     "grpo.max_num_steps=4",
     "grpo.num_prompts_per_step=16",
@@ -150,6 +148,7 @@ DEFECT = ("generation.engine_args.hf_overrides={rms_norm_eps: 1.0}", "refit.cana
 """An engine with another epsilon, which no comparison of weights can find."""
 
 
+@pytest.mark.slow
 def test_a_step_past_the_limit_is_not_learnt_from_and_a_mended_run_goes_on(tmp_path: Path) -> None:
     straight = complete(TrainingRun(tmp_path / "straight", *FOUR_STEPS))
     resume = f"checkpointing.resume={straight.run_dir}/checkpoints/step_2"
@@ -174,6 +173,7 @@ def test_a_step_past_the_limit_is_not_learnt_from_and_a_mended_run_goes_on(tmp_p
     assert without_timing(mended.metrics()) == without_timing(straight.metrics()[2:])
 
 
+@pytest.mark.slow
 def test_the_first_step_that_is_off_is_told_once_and_all_weights_are_compared_at_once(tmp_path: Path) -> None:
     run = complete(
         TrainingRun(

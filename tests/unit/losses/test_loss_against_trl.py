@@ -22,74 +22,16 @@ from megatron_grpo.config.schema import LossConfig
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics, is_extreme
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value import MseValueLossFn
-from tests.support.loss_oracle import CONFIGS, counts_of, random_batch
+from tests.support.loss_oracle import CONFIGS, VARIANTS, counts_of, random_batch
 
 SEQUENCES = 6
-NO_KL = {"reference_policy_kl_penalty": 0.0}
-CORRECTED = {**NO_KL, "use_importance_sampling_correction": True}
-CASES: dict[str, tuple[LossConfig, dict[str, Any]]] = {
-    "clipped": (LossConfig(ratio_clip_max=0.28, **NO_KL), {"loss_type": "bnpo", "epsilon_high": 0.28}),
-    "dapo": (LossConfig(ratio_clip_max=0.28, **NO_KL), {"loss_type": "dapo", "epsilon_high": 0.28}),
-    "kl": (LossConfig(reference_policy_kl_penalty=0.2), {"loss_type": "bnpo", "beta": 0.2}),
-    "on_policy_kl": (
-        LossConfig(reference_policy_kl_penalty=0.2, use_on_policy_kl_approximation=True),
-        {"loss_type": "bnpo", "beta": 0.2, "use_bias_correction_kl": True},
-    ),
-    "sequences": (
-        LossConfig(reference_policy_kl_penalty=0.2, token_level_loss=False),
-        {"loss_type": "grpo", "beta": 0.2},
-    ),
-    "dr_grpo": (
-        LossConfig(constant_normalizer_tokens=20, **NO_KL),
-        {"loss_type": "dr_grpo", "max_completion_length": 20},
-    ),
-    "gspo": (
-        LossConfig(
-            token_level_loss=False,
-            sequence_level_importance_ratios=True,
-            ratio_clip_min=0.05,
-            ratio_clip_max=0.2,
-            **NO_KL,
-        ),
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.2},
-    ),
-    # TRL's epsilon_high is the bound itself, and it has no lower one.
-    "cispo": (
-        LossConfig(use_cispo=True, ratio_clip_min=1.0, ratio_clip_max=0.5, **NO_KL),
-        {"loss_type": "cispo", "epsilon_high": 1.5},
-    ),
-    "sapo": (
-        LossConfig(use_sapo=True, sapo_temperature_pos=0.9, sapo_temperature_neg=1.4, token_level_loss=False, **NO_KL),
-        {"loss_type": "sapo", "sapo_temperature_pos": 0.9, "sapo_temperature_neg": 1.4},
-    ),
-    "entropy": (
-        LossConfig(entropy_coef=0.3, **NO_KL),
-        {"loss_type": "bnpo", "_entropy_bonus_enabled": True, "entropy_coef": 0.3},
-    ),
-}
-
-VLLM = {"loss_type": "bnpo", "use_vllm": True, "vllm_importance_sampling_correction": True}
-CASES |= {
-    "tis": (
-        LossConfig(truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=1.2, **CORRECTED),
-        {**VLLM, "mode": "token_truncate", "clip_max": 1.2},
-    ),
-    "icepop": (
-        LossConfig(
-            truncated_importance_sampling_type="icepop",
-            truncated_importance_sampling_ratio=1.4,
-            truncated_importance_sampling_ratio_min=0.7,
-            **CORRECTED,
-        ),
-        {**VLLM, "mode": "token_mask", "clip_min": 0.7, "clip_max": 1.4},
-    ),
-}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", VARIANTS["trl"])
 def test_loss_and_gradients_equal_trl(case: str) -> None:
     grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")
-    config, options = CASES[case]
+    config, options = (VARIANTS["trl"][case][side] for side in ("ours", "theirs"))
+    config = LossConfig(**config)
     curr, tokens = random_batch(12, sequences=SEQUENCES)
     if config.constant_normalizer_tokens:
         tokens.loss_mask[1] = 0  # a response that is left out counts in the constant all the same

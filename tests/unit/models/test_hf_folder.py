@@ -1,8 +1,7 @@
-"""The folder that export writes, read again by transformers; what it keeps of a released layout."""
+"""The folder that export writes beside the weights, read again by transformers' own loader."""
 
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,19 +10,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.ordinary_user import as_ordinary_user
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from megatron_grpo.config.schema import GenerationConfig as EngineSettings
-from megatron_grpo.data.processors import TaskDataSpec, math_data_processor
-from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.hf_folder import save_tensors, write_hf_folder
 from megatron_grpo.trainer.hf_export import find_changed_settings
-from tests.support.forked import as_ordinary_user
-from tests.support.released.layout import Layout
-from tests.support.released.table import ADD, LAYOUTS, SYSTEM, TRICKY, USER
 from tests.support.tiny_models import make_tiny_model
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -186,62 +181,3 @@ def test_tensors_are_written_as_any_other_file(tmp_path: Path) -> None:
     finally:
         os.umask(umask)
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640
-
-
-pytestmark = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-RELEASED_WEIGHTS = "model.safetensors"
-
-
-@pytest.fixture
-def exported(layout: Layout, tmp_path: Path) -> Path:
-    source = layout.write(tmp_path / "source")
-    if layout.template_file:  # transformers finds further templates only beside a default one in a file
-        extra = source / "additional_chat_templates" / "tool_use.jinja"
-        extra.parent.mkdir()
-        extra.write_text("{{ 'tools: ' + tools | tojson }}")
-    write_hf_folder([("model.norm.weight", torch.ones(4))], source, tmp_path / "exported")
-    return tmp_path / "exported"
-
-
-def test_an_export_holds_every_file(layout: Layout, exported: Path) -> None:
-    source = exported.parent / "source"
-    files = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
-    assert {path.relative_to(exported) for path in exported.rglob("*") if path.is_file()} == {
-        *files,
-        Path(RELEASED_WEIGHTS),
-    }
-    for file in files - {Path("config.json")}:
-        assert (exported / file).read_bytes() == (source / file).read_bytes()
-    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (exported, source))
-    changed = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
-    assert changed <= {"dtype", "torch_dtype", "text_config"}
-    texts = [config.get("text_config", {}) for config in (ours, theirs)]
-    assert {key for key in texts[0] if texts[0][key] != texts[1].get(key)} <= {"dtype", "torch_dtype"}
-
-
-def test_a_reloaded_export_gives_the_same_prompts(layout: Layout, exported: Path) -> None:
-    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (exported, exported.parent / "source"))
-    for tools in (None, [ADD]):
-        texts = [one.apply_chat_template([SYSTEM, USER], tools=tools, tokenize=False) for one in (ours, theirs)]
-        assert texts[0] == texts[1]
-    shutil.rmtree(exported / "additional_chat_templates", ignore_errors=True)
-    expected = layout.render([SYSTEM, USER], tools=[ADD])
-    spec = TaskDataSpec(task_name="x", system_prompt=SYSTEM["content"], tools=[ADD])
-    datum = math_data_processor({"prompt": TRICKY, "answer": "1"}, spec, load_tokenizer(exported), 10_000, 0)
-    assert datum["message_log"][0]["token_ids"] == layout.ids(expected)
-    ends = GenerationConfig.from_pretrained(exported).eos_token_id
-    assert {*(ends if isinstance(ends, list) else [ends])} == layout.ends
-
-
-@pytest.mark.parametrize("tools", [None, [ADD]])
-def test_the_template_of_a_run_is_the_only_one_of_its_export(layout: Layout, exported: Path, tools: object) -> None:
-    """A folder may have its templates in either file, and further ones for tools beside them."""
-    own = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>\u00e9\n"
-    source, target = exported.parent / "source", exported.parent / "own"
-    write_hf_folder([("model.norm.weight", torch.ones(4))], source, target, chat_template=own)
-    text = AutoTokenizer.from_pretrained(target).apply_chat_template([USER], tools=tools, tokenize=False)
-    assert text == layout.oracle.apply_chat_template([USER], chat_template=own, tokenize=False)
-    settings = json.loads((target / "tokenizer_config.json").read_text())
-    assert settings.get("chat_template", own) == own
-    theirs = json.loads((source / "tokenizer_config.json").read_text())
-    assert {**settings, "chat_template": 0} == {**theirs, "chat_template": 0}

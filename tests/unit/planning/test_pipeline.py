@@ -101,9 +101,6 @@ def test_an_interleaved_schedule_needs_a_multiple_of_the_stages() -> None:
         run_schedule([[1.0] * 2] * 4, [[1.0] * 2] * 4, 6)
 
 
-pytestmark = needs_no_gpu
-
-
 def deep(shape: ModelShape, layers: int, dense: int = 0) -> ModelShape:
     """The shape with this many layers, of which the first `dense` have no experts."""
     experts = shape.experts
@@ -134,6 +131,7 @@ def flops_by_kind(report: DryReport) -> Counter[tuple[str, str]]:
     return found
 
 
+@needs_no_gpu
 @pytest.mark.parametrize(
     ("shape", "parallel", "stage", "change"),
     [
@@ -175,6 +173,7 @@ def test_two_depths_give_a_third_exactly(
     assert found.passes == whole.passes
 
 
+@needs_no_gpu
 def test_windows_and_single_layers_run_at_their_full_depth() -> None:
     config = small_run()
     assert len(_list_depths(config, DENSE, range(DENSE.layers))) == 1
@@ -182,6 +181,7 @@ def test_windows_and_single_layers_run_at_their_full_depth() -> None:
     assert [one.layers for one in _list_depths(config, windowed, range(8))] == [8]
 
 
+@needs_no_gpu
 def test_stages_differ_by_embedding_head_and_layers() -> None:
     config = small_run(pipeline=4)
     assert find_distinct_stages(config, deep(DENSE, 8)) == {0: (0, 1), 1: (2, 3), 3: (6, 7)}

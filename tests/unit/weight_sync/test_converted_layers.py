@@ -31,7 +31,7 @@ from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_mes
 from megatron_grpo_kernels.fp8_blocks import quantise
 from tests.support.recipes import COMMANDS, recipe_config
 
-pytestmark = pytest.mark.skipif(
+needs_amx = pytest.mark.skipif(
     not torch.cpu._is_amx_tile_supported(), reason="vLLM's CPU kernels multiply by FP8 blocks with AMX"
 )
 INPUTS, OUTPUTS = 256, [256, 128]
@@ -61,6 +61,7 @@ def layer(tmp_path: Path) -> Iterator[Any]:
         cleanup_dist_env_and_memory()
 
 
+@needs_amx
 def test_what_is_rounded_before_lands_as_vllm_would_have_rounded_it(layer: Any) -> None:
     inputs = torch.randn(5, INPUTS, dtype=torch.bfloat16)
     before, kept = layer(inputs)[0], {name: one.data_ptr() for name, one in layer.named_parameters()}
@@ -80,6 +81,7 @@ def test_what_is_rounded_before_lands_as_vllm_would_have_rounded_it(layer: Any) 
     assert {name: one.data_ptr() for name, one in layer.named_parameters()} == kept, "in the memory that was there"
 
 
+@needs_amx
 def test_a_layer_that_was_begun_is_put_back(layer: Any) -> None:
     inputs = torch.randn(5, INPUTS, dtype=torch.bfloat16)
     before = layer(inputs)[0]
@@ -89,6 +91,7 @@ def test_a_layer_that_was_begun_is_put_back(layer: Any) -> None:
     assert torch.equal(layer(inputs)[0], before)
 
 
+@needs_amx
 def test_other_layers_are_told_apart(layer: Any) -> None:
     assert uses_fp8_blocks(layer)
     assert not uses_fp8_blocks(nn.Linear(2, 2))
