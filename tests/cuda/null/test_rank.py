@@ -3,8 +3,6 @@
 Numbers mean nothing here; shapes, dtypes, devices, memory and the absence of errors do.
 """
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 vLLM's CPU build has no slots for adapters of experts, so these are tested here only.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The matrix of faults of a refit over NCCL, between processes with a GPU each and without models."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What only Transformer Engine's layers do: packed attention, FP8 in each recipe, gradients that products add up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Divergences of a student from its teacher on a GPU, against whole distributions in float64 on the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -3,8 +3,6 @@
 Layers are Transformer Engine's in bfloat16 where it is installed, and torch's else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
