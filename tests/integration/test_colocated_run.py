@@ -8,6 +8,8 @@ import pytest
 from tests.integration.runs import SHORT, TrainingRun, read_jsonl, without_timing
 from tests.integration.whole_runs import kill_after, read_options
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = read_options("colocated_run")
 
 COLOCATED = "generation.placement=colocated"
@@ -41,7 +43,6 @@ def finished(run: TrainingRun) -> TrainingRun:
     return run
 
 
-@pytest.mark.slow
 def test_a_run_that_was_apart_goes_on_in_turn_with_the_same_numbers(straight_run: TrainingRun, tmp_path: Path) -> None:
     resume = f"checkpointing.resume={straight_run.run_dir}/checkpoints/step_3"
     together = finished(TrainingRun(tmp_path / "run", *SHORT, COLOCATED, resume))
@@ -52,7 +53,6 @@ def test_a_run_that_was_apart_goes_on_in_turn_with_the_same_numbers(straight_run
     assert all(names >= EVENTS for names in phases(together))
 
 
-@pytest.mark.slow
 def test_killed_and_continued_in_turn_a_run_has_the_same_numbers(straight_run: TrainingRun, tmp_path: Path) -> None:
     kill_after(TrainingRun(tmp_path / "run", *SHORT, COLOCATED), 3)
     second = finished(TrainingRun(tmp_path / "run", *SHORT, COLOCATED))
@@ -60,7 +60,6 @@ def test_killed_and_continued_in_turn_a_run_has_the_same_numbers(straight_run: T
     same_numbers(second, straight_run)
 
 
-@pytest.mark.slow
 def test_a_value_model_shares_the_devices_too(tmp_path: Path) -> None:
     """PPO with a reference policy that moves, both models saved in the background."""
     options = (*(option.replace("grpo.", "ppo.") for option in SHORT), *OPTIONS["a_value_model_shares_the_devices_too"])
@@ -77,7 +76,6 @@ def test_a_value_model_shares_the_devices_too(tmp_path: Path) -> None:
     assert numbers(finished(again)) == numbers(apart)[3:]
 
 
-@pytest.mark.slow
 def test_half_precision_optimizer_state_of_its_own_moves_too(tmp_path: Path) -> None:
     """With bfloat16 weights the optimizer has float32 copies, and two replicas each a part of its state."""
     options = (*SHORT, "policy.precision=bfloat16", "policy.parallel.pipeline=1", "policy.parallel.data=2")

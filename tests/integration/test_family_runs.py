@@ -17,6 +17,8 @@ from megatron_grpo.prepare.models import score_turns
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
 from tests.integration.whole_runs import complete
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -29,7 +31,6 @@ def run_family(family: str, folder: Path) -> dict[str, Any]:
     return run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma4_moe", "deepseek_v3"])
 def test_three_steps_with_all_checks_of_refits(family: str, tmp_path: Path) -> None:
     run = run_family(family, tmp_path)
@@ -38,7 +39,6 @@ def test_three_steps_with_all_checks_of_refits(family: str, tmp_path: Path) -> N
     assert run["canary"] < 1e-4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["minimax_m2", "glm_moe_dsa", "nemotron_h_moe"])
 def test_what_no_engine_on_a_cpu_computes_is_refused_before_the_start(family: str, tmp_path: Path) -> None:
     run = run_family(family, tmp_path)
@@ -63,7 +63,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     return complete(TrainingRun(tmp_path_factory.mktemp("hybrid") / "run", *SHORT, recipe="quickstart_hybrid"), 900)
 
 
-@pytest.mark.slow
 def test_it_learns_from_engines_that_round(run: TrainingRun) -> None:
     rows = run.metrics()
     errors = [row["token_mult_prob_error"] for row in rows]
@@ -76,7 +75,6 @@ def test_it_learns_from_engines_that_round(run: TrainingRun) -> None:
     assert after > before + 0.1
 
 
-@pytest.mark.slow
 def test_the_doctor_names_the_rounding(run: TrainingRun) -> None:
     command = [sys.executable, "-m", "megatron_grpo.doctor", str(run.run_dir), f"step={STEPS}", "--json"]
     result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
@@ -102,7 +100,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     )
 
 
-@pytest.mark.slow
 def test_it_learns_from_what_its_own_experts_sampled(straight: TrainingRun) -> None:
     rows = straight.metrics()
     assert all(row["token_mult_prob_error_max"] < 1.001 for row in rows), "both sides have the same weights"
@@ -114,14 +111,12 @@ def test_it_learns_from_what_its_own_experts_sampled(straight: TrainingRun) -> N
     assert after > before
 
 
-@pytest.mark.slow
 def test_from_a_checkpoint_it_ends_as_if_nothing_had_happened(straight: TrainingRun, tmp_path: Path) -> None:
     start = f"checkpointing.resume={straight.run_dir}/checkpoints/step_{MIXTURE_STEPS - 3}"
     run = complete(TrainingRun(tmp_path / "run", *MIXTURE_SHORT, start, recipe="quickstart_moe"))
     assert without_timing(run.metrics()) == without_timing(straight.metrics()[MIXTURE_STEPS - 3 :])
 
 
-@pytest.mark.slow
 def test_an_exported_checkpoint_is_what_the_run_validated(straight: TrainingRun, tmp_path: Path) -> None:
     checkpoint, output = straight.run_dir / "checkpoints" / f"step_{MIXTURE_STEPS}", tmp_path / "exported"
     command = [sys.executable, "-m", "megatron_grpo.export", f"checkpoint={checkpoint}", f"output={output}"]

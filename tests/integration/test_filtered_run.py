@@ -10,6 +10,8 @@ from tests.integration.runs import TrainingRun
 from tests.integration.whole_runs import read_options
 from tests.support.documents import undocumented
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = read_options("filtered_run")
 
 SHORT = OPTIONS["short"]
@@ -24,7 +26,6 @@ def finished(run: TrainingRun) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.slow
 def test_an_asynchronous_run_filters(tmp_path: Path) -> None:
     """In the first step sampler and trainer have equal weights: their log-probabilities agree, kept token by token."""
     options = ("policy.parallel.tensor=2", "policy.parallel.pipeline=1", "generation.temperature=1.5")
@@ -35,7 +36,6 @@ def test_an_asynchronous_run_filters(tmp_path: Path) -> None:
     assert undocumented(name for name in rows[0] if name not in ("step", "timing", "throughput")) == set()
 
 
-@pytest.mark.slow
 def test_filters_beside_what_compares_and_a_reference(tmp_path: Path) -> None:
     """With min-p, a KL in the reward, the pass before the step, a threshold for responses, and a replay of the step."""
     options = OPTIONS["filters_beside_what_compares_and_a_reference"]

@@ -26,6 +26,8 @@ from tests.integration.vllm_helpers import VOCAB, engines, generate, make_model,
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.support.forced_routing import own_routing
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[2 + (7 * i + j) % (VOCAB - 2) for j in range(3 + i)] for i in range(6)]
 BLOCK = 128
 """Tokens of a block of vLLM's KV cache on a CPU."""
@@ -68,7 +70,6 @@ def expect_own_routing(path: Path, prompt: list[int], output: GenerationOutput) 
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2}, PROPOSED], ids=["one rank", "tp2", "speculation"])
 def test_recorded_experts_are_those_of_transformers(layout: dict[str, Any], model: Path) -> None:
     form = form_of(model)
@@ -107,7 +108,6 @@ def logprobs_on_rank(
     return found[fields.sampled].numpy()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_replay_brings_training_no_further_from_generation(precision: str, model: Path) -> None:
     """In float32 they agree anyway; in bfloat16 some routers decide otherwise, and replayed ones do not."""

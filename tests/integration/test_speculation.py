@@ -26,6 +26,8 @@ from megatron_grpo.weight_sync.transport import make_transport
 from tests.integration.test_refit import ray_cluster, start_policy
 from tests.integration.vllm_helpers import Oracle, engines, generate, make_model, request
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["ray_cluster"]  # a fixture of every test here
 
 HIDDEN, LAYERS, TOKENS, PROPOSED = 64, 2, 24, 2
@@ -137,7 +139,6 @@ def measure_acceptance(generation: VllmGeneration) -> tuple[list[list[int]], flo
     return [output.token_ids.tolist() for output in outputs], rate
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_proposals_change_no_distribution_and_follow_the_refit(name: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -166,7 +167,6 @@ def test_proposals_change_no_distribution_and_follow_the_refit(name: str, tmp_pa
         policy.shutdown()
 
 
-@pytest.mark.slow
 def test_an_engine_that_begins_with_placeholders_reads_the_layers_that_propose(tmp_path: Path) -> None:
     base = make_bigram_model(tmp_path / "base", 0, "glm4_moe")
     trained = make_bigram_model(tmp_path / "trained", 1, "glm4_moe")
@@ -184,7 +184,6 @@ def test_an_engine_that_begins_with_placeholders_reads_the_layers_that_propose(t
         policy.shutdown()
 
 
-@pytest.mark.slow
 def test_n_grams_change_no_distribution(tmp_path: Path) -> None:
     base = make_bigram_model(tmp_path / "base", 0, "glm4_moe")
     n_grams = SpeculativeConfig(num_speculative_tokens=PROPOSED, prompt_lookup_min=1)

@@ -15,6 +15,8 @@ from megatron_grpo.prepare.models import prepare
 from tests.integration.runs import TrainingRun, without_timing
 from tests.integration.whole_runs import complete, read_options
 
+pytestmark = pytest.mark.slow
+
 GROUPS = read_options("variants")
 
 SHORT = GROUPS["short"]
@@ -66,7 +68,6 @@ def three_steps(run: TrainingRun) -> list[dict[str, float]]:
     return rows
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", list_config_groups()["variant"])
 def test_every_preset_trains(variant: str, tmp_path: Path) -> None:
     about_the_ratio = variant in ("cispo", "gspo", "sapo")
@@ -87,7 +88,6 @@ def test_every_preset_trains(variant: str, tmp_path: Path) -> None:
             assert row["probs_ratio_clamped"] == row["probs_ratio"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_trains(name: str, tmp_path: Path) -> None:
     rows = three_steps(TrainingRun(tmp_path / name, *SHORT, *ALONE, *OPTIONS[name]))
@@ -107,7 +107,6 @@ def test_every_option_trains(name: str, tmp_path: Path) -> None:
         assert rows[0]["entropy"] == pytest.approx(rows[0]["approx_entropy"], rel=0.2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PPO_OPTIONS)
 def test_every_option_of_ppo_trains(name: str, tmp_path: Path) -> None:
     rows = three_steps(TrainingRun(tmp_path / name, *PPO_SHORT, *PPO_OPTIONS[name], recipe="quickstart_ppo"))
@@ -121,7 +120,6 @@ def test_every_option_of_ppo_trains(name: str, tmp_path: Path) -> None:
     assert rows[1]["value_mean"] != 0
 
 
-@pytest.mark.slow
 def test_a_reward_model_is_what_the_value_model_starts_from(tmp_path: Path) -> None:
     """Its score is what the value model says at the first step. The lambda of the policy follows the length."""
     config = compose_config(["+exp=quickstart_ppo"])
@@ -148,7 +146,6 @@ DEFECT = ("generation.engine_args.hf_overrides={rms_norm_eps: 1.0}", "refit.cana
 """An engine with another epsilon, which no comparison of weights can find."""
 
 
-@pytest.mark.slow
 def test_a_step_past_the_limit_is_not_learnt_from_and_a_mended_run_goes_on(tmp_path: Path) -> None:
     straight = complete(TrainingRun(tmp_path / "straight", *FOUR_STEPS))
     resume = f"checkpointing.resume={straight.run_dir}/checkpoints/step_2"
@@ -173,7 +170,6 @@ def test_a_step_past_the_limit_is_not_learnt_from_and_a_mended_run_goes_on(tmp_p
     assert without_timing(mended.metrics()) == without_timing(straight.metrics()[2:])
 
 
-@pytest.mark.slow
 def test_the_first_step_that_is_off_is_told_once_and_all_weights_are_compared_at_once(tmp_path: Path) -> None:
     run = complete(
         TrainingRun(

@@ -1,6 +1,7 @@
 """What tests of several files run on every rank, and how they compare what ranks return."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,36 +29,30 @@ def train_on_rank(
     return whole_tensors(engine)
 
 
-def save_on_rank(
+def continue_on_rank(
     layout: Layout,
     model: Any,
     folder: Path,
     settings: dict[str, Any],
+    *,
+    loads: bool,
     make: Callable[..., Any] = make_engine,
     arguments: Callable[[Layout], Any] = train_arguments,
 ) -> Weights:
-    """Two steps, a checkpoint and a third step, whose weights these are."""
+    """Two steps and a checkpoint, or the checkpoint that is loaded; then a step, whose weights these are."""
     engine = make(layout, model, **settings)
-    for _ in range(2):
-        engine.train(*arguments(layout))
-    engine.checkpoint.save(str(folder))
+    if loads:
+        engine.checkpoint.load(str(folder))
+    else:
+        for _ in range(2):
+            engine.train(*arguments(layout))
+        engine.checkpoint.save(str(folder))
     engine.train(*arguments(layout))
     return whole_tensors(engine)
 
 
-def load_on_rank(
-    layout: Layout,
-    model: Any,
-    folder: Path,
-    settings: dict[str, Any],
-    make: Callable[..., Any] = make_engine,
-    arguments: Callable[[Layout], Any] = train_arguments,
-) -> Weights:
-    """The checkpoint and a step, whose weights these are."""
-    engine = make(layout, model, **settings)
-    engine.checkpoint.load(str(folder))
-    engine.train(*arguments(layout))
-    return whole_tensors(engine)
+save_on_rank = partial(continue_on_rank, loads=False)
+load_on_rank = partial(continue_on_rank, loads=True)
 
 
 def expect_continuation(

@@ -51,7 +51,6 @@ def expected_error(model: TinyModel, batch: TokenBatch) -> tuple[float, float, f
     """Mean and largest exp(|training - sampling|) over the loss by transformers, one sequence at a time; and tokens."""
     errors: list[float] = []
     tokens, loaded = batch.fields, model.load()
-    assert tokens.token_ids is not None
     assert tokens.loss_mask is not None
     assert tokens.generation_logprobs is not None
     columns: Any = (tokens.token_ids.long(), tokens.loss_mask, tokens.generation_logprobs)

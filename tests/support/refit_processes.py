@@ -151,7 +151,6 @@ class Member:
 
     def _value(self, number: int, version: int) -> int:
         """Each byte of a message."""
-        assert self.links is not None
         return (31 * version + int(self.links.messages[number]["turn"][0])) % 256
 
 
@@ -164,7 +163,6 @@ class Rank(Member):
 
     def send_shards(self, version: int) -> tuple[int, int, int]:
         """As `send_shards`."""
-        assert self.links is not None
         self.links.send(lambda number, buffer: buffer[:-16].fill_(self._value(number, version)), version)
         return sum(self.links.sizes), len(self.links.messages), len(self.links.messages)
 
@@ -188,7 +186,6 @@ class Worker(Member):
     def receive_weights(self, version: int) -> None:
         """As the engine's."""
         self.received, links = None, self.links
-        assert links is not None
         came: set[int] = set()
 
         def load(number: int, buffer: torch.Tensor) -> None:

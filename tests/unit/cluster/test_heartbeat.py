@@ -278,7 +278,6 @@ def test_the_driver_leaves_its_process_as_it_found_it(tmp_path: Path, capfd: pyt
         assert choose_library_level() == "INFO"
         begin_process_log("policy rank 0")  # a part that runs in the driver, as in tests
         current = find_current_log()
-        assert current is not None
         assert current.name == "driver"
         print("to the terminal")
         warnings.warn("to the log", stacklevel=1)
@@ -322,7 +321,6 @@ def test_a_log_that_cannot_be_written_is_told_once(tmp_path: Path, capsys: pytes
     full = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115  # the log closes it
     with driver_log(tmp_path, "info"):
         current = find_current_log()
-        assert current is not None
         assert isinstance(current.handler, logging.StreamHandler)
         current.handler.stream = current.stream = full
         for number in range(5):

@@ -243,7 +243,6 @@ ENDS = pytest.mark.parametrize(
 def test_processes_end_with_a_killed_driver_only(killed: bool) -> None:
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert driver.stdin is not None
-    assert driver.stdout is not None
     assert driver.stdout.readline() == "up\n"
     let_look(driver.pid)
     family = psutil.Process(driver.pid).children(recursive=True)
@@ -283,7 +282,6 @@ def test_what_a_killed_driver_made_is_removed(killed: bool, tmp_path: Path) -> N
         text=True,
     ) as driver:
         assert driver.stdin is not None
-        assert driver.stdout is not None
         segment = Path("/dev/shm") / driver.stdout.readline().strip()
         family = psutil.Process(driver.pid).children(recursive=True)
         assert segment.is_file()
@@ -321,7 +319,6 @@ def test_what_a_lost_process_shared_is_freed_and_nothing_else() -> None:
         [sys.executable, "-c", LOSING_DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as driver:
         assert driver.stdin is not None
-        assert driver.stdout is not None
         segments = [Path("/dev/shm") / driver.stdout.readline().strip() for _ in range(2)]
         let_look(driver.pid)
         family = psutil.Process(driver.pid).children(recursive=True)
@@ -357,8 +354,6 @@ def test_what_outlives_the_end_of_its_parent_is_ended_even_if_it_is_stopped() ->
     driver = subprocess.Popen(
         [sys.executable, "-c", ORPHANING_DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert driver.stdin is not None
-    assert driver.stdout is not None
     assert driver.stdout.readline() == "up\n"
     let_look(driver.pid)
     (orphan,) = [one for one in psutil.Process(driver.pid).children(recursive=True) if one.name() == "sleep"]

@@ -202,7 +202,6 @@ def test_absurd_ratios_stay_finite(name: str, far: float) -> None:
     loss, _ = ClippedPGLossFn(CONFIGS[name])(values, tokens, counts_of(tokens))
     loss.backward()
     assert loss.isfinite()
-    assert values.grad is not None
     assert values.grad.isfinite().all()
 
 

@@ -21,13 +21,10 @@ LAYERS = GLM["num_hidden_layers"]
 
 def test_what_released_files_say() -> None:
     deepseek, glm = parse_model_shape(DEEPSEEK), parse_model_shape(GLM)
-    assert deepseek.indexer is not None
-    assert glm.indexer is not None
     assert (deepseek.indexer.heads, deepseek.indexer.head_dim, deepseek.indexer.top_k) == (64, 128, 2048)
     assert (glm.indexer.heads, glm.indexer.interleaved_rope, deepseek.indexer.interleaved_rope) == (32, True, False)
     assert all(deepseek.indexer.layers)
     assert all(glm.indexer.layers)
-    assert glm.latent is not None
     assert (glm.norm_eps, glm.latent.norm_eps) == (1e-5, 1e-6), "transformers' norms of short vectors have their own"
 
 
@@ -70,7 +67,6 @@ def test_no_library_reads_the_length_of_heads_of_glm(head_dim: int, tmp_path: Pa
 def test_layers_with_an_indexer_are_those_of_transformers(keys: dict[str, Any]) -> None:
     types = GlmMoeDsaConfig(**{**GLM, **keys}).indexer_types
     indexer = parse_model_shape(GLM | keys).indexer
-    assert indexer is not None
     assert indexer.layers == tuple(kind == "full" for kind in types)
     assert parse_model_shape(GLM | keys | {"indexer_types": types}).indexer == indexer
     sources = [indexer.find_source(layer) for layer in range(LAYERS)]

@@ -83,7 +83,6 @@ def test_qwen3_next_has_the_experts_of_its_pattern() -> None:
     shape = parse_model_shape(
         {**QWEN3_NEXT_80B, "decoder_sparse_step": 2, "mlp_only_layers": [1], "norm_topk_prob": False}
     )
-    assert shape.experts is not None
     assert [shape.has_experts(layer) for layer in range(5)] == [False, False, False, True, False]
     assert not shape.experts.normalised
 
@@ -134,7 +133,6 @@ def test_experts_are_read_in_the_form_of_the_folder(family: str, packed: bool, t
     raw = as_text(family, **SMALL)
     make_folder(tmp_path, raw, packed=packed)
     shape = read_model_shape(tmp_path)
-    assert shape.experts is not None
     assert shape.experts.packed == packed
     assert list(find_weight_problems(tmp_path, shape)) == []
     names = {tensor.name for entry in build_weight_map(shape) for tensor in entry.hf}
@@ -178,5 +176,4 @@ def test_a_tensor_that_no_part_has_is_refused(tmp_path: Path) -> None:
 def test_another_familys_number_of_experts_is_ignored_as_by_transformers(family: str) -> None:
     raw = as_text(family, num_local_experts=4)
     shape = parse_model_shape(raw)
-    assert shape.experts is not None
     assert shape.experts.count == AutoConfig.for_model(**raw).num_experts

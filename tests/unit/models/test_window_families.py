@@ -102,7 +102,6 @@ def test_released_models_are_read() -> None:
     assert dense.rope_scaling == {"rope_type": "proportional", "partial_rotary_factor": 0.25}
     assert dense.list_kinds(0) == {"mixer", "attention", "qk_norm", "mlp", "dense"}
     assert dense.list_kinds(5) == {"mixer", "global", "key_as_value", "mlp", "dense"}
-    assert mixture.experts is not None
     assert (mixture.experts.count, mixture.experts.top_k, mixture.experts.shared_ffn_hidden) == (128, 8, 2112)
     assert not dense.fits_transformer_engine
 
@@ -162,8 +161,6 @@ def test_products_of_queries_and_keys_are_those_of_each_kind_of_layer() -> None:
 
 def test_released_models_of_llama4_are_read() -> None:
     scout, maverick = parse_model_shape(LLAMA4_SCOUT), parse_model_shape(LLAMA4_MAVERICK)
-    assert scout.experts is not None
-    assert maverick.experts is not None
     assert (scout.window, scout.chunked, scout.unweighted_qk_norm) == (8192, True, True)
     assert scout.unrotated == maverick.unrotated == (False, False, False, True) * 12
     assert (sum(scout.experts.layers), sum(maverick.experts.layers)) == (48, 24)
@@ -216,7 +213,6 @@ GPT_OSS: dict[str, Any] = json.loads((config_folder("openai/gpt-oss-20b") / "con
 @pytest.mark.parametrize(("name", "layers", "experts"), [("20b", 24, 32), ("120b", 36, 128)])
 def test_released_models(name: str, layers: int, experts: int) -> None:
     shape = read_model_shape(config_folder(f"openai/gpt-oss-{name}"))
-    assert shape.experts is not None
     assert (shape.layers, shape.experts.count, shape.experts.top_k, shape.head_dim) == (layers, experts, 4, 64)
     assert (shape.window, shape.windowed) == (128, (True, False) * (layers // 2))
     assert shape.softmax_scale == pytest.approx(64**-0.5 * 1.3465735902799727**2)

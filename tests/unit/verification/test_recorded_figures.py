@@ -205,7 +205,6 @@ def test_what_reproduces_the_record_is_named_and_what_comes_near_is_mentioned() 
     tried_out = [candidate("near", near), candidate("far", far), candidate("exact", RECORDED + 1e-6)]
     assert tried.try_groups([lambda _: iter(tried_out)])
     finding = tried.conclude()
-    assert finding is not None
     assert (finding.name, round(finding.explained, 3)) == ("exact", 1.0)
     assert [text.partition(":")[0] for text in finding.others] == ["is near"]
 
@@ -214,7 +213,6 @@ def test_of_equal_explanations_the_one_that_assumes_least_is_named() -> None:
     tried = search(RECORDED, BASE)
     tried.try_groups([lambda _: iter([candidate("set", RECORDED, 5), candidate("tensor", RECORDED + 1e-6, 1)])])
     finding = tried.conclude()
-    assert finding is not None
     assert finding.name == "tensor"
 
 
@@ -230,7 +228,6 @@ def test_what_leaves_a_little_is_named_as_not_all() -> None:
     tried = search(RECORDED, BASE)
     tried.try_groups([lambda _: iter([candidate("most", BASE + 0.9 * (RECORDED - BASE))])])
     finding = tried.conclude()
-    assert finding is not None
     assert "something else differs, too" in finding.text
 
 

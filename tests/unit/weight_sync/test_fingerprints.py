@@ -104,7 +104,6 @@ def test_an_expert_is_applied_to_the_probes() -> None:
         assert expert.add(upper, up[None, rows]) is None  # whichever comes first
         assert expert.add(gate_box, gate[None, rows]) is None
         output = expert.add(lower, down[None, :, rows])
-        assert output is not None
         total += torch.tensor(output[:DIRECTIONS])
     inputs = draw_probes(hidden, torch.device("cpu"))
     whole = (functional.silu(inputs @ gate.T) * (inputs @ up.T)) @ down.T

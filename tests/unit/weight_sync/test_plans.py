@@ -195,7 +195,6 @@ def test_a_plan_counts_adapters_and_no_open_layers() -> None:
     config.cluster.gpus_per_node = 8
     config.generation.engine_args = {"quantization": "fp8_per_block"}
     adapters = find_lone_adapters(config, DENSE_SHAPE)
-    assert adapters is not None
     elements = sum(rows * columns for rows, columns in adapters.values())
     summary = summarize_refit(
         DENSE_SHAPE, ParallelConfig(), GenerationParallelConfig(data=3), "bfloat16", 1 << 20, adapters=adapters
@@ -234,7 +233,6 @@ def test_what_is_written_later_is_seen_too_and_the_memory_ends_with_its_users() 
     shared = HostMemory(1 << 20)
     address = shared.export_address()
     seen = HostMemory.map_address(address)
-    assert seen is not None
     shared.tensor[7] = 9
     assert seen[7] == 9
     del shared
