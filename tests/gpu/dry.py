@@ -1,5 +1,7 @@
 """What tests of GPUs do in a dry run (`benchmarks/gpu_check.py --dry`), where there is none."""
 
+from __future__ import annotations
+
 import os
 from typing import TYPE_CHECKING, Any
 
