@@ -62,7 +62,6 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def ranks(logs: Path) -> Iterator[list[Any]]:
-    """Two ranks."""
     ranks = [ray.remote(num_cpus=0)(Rank).remote(rank) for rank in range(2)]
     ray.get([rank.pid.remote() for rank in ranks], timeout=120)
     yield ranks

@@ -51,7 +51,6 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[TinyModel]]:
-    """Models by family."""
     folder = tmp_path_factory.mktemp("families")
     models = {}
     for family in FAMILIES:

@@ -107,7 +107,6 @@ def test_the_losses_of_twenty_steps_are_those_of_trl(tmp_path: Path) -> None:
 
 
 def losses_of_pairs(layout: Layout, folder: Path, settings: DPOConfig, packing: bool, steps: int) -> list[float]:
-    """Losses of our steps on pairs."""
     config = make_config(folder, layout, packing=packing)
     reference = ReferenceConfig(offload=False)
     rank = PolicyRank(

@@ -31,7 +31,6 @@ class Lesson:
     """The entries that the loss reads, and those that follow from the batch."""
 
     def entry(self, name: str) -> list[list[float]]:
-        """An entry by sequence."""
         values: Tensor = require_field(getattr(self.tokens.fields, name))
         return [piece.tolist() for piece in values.split(self.tokens.lengths)]
 

@@ -184,7 +184,6 @@ class FakeRollouts:
 
 
 def split(array: NDArray[Any], lengths: Sequence[int] | NDArray[np.int64]) -> list[NDArray[Any]]:
-    """A flat array as one array a sequence."""
     pieces, begin = [], 0
     for length in lengths:
         pieces.append(array[begin : begin + length])

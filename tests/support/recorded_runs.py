@@ -115,7 +115,6 @@ class RecordedRun:
         return folder
 
     def write(self, step: int, rollouts: Sequence[Trajectory], learnt: Sequence[TrainedValues] = ()) -> None:
-        """Write the record of a step."""
         self.run_dir.mkdir(exist_ok=True)
         record_start(self.run_dir, self.config)
         pairs = list(zip(rollouts, learnt or [{}] * len(rollouts), strict=True))

@@ -158,11 +158,9 @@ class Rank(Member):
     """A rank of the policy."""
 
     def connect_shards(self, rendezvous: Rendezvous) -> None:
-        """As `connect_shards`."""
         self._connect(rendezvous, "source", self.rank)
 
     def send_shards(self, version: int) -> tuple[int, int, int]:
-        """As `send_shards`."""
         self.links.send(lambda number, buffer: buffer[:-16].fill_(self._value(number, version)), version)
         return sum(self.links.sizes), len(self.links.messages), len(self.links.messages)
 

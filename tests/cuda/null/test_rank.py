@@ -144,7 +144,6 @@ CASES = {
 
 
 def trial_of(case: Case, models: Callable[[str], Path]) -> Trial:
-    """The rank of a case."""
     config = PolicyConfig(**({"logprob_kernel": "chunked"} | case.policy))
     return make_trial(models(case.family), config, case.number, case.reference)
 

@@ -114,7 +114,6 @@ def layers_in_circle(numbers: Sequence[int]) -> Edit:
 
 
 def head_times(factor: float, name: str, head: int, heads: int = 4, dim: int = 0) -> Edit:
-    """One head of a projection times a factor."""
 
     def edit(now: Tensors, _: Tensors) -> Tensors:
         value = now[name].clone()
