@@ -4,7 +4,7 @@
 
 Needs no GPU and no weights. Models are those of tests/data/hf_configs; recipes of other models are left out. Layers are
 at their true sizes. Where all layers of a stage are alike, its memory follows from two dry runs of fewer layers
-("dry_depths"), as in `plan`; tests/unit/planning/test_trace.py compares that with the full depth.
+("dry_depths"), as in `plan`; tests/unit/planning/test_pipeline.py compares that with the full depth.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ when a process starts: nvml (NVML shows one H100, but there is no device), null 
 last tests compute on the CPU, with the Python and the packages of the CUDA environment.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

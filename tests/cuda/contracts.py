@@ -5,8 +5,6 @@ followed from imports, annotations and the types that functions declare to retur
 cannot be told that way is not checked here (the null device runs most of these).
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

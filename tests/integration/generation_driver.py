@@ -1,7 +1,5 @@
 """A driver of its own for test_generation: samples a fixed batch, prints it with its vLLM processes, then waits."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

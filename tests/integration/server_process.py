@@ -1,7 +1,5 @@
 """A server of megatron_grpo.serve in a process of its own, as a user starts one."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal
@@ -32,7 +30,6 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Begin to start it."""
         command = [sys.executable, "-m", "megatron_grpo.serve", str(self._model), f"--port={self.port}"]
         command += ["--dtype=float32", "--max-model-len=64", "--max-num-seqs=32", "--enforce-eager"]
         command += [f"--kv-cache-memory-bytes={10**8}", *self._arguments]

@@ -1,7 +1,5 @@
 """Refits that send adapters alone: engines compute what the policy does, and faults in slots are found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Whole asynchronous runs: what they report, and that a kill at any moment loses and repeats no prompt."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +10,10 @@ import pytest
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.prepare.models import prepare
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
-from tests.support.documented import undocumented
+from tests.integration.whole_runs import complete, read_options
+from tests.support.documents import undocumented
+
+OPTIONS = read_options("async_run")
 
 PROMPTS, STEPS = 16, 6
 SHORT = (
@@ -39,8 +40,7 @@ def prompts_of(run: TrainingRun) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     """Six steps without interruption."""
-    run = async_run(tmp_path_factory.mktemp("straight") / "run")
-    assert run.finish() == 0, run.log()
+    run = complete(async_run(tmp_path_factory.mktemp("straight") / "run"))
     run.assert_nothing_left()
     return run
 
@@ -67,8 +67,7 @@ def test_what_an_asynchronous_run_reports(straight: TrainingRun) -> None:
 def test_a_kill_at_any_moment_loses_and_repeats_no_prompt(straight: TrainingRun, tmp_path: Path) -> None:
     for moment in (0.1, 1.0, 2.2, 2.8, 3.5, 5.2):
         kill_at(async_run(tmp_path / "run"), moment)
-    last = async_run(tmp_path / "run")
-    assert last.finish(timeout_s=600) == 0, last.log()
+    last = complete(async_run(tmp_path / "run"), 600)
     assert prompts_of(last) == prompts_of(straight)
     assert [row["step"] for row in last.metrics()] == list(range(1, STEPS + 1))
 
@@ -80,8 +79,7 @@ def test_oversampling_trains_on_every_prompt_once_whatever_is_killed(tmp_path: P
     settings += ["generation.temperature=2", "generation.max_new_tokens=40", "policy.max_total_sequence_length=64"]
     for moment in (0.1, 1.0, 2.2, 3.5, 5.2):
         kill_at(async_run(tmp_path / "run", *OVERSAMPLED, *settings), moment)
-    last = async_run(tmp_path / "run", *OVERSAMPLED, *settings)
-    assert last.finish(timeout_s=600) == 0, last.log()
+    last = complete(async_run(tmp_path / "run", *OVERSAMPLED, *settings), 600)
     assert sorted(row for step in prompts_of(last) for row in step) == list(range(PROMPTS * STEPS))
     rows = last.metrics()
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
@@ -99,8 +97,7 @@ def test_on_shared_devices_responses_wait_while_the_models_train(tmp_path: Path)
     settings += ["generation.temperature=2", "generation.max_new_tokens=40", "policy.max_total_sequence_length=64"]
     settings += ["generation.placement=colocated"]
     kill_at(async_run(tmp_path / "run", *OVERSAMPLED, *settings), 2.5)
-    last = async_run(tmp_path / "run", *OVERSAMPLED, *settings)
-    assert last.finish(timeout_s=600) == 0, last.log()
+    last = complete(async_run(tmp_path / "run", *OVERSAMPLED, *settings), 600)
     last.assert_nothing_left()
     assert sorted(row for step in prompts_of(last) for row in step) == list(range(PROMPTS * STEPS))
     rows = last.metrics()
@@ -139,14 +136,9 @@ def has_reported(run: TrainingRun, steps: int) -> bool:
 def test_without_age_it_is_the_run_that_samples_and_trains_in_turn(tmp_path: Path) -> None:
     """To the last digit: the same step, the same seeds, the same order."""
     correction = "loss_fn.use_importance_sampling_correction=true"
-    truncation = [
-        "loss_fn.truncated_importance_sampling_type=tis",
-        "loss_fn.truncated_importance_sampling_ratio=2",
-    ]
-    in_turn = TrainingRun(tmp_path / "in_turn", *SHORT, correction, *truncation)
-    assert in_turn.finish() == 0, in_turn.log()
-    ahead = async_run(tmp_path / "ahead", "grpo.async_grpo.max_trajectory_age_steps=0")
-    assert ahead.finish() == 0, ahead.log()
+    truncation = ["loss_fn.truncated_importance_sampling_type=tis", "loss_fn.truncated_importance_sampling_ratio=2"]
+    in_turn = complete(TrainingRun(tmp_path / "in_turn", *SHORT, correction, *truncation))
+    ahead = complete(async_run(tmp_path / "ahead", "grpo.async_grpo.max_trajectory_age_steps=0"))
     rows = [
         {name: value for name, value in row.items() if not name.startswith(OF_ASYNC)}
         for row in without_timing(ahead.metrics())
@@ -157,20 +149,7 @@ def test_without_age_it_is_the_run_that_samples_and_trains_in_turn(tmp_path: Pat
 @pytest.mark.slow
 def test_dynamic_sampling_two_engines_and_older_trajectories(straight: TrainingRun, tmp_path: Path) -> None:
     """With a kept cache; and early stopping after the validation of the third step, with prompts still under way."""
-    run = async_run(
-        tmp_path / "run",
-        "grpo.use_dynamic_sampling=true",
-        "grpo.batch_multiplier=1.5",
-        "grpo.async_grpo.max_trajectory_age_steps=3",
-        "grpo.async_grpo.recompute_kv_cache_after_weight_updates=false",
-        "generation.parallel.pipeline=1",
-        "generation.parallel.data=2",
-        "grpo.max_num_steps=100",
-        "grpo.early_stop.enabled=true",
-        "grpo.early_stop.threshold=0.01",
-        "grpo.val_at_start=false",
-    )
-    assert run.finish() == 0, run.log()
+    run = complete(async_run(tmp_path / "run", *OPTIONS["dynamic_sampling_two_engines_and_older_trajectories"]))
     run.assert_nothing_left()
     rows = run.metrics()
     assert len(rows) == 3
@@ -182,21 +161,14 @@ def test_dynamic_sampling_two_engines_and_older_trajectories(straight: TrainingR
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], OVERSAMPLED], ids=["in order", "oversampled"])
 def test_ppo_samples_ahead_too(options: Sequence[str], tmp_path: Path) -> None:
-    run = TrainingRun(
-        tmp_path / "run",
-        *(option.replace("grpo.", "ppo.", 1) for option in options),
-        "ppo.async_grpo.enabled=true",
-        "loss_fn.use_importance_sampling_correction=true",
-        "loss_fn.truncated_importance_sampling_type=tis",
-        "loss_fn.truncated_importance_sampling_ratio=2",
-        "ppo.max_num_steps=4",
-        "ppo.policy_training_start_step=1",
-        "ppo.num_prompts_per_step=64",
-        "ppo.val_period=0",
-        "ppo.max_val_samples=64",
-        recipe="quickstart_ppo",
+    run = complete(
+        TrainingRun(
+            tmp_path / "run",
+            *(option.replace("grpo.", "ppo.", 1) for option in options),
+            *OPTIONS["ppo_samples_ahead_too"],
+            recipe="quickstart_ppo",
+        )
     )
-    assert run.finish() == 0, run.log()
     rows = run.metrics()
     ages = [row["trajectory_age_max"] for row in rows]
     assert ages[0] == 0

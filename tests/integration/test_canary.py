@@ -1,7 +1,5 @@
 """Engines that received every message intact and hold something else all the same: what the canary finds, and names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace

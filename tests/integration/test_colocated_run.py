@@ -1,13 +1,16 @@
 """Whole runs whose engines share the devices of the models: the order of events changes, and no number does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.runs import SHORT, TrainingRun, read_jsonl, without_timing
+from tests.integration.whole_runs import kill_after, read_options
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = read_options("colocated_run")
 
 COLOCATED = "generation.placement=colocated"
 EVENTS = {"sleep", "wake", "offload", "onload"}
@@ -40,7 +43,6 @@ def finished(run: TrainingRun) -> TrainingRun:
     return run
 
 
-@pytest.mark.slow
 def test_a_run_that_was_apart_goes_on_in_turn_with_the_same_numbers(straight_run: TrainingRun, tmp_path: Path) -> None:
     resume = f"checkpointing.resume={straight_run.run_dir}/checkpoints/step_3"
     together = finished(TrainingRun(tmp_path / "run", *SHORT, COLOCATED, resume))
@@ -51,31 +53,16 @@ def test_a_run_that_was_apart_goes_on_in_turn_with_the_same_numbers(straight_run
     assert all(names >= EVENTS for names in phases(together))
 
 
-@pytest.mark.slow
 def test_killed_and_continued_in_turn_a_run_has_the_same_numbers(straight_run: TrainingRun, tmp_path: Path) -> None:
-    first = TrainingRun(tmp_path / "run", *SHORT, COLOCATED)
-    first.start()
-    first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_3").exists())
-    first.kill()
-    first.assert_nothing_left()
+    kill_after(TrainingRun(tmp_path / "run", *SHORT, COLOCATED), 3)
     second = finished(TrainingRun(tmp_path / "run", *SHORT, COLOCATED))
     assert "resumed after step 3" in second.log()
     same_numbers(second, straight_run)
 
 
-@pytest.mark.slow
 def test_a_value_model_shares_the_devices_too(tmp_path: Path) -> None:
     """PPO with a reference policy that moves, both models saved in the background."""
-    options = (
-        *(option.replace("grpo.", "ppo.") for option in SHORT),
-        "ppo.policy_training_start_step=1",
-        "ppo.num_prompts_per_step=64",
-        "ppo.skip_reference_policy_logprobs_calculation=false",
-        "loss_fn.reference_policy_kl_penalty=0.02",
-        "ppo.sync_ref_model=true",
-        "ppo.ref_model_sync_steps=2",
-        "checkpointing.async_save=true",
-    )
+    options = (*(option.replace("grpo.", "ppo.") for option in SHORT), *OPTIONS["a_value_model_shares_the_devices_too"])
     apart = finished(TrainingRun(tmp_path / "apart", *options, recipe="quickstart_ppo"))
     together = finished(TrainingRun(tmp_path / "together", *options, COLOCATED, recipe="quickstart_ppo"))
     same_numbers(together, apart)
@@ -89,7 +76,6 @@ def test_a_value_model_shares_the_devices_too(tmp_path: Path) -> None:
     assert numbers(finished(again)) == numbers(apart)[3:]
 
 
-@pytest.mark.slow
 def test_half_precision_optimizer_state_of_its_own_moves_too(tmp_path: Path) -> None:
     """With bfloat16 weights the optimizer has float32 copies, and two replicas each a part of its state."""
     options = (*SHORT, "policy.precision=bfloat16", "policy.parallel.pipeline=1", "policy.parallel.data=2")

@@ -1,7 +1,5 @@
 """Real runs on a bad day: checkpoints that are damaged, a machine that fails between learning and publishing."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,10 @@ from megatron_grpo.config.command_line import MISTAKE
 from megatron_grpo.config.schema import CheckpointingConfig
 from megatron_grpo.run.checkpoints import Checkpointer
 from tests.integration.runs import TrainingRun, without_timing
+from tests.integration.whole_runs import complete, read_options
 from tests.support.damage import delete, files_of, flip, truncate
+
+OPTIONS = read_options("damaged_checkpoint")
 
 pytestmark = pytest.mark.slow
 
@@ -27,27 +28,14 @@ def make_run(run_dir: Path, job_folder: Path) -> TrainingRun:
     job.write_text(
         yaml.safe_dump({"environment": {"name": "addition", "type": "reward_functions", "reward_funcs": [function]}})
     )
-    return TrainingRun(
-        run_dir,
-        f"job={job}",
-        f"grpo.max_num_steps={STEPS}",
-        "grpo.num_prompts_per_step=8",
-        "grpo.num_generations_per_prompt=8",
-        "grpo.val_at_start=false",
-        "grpo.val_at_end=false",
-        "checkpointing.save_period=1",
-        "checkpointing.keep_top_k=null",
-        "generation.engine_restarts=0",
-    )
+    return TrainingRun(run_dir, f"job={job}", f"grpo.max_num_steps={STEPS}", *OPTIONS["make_run"])
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     """Three steps without interruption, each with its checkpoint."""
     folder = tmp_path_factory.mktemp("straight")
-    run = make_run(folder / "run", folder)
-    assert run.finish() == 0, run.log()
-    return run
+    return complete(make_run(folder / "run", folder))
 
 
 def copy_of(run: TrainingRun, run_dir: Path, *steps: int) -> Path:
@@ -81,8 +69,7 @@ def test_a_run_goes_on_from_the_previous_checkpoint_as_if_nothing_had_happened(
     folder = copy_of(straight, tmp_path / "run", 1, 2)
     weights = next((folder / "step_2" / "megatron").glob("*.distcp"))
     flip(weights)
-    resumed = make_run(tmp_path / "run", tmp_path)
-    assert resumed.finish() == 0, resumed.log()
+    resumed = complete(make_run(tmp_path / "run", tmp_path))
     assert f"{weights} is damaged: its content is not what was written" in resumed.log()
     assert "step_2 is set aside as damaged_step_2" in resumed.log()
     assert "resumed after step 1" in resumed.log()
@@ -113,8 +100,7 @@ def test_a_step_whose_weights_could_not_be_published_is_not_lost(
     broken.assert_nothing_left()
     assert (tmp_path / "run" / "checkpoints" / "step_2").is_dir(), broken.log()
     monkeypatch.delenv("KILL_AFTER")
-    resumed = make_run(tmp_path / "run", tmp_path)
-    assert resumed.finish() == 0, resumed.log()
+    resumed = complete(make_run(tmp_path / "run", tmp_path))
     assert "resumed after step 2" in resumed.log()
     assert as_if_published(resumed.metrics()) == as_if_published(straight.metrics())
 

@@ -1,7 +1,5 @@
 """benchmarks/data_plane.py on a small step: the tokens of a step stay out of the driver."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

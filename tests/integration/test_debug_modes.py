@@ -1,7 +1,5 @@
 """Half runs for real: what trains on a recording is the recorded run to the last digit, and sampling needs no rank."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +10,9 @@ import pytest
 
 from megatron_grpo.batch.rollout_files import locate_rollouts_file
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
+from tests.integration.whole_runs import complete, kill_after, read_options
+
+OPTIONS = read_options("debug_modes")
 
 TINY = ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "grpo.val_period=0")
 ALONE = ("policy.parallel.pipeline=1", "generation.parallel.pipeline=1")
@@ -54,15 +55,12 @@ def assert_replayed(replayed: TrainingRun, recorded: TrainingRun) -> None:
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     """Three steps that any run would make."""
-    run = TrainingRun(tmp_path_factory.mktemp("recorded") / "run", *SHORT)
-    assert run.finish() == 0, run.log()
-    return run
+    return complete(TrainingRun(tmp_path_factory.mktemp("recorded") / "run", *SHORT))
 
 
 @pytest.mark.slow
 def test_training_on_a_recording_is_the_recorded_run(straight_run: TrainingRun) -> None:
-    run = replay(straight_run)
-    assert run.finish() == 0, run.log()
+    run = complete(replay(straight_run))
     run.assert_nothing_left()
     assert [row["step"] for row in run.metrics()] == [1, 2, 3, 4, 5, 6]
     assert all(row["optimizer_steps"] > 0 for row in run.metrics())
@@ -71,8 +69,9 @@ def test_training_on_a_recording_is_the_recorded_run(straight_run: TrainingRun) 
 
 @pytest.mark.slow
 def test_sampling_without_training(recorded: TrainingRun) -> None:
-    run = TrainingRun(recorded.run_dir.with_name("sampled"), *SHORT, "grpo.max_num_steps=2", "debug.train=false")
-    assert run.finish() == 0, run.log()
+    run = complete(
+        TrainingRun(recorded.run_dir.with_name("sampled"), *SHORT, "grpo.max_num_steps=2", "debug.train=false")
+    )
     run.assert_nothing_left()
     first, second = run.metrics()
     assert {row["optimizer_steps"] for row in (first, second)} == {0}
@@ -93,12 +92,10 @@ def test_sampling_without_training(recorded: TrainingRun) -> None:
 
 @pytest.mark.slow
 def test_what_was_sampled_without_training_can_be_trained_on(recorded: TrainingRun, tmp_path: Path) -> None:
-    sampled = TrainingRun(tmp_path / "sampled", *SHORT, "debug.train=false", "grpo.val_at_start=false")
-    assert sampled.finish() == 0, sampled.log()
+    sampled = complete(TrainingRun(tmp_path / "sampled", *SHORT, "debug.train=false", "grpo.val_at_start=false"))
     given = [one for one in sampled.overrides if one.startswith(("grpo.", "policy."))]
     source = f"debug.rollouts_from={sampled.run_dir / 'rollouts'}"
-    run = TrainingRun(tmp_path / "trained", *given, source, "data.val_path=null", "checkpointing=none")
-    assert run.finish() == 0, run.log()
+    run = complete(TrainingRun(tmp_path / "trained", *given, source, "data.val_path=null", "checkpointing=none"))
     ours, theirs = run.metrics(), sampled.metrics()
     assert [row["reward"] for row in ours] == [row["reward"] for row in theirs]
     assert learnt(run)[0] == learnt(recorded)[0], "the first step is on policy"
@@ -112,13 +109,11 @@ def test_a_run_goes_on_where_its_recording_ends(recorded: TrainingRun, tmp_path:
     for step in (1, 2):
         locate_rollouts_file(first_two, step).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(locate_rollouts_file(recorded.run_dir, step), locate_rollouts_file(first_two, step))
-    begun = replay(recorded, f"debug.rollouts_from={first_two}", name="continued")
-    assert begun.finish() == 0, begun.log()
+    begun = complete(replay(recorded, f"debug.rollouts_from={first_two}", name="continued"))
     assert f"the recording is used up: {first_two} ends with step 2" in begun.log()
     assert json.loads((begun.run_dir / "summary.json").read_text())["outcome"] == "data_used_up"
     assert learnt(begun) == learnt(recorded)[:2]
-    run = TrainingRun(begun.run_dir, *SHORT)
-    assert run.finish() == 0, run.log()
+    run = complete(TrainingRun(begun.run_dir, *SHORT))
     assert "resumed after step 2" in run.log()
     assert learnt(run) == learnt(recorded)
     assert run.rollouts(3) == recorded.rollouts(3)
@@ -126,61 +121,26 @@ def test_a_run_goes_on_where_its_recording_ends(recorded: TrainingRun, tmp_path:
 
 @pytest.mark.slow
 def test_a_replay_that_was_killed_resumes(recorded: TrainingRun) -> None:
-    first = replay(recorded, "checkpointing.save_period=1", name="killed")
-    first.start()
-    first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_1").exists())
-    first.kill()
-    first.assert_nothing_left()
-    second = replay(recorded, "checkpointing.save_period=1", name="killed")
-    assert second.finish() == 0, second.log()
+    kill_after(replay(recorded, "checkpointing.save_period=1", name="killed"), 1)
+    second = complete(replay(recorded, "checkpointing.save_period=1", name="killed"))
     assert_replayed(second, recorded)
 
 
 @pytest.mark.slow
 def test_dynamic_sampling_and_every_option_of_a_step(tmp_path: Path) -> None:
     """Groups that were dropped, several optimizer steps, a reference that moves, rewards scaled and shaped."""
-    options = (
-        "grpo.use_dynamic_sampling=true",
-        "grpo.batch_multiplier=1.5",
-        "grpo.overlong_filtering=true",
-        "grpo.reward_scaling.enabled=true",
-        "grpo.reward_scaling.target_min=-1",
-        "grpo.reward_shaping.enabled=true",
-        "grpo.reward_shaping.stop_properly_penalty_coef=0.5",
-        "grpo.seq_logprob_error_threshold=1.5",
-        "grpo.num_iterations=2",
-        "grpo.sync_ref_model=true",
-        "grpo.ref_model_sync_steps=1",
-        "loss_fn.reference_policy_kl_penalty=0.1",
-        "loss_fn.use_importance_sampling_correction=true",
-        "policy.train_global_batch_samples=16",
-        "policy.parallel.data=2",
-        "grpo.val_at_start=false",
-        "grpo.val_at_end=false",
-    )
-    first = TrainingRun(tmp_path / "run", *SHORT, *options)
-    assert first.finish() == 0, first.log()
+    options = OPTIONS["dynamic_sampling_and_every_option_of_a_step"]
+    first = complete(TrainingRun(tmp_path / "run", *SHORT, *options))
     assert sum(row["dynamic_sampling_groups_without_signal"] for row in first.metrics()) > 0
-    second = replay(first)
-    assert second.finish() == 0, second.log()
+    second = complete(replay(first))
     assert_replayed(second, first)
 
 
 @pytest.mark.slow
 def test_ppo_trains_on_a_recording_too(tmp_path: Path) -> None:
-    sizes = (
-        "ppo.max_num_steps=3",
-        "ppo.policy_training_start_step=1",
-        "ppo.num_prompts_per_step=32",
-        "ppo.val_period=0",
-        "ppo.val_at_start=false",
-        "ppo.val_at_end=false",
-        "checkpointing=none",
-    )
-    first = TrainingRun(tmp_path / "run", *sizes, recipe="quickstart_ppo")
-    assert first.finish() == 0, first.log()
-    second = replay(first)
-    assert second.finish() == 0, second.log()
+    sizes = OPTIONS["ppo_trains_on_a_recording_too"]
+    first = complete(TrainingRun(tmp_path / "run", *sizes, recipe="quickstart_ppo"))
+    second = complete(replay(first))
     assert [row["optimizer_steps"] for row in second.metrics()] == [0, 1, 1]
     assert all(np.isfinite(row["value_loss"]) for row in second.metrics())
     assert_replayed(second, first)
@@ -189,11 +149,9 @@ def test_ppo_trains_on_a_recording_too(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_recording_of_an_asynchronous_run_teaches_the_same(tmp_path: Path) -> None:
     """Samples of older weights, and of several in one response, step by step as that run took them."""
-    first = TrainingRun(tmp_path / "run", *SHORT, recipe="quickstart_async")
-    assert first.finish() == 0, first.log()
+    first = complete(TrainingRun(tmp_path / "run", *SHORT, recipe="quickstart_async"))
     assert any(row["trajectory_age"] > 0 for row in first.metrics()), first.metrics()
-    second = replay(first, "grpo.async_grpo.enabled=false")
-    assert second.finish() == 0, second.log()
+    second = complete(replay(first, "grpo.async_grpo.enabled=false"))
     ours, theirs = learnt(second), learnt(first)
     assert len(ours) == len(theirs) == 3
     for our, their in zip(ours, theirs, strict=True):
@@ -204,8 +162,7 @@ def test_the_recording_of_an_asynchronous_run_teaches_the_same(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_another_loss_on_the_same_rollouts(recorded: TrainingRun) -> None:
-    run = replay(recorded, "checkpointing=none", "loss_fn.token_level_loss=false", name="other_loss")
-    assert run.finish() == 0, run.log()
+    run = complete(replay(recorded, "checkpointing=none", "loss_fn.token_level_loss=false", name="other_loss"))
     ours, theirs = learnt(run), learnt(recorded)
     assert [row["reward"] for row in ours] == [row["reward"] for row in theirs]
     assert ours[1]["grad_norm"] != theirs[1]["grad_norm"]

@@ -1,24 +1,18 @@
 """Whole runs of distillation: learning from a teacher, other forms of it, and a resume to the last digit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from tests.integration.runs import TrainingRun, without_timing
-from tests.support.documented import undocumented
+from tests.integration.whole_runs import complete, kill_after, read_options
+from tests.support.documents import undocumented
+
+OPTIONS = read_options("distillation_run")
 
 pytestmark = pytest.mark.slow
 
-SHORT = (
-    "grpo.max_num_steps=12",
-    "grpo.num_prompts_per_step=32",
-    "grpo.val_period=0",
-    "grpo.max_val_samples=64",
-    "checkpointing.save_period=2",
-    "checkpointing.keep_top_k=null",
-)
+SHORT = OPTIONS["short"]
 
 
 def distillation_run(run_dir: Path, *overrides: str) -> TrainingRun:
@@ -28,8 +22,7 @@ def distillation_run(run_dir: Path, *overrides: str) -> TrainingRun:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     """Twelve steps without interruption, with a teacher in a layout of its own."""
-    run = distillation_run(tmp_path_factory.mktemp("distillation") / "run", "teacher.parallel.data=2")
-    assert run.finish() == 0, run.log()
+    run = complete(distillation_run(tmp_path_factory.mktemp("distillation") / "run", "teacher.parallel.data=2"))
     run.assert_nothing_left()
     return run
 
@@ -43,37 +36,22 @@ def test_the_policy_follows_its_teacher(straight: TrainingRun) -> None:
 
 
 def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight: TrainingRun, tmp_path: Path) -> None:
-    first = distillation_run(tmp_path / "run", "teacher.parallel.data=2")
-    first.start()
-    first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_2").exists())
-    first.kill()
-    first.assert_nothing_left()
-    second = distillation_run(tmp_path / "run", "teacher.parallel.data=2")
-    assert second.finish() == 0, second.log()
+    kill_after(distillation_run(tmp_path / "run", "teacher.parallel.data=2"), 2)
+    second = complete(distillation_run(tmp_path / "run", "teacher.parallel.data=2"))
     assert "resumed after step 2" in second.log()
     assert without_timing(second.metrics()) == without_timing(straight.metrics())
     assert second.rollouts(12) == straight.rollouts(12)
 
 
 def test_all_tokens_as_the_likeliest_change_nothing(straight: TrainingRun, tmp_path: Path) -> None:
-    run = distillation_run(tmp_path / "run", "teacher.parallel.tensor=2", "distillation.topk_logits_k=16")
-    assert run.finish() == 0, run.log()
+    run = complete(distillation_run(tmp_path / "run", "teacher.parallel.tensor=2", "distillation.topk_logits_k=16"))
     first, expected = run.metrics()[0], straight.metrics()[0]
     assert first["teacher_divergence"] == pytest.approx(expected["teacher_divergence"], rel=1e-5)
     assert first["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
 def test_asynchronous_on_shared_devices_without_rewards(tmp_path: Path) -> None:
-    run = distillation_run(
-        tmp_path / "run",
-        "grpo.async_grpo.enabled=true",
-        "generation.placement=colocated",
-        "env.addition.type=unscored",
-        "distillation.topk_logits_k=4",
-        "checkpointing.metric_name=teacher_divergence",
-        "checkpointing.higher_is_better=false",
-    )
-    assert run.finish() == 0, run.log()
+    run = complete(distillation_run(tmp_path / "run", *OPTIONS["asynchronous_on_shared_devices_without_rewards"]))
     rows = run.metrics()
     assert "reward" not in rows[0]
     assert rows[-1]["teacher_divergence"] < rows[0]["teacher_divergence"]
@@ -81,14 +59,5 @@ def test_asynchronous_on_shared_devices_without_rewards(tmp_path: Path) -> None:
 
 
 def test_beside_rewards_with_a_teacher_for_each_task(tmp_path: Path) -> None:
-    run = distillation_run(
-        tmp_path / "run",
-        "loss_fn.policy_loss_weight=0.5",
-        "loss_fn.kl_type=jensen_shannon",
-        "loss_fn.reference_policy_kl_penalty=0",
-        "grpo.num_generations_per_prompt=4",
-        "teacher.model.path=null",
-        "+teachers.addition.model.path=${prepare.folder}/teacher",
-    )
-    assert run.finish() == 0, run.log()
+    run = complete(distillation_run(tmp_path / "run", *OPTIONS["beside_rewards_with_a_teacher_for_each_task"]))
     assert all("policy_loss" in row for row in run.metrics())

@@ -3,8 +3,6 @@
 One engine with one set of weights is enough for many defects: each run below says something else of these weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

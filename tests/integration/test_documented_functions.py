@@ -1,7 +1,5 @@
 """The script of docs/python.md that calls the functions of a run itself, as it stands there, for each algorithm."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

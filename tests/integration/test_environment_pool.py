@@ -1,7 +1,5 @@
 """Environments in Ray actors: started, shared out, and what their processes answer."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -16,8 +14,7 @@ import pytest
 import ray
 
 from megatron_grpo.cluster.cleanup import is_alive
-from megatron_grpo.cluster.ray_cluster import RayCluster
-from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig
+from megatron_grpo.config.schema import EnvironmentConfig
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ScoreOrError
 from megatron_grpo.environments.environment_processes import EnvironmentHandle, EnvironmentPool, build_environments
@@ -25,14 +22,9 @@ from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings
 from megatron_grpo.rollouts.clock import RolloutClock
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
+from tests.integration.test_rollout_pool import cluster
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    cluster = RayCluster(ClusterConfig())
-    cluster.start()
-    yield
-    cluster.shutdown()
+__all__ = ["cluster"]  # a fixture of every test here
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """Runs with environments of several turns: one of the user's own under the launcher, the calculator, two at a time."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -11,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import TrainingRun, read_jsonl
+from tests.integration.whole_runs import complete, read_options
+
+OPTIONS = read_options("environment_recipes")
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "environments.md"
@@ -26,16 +27,7 @@ def test_an_environment_of_the_working_folder_runs_under_the_launcher(tmp_path: 
     overrides = (
         "+exp=quickstart",
         "~env.addition",
-        "+env.guessing.type=guessing:GuessingEnvironment",
-        "data.task_name=guessing",
-        "data.answer_key=null",
-        "data.train_path=rows.jsonl",
-        "data.val_path=null",
-        "checkpointing=none",
-        "grpo.max_rollout_turns=3",
-        "grpo.max_num_steps=1",
-        "grpo.num_prompts_per_step=8",
-        "generation.stop_token_ids=[1,2,3,4]",
+        *OPTIONS["an_environment_of_the_working_folder_runs_under_the_launcher"],
     )
     environment = {**os.environ, "PYTHON": sys.executable, "RUN_DIR": str(tmp_path / "run"), "PYTHONPATH": str(ROOT)}
     command = [str(ROOT / "launchers" / "local.sh"), *overrides]
@@ -48,8 +40,7 @@ def test_an_environment_of_the_working_folder_runs_under_the_launcher(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_a_model_learns_to_call_a_calculator(tmp_path: Path) -> None:
-    run = TrainingRun(tmp_path / "run", recipe="quickstart_tools")
-    assert run.finish(timeout_s=2000) == 0, run.log()
+    run = complete(TrainingRun(tmp_path / "run", recipe="quickstart_tools"), 2000)
     validations = read_jsonl(run.run_dir / "validation.jsonl")
     assert validations[0]["val_accuracy"] <= 0.3
     assert validations[-1]["val_accuracy"] >= 0.8
@@ -59,8 +50,7 @@ def test_a_model_learns_to_call_a_calculator(tmp_path: Path) -> None:
 @pytest.mark.timeout(2400)
 def test_a_model_learns_a_task_of_reasoning_gym(tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym", reason="the extra reasoning_gym is not installed")
-    run = TrainingRun(tmp_path / "run", recipe="quickstart_reasoning_gym")
-    assert run.finish(timeout_s=2000) == 0, run.log()
+    run = complete(TrainingRun(tmp_path / "run", recipe="quickstart_reasoning_gym"), 2000)
     validations = read_jsonl(run.run_dir / "validation.jsonl")
     assert validations[0]["val_accuracy"] <= 0.5
     assert validations[-1]["val_accuracy"] >= 0.6
@@ -69,8 +59,7 @@ def test_a_model_learns_a_task_of_reasoning_gym(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_one_run_improves_two_tasks(tmp_path: Path) -> None:
-    run = TrainingRun(tmp_path / "run", recipe="quickstart_two_tasks")
-    assert run.finish(timeout_s=2000) == 0, run.log()
+    run = complete(TrainingRun(tmp_path / "run", recipe="quickstart_two_tasks"), 2000)
     first, *_, last = read_jsonl(run.run_dir / "validation.jsonl")
     for task in ("addition", "countdown"):
         assert last[f"val_task_accuracy/{task}"] > first[f"val_task_accuracy/{task}"] + 0.05

@@ -1,7 +1,5 @@
 """Evaluation of a real checkpoint: what validation found, found again from the exported weights; and compared."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

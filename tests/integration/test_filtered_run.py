@@ -1,7 +1,5 @@
 """Runs whose sampling filters tokens: trainer and engine agree, with asynchronous sampling and with several options."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -9,17 +7,14 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import TrainingRun
-from tests.support.documented import undocumented
+from tests.integration.whole_runs import read_options
+from tests.support.documents import undocumented
 
-SHORT = (
-    "grpo.max_num_steps=3",
-    "grpo.val_period=0",
-    "grpo.val_at_start=false",
-    "grpo.val_at_end=false",
-    "checkpointing.enabled=false",
-    "grpo.num_prompts_per_step=16",
-    "generation.parallel.pipeline=1",
-)
+pytestmark = pytest.mark.slow
+
+OPTIONS = read_options("filtered_run")
+
+SHORT = OPTIONS["short"]
 FILTERS = ("generation.top_p=0.9", "generation.top_k=20")
 
 
@@ -31,7 +26,6 @@ def finished(run: TrainingRun) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.slow
 def test_an_asynchronous_run_filters(tmp_path: Path) -> None:
     """In the first step sampler and trainer have equal weights: their log-probabilities agree, kept token by token."""
     options = ("policy.parallel.tensor=2", "policy.parallel.pipeline=1", "generation.temperature=1.5")
@@ -42,23 +36,9 @@ def test_an_asynchronous_run_filters(tmp_path: Path) -> None:
     assert undocumented(name for name in rows[0] if name not in ("step", "timing", "throughput")) == set()
 
 
-@pytest.mark.slow
 def test_filters_beside_what_compares_and_a_reference(tmp_path: Path) -> None:
     """With min-p, a KL in the reward, the pass before the step, a threshold for responses, and a replay of the step."""
-    options = (
-        "generation.min_p=0.02",
-        "policy.parallel.pipeline=2",
-        "grpo.num_iterations=2",
-        "grpo.normalize_rewards=false",
-        "grpo.seq_logprob_error_threshold=1.5",
-        "loss_fn.use_kl_in_reward=true",
-        "loss_fn.reference_policy_kl_penalty=0.01",
-        "loss_fn.reference_policy_kl_type=k1",
-        "loss_fn.use_importance_sampling_correction=true",
-        "loss_fn.truncated_importance_sampling_type=icepop",
-        "loss_fn.truncated_importance_sampling_ratio=2",
-        "loss_fn.truncated_importance_sampling_ratio_min=0.5",
-    )
+    options = OPTIONS["filters_beside_what_compares_and_a_reference"]
     for row in finished(TrainingRun(tmp_path / "run", *SHORT, *FILTERS, *options)):
         assert row["token_mult_prob_error"] < 1.001
         assert row["max_seq_mult_prob_error"] < 1.01

@@ -1,7 +1,5 @@
 """Sampling with vLLM, pipeline-parallel on a CPU, against transformers; repeatable, and gone when its driver is."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal
@@ -34,6 +32,7 @@ from tests.integration.vllm_helpers import (
     request,
     start_ray,
 )
+from tests.support.programs import read_programs
 
 PROMPT = [2, 5, 9, 4]
 
@@ -243,18 +242,7 @@ def test_a_killed_process_is_one_clear_error(generation: VllmGeneration) -> None
     assert time.monotonic() - began < 20
 
 
-LATE_CONNECTION = """
-import threading, time
-
-run = threading.Thread.run
-
-def late(self):
-    if getattr(self._target, "__name__", "") == "process_output_sockets":
-        time.sleep(3)
-    run(self)
-
-threading.Thread.run = late
-"""
+LATE_CONNECTION = read_programs("generation")["late_connection"]
 """A module for Python's start that delays the thread in which vLLM's engine core connects to the actor to answer it."""
 
 

@@ -1,7 +1,5 @@
 """gpu-check without a GPU: all of it, to its end; and on a machine with little more than torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -13,25 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.programs import read_programs
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(3600),
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to check"),
 ]
-LITTLE = """
-import sys
-from importlib.machinery import PathFinder
-
-class Little(PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        absent = name.partition(".")[0] in {names}
-        return None if absent else super().find_spec(name, path, target)
-
-kept = [one for one in sys.meta_path if "editable" not in str(one)]
-sys.meta_path[:] = [Little if one is PathFinder else one for one in kept]
-"""
+LITTLE = read_programs("gpu_check")["little"]
 """A `sitecustomize` module: these packages are absent, and so is this one but for the checkout's folder."""
 
 

@@ -1,7 +1,5 @@
 """A process of a run is stopped: the run ends within its deadline, names process and phase, and leaves nobody."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

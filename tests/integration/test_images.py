@@ -5,8 +5,6 @@ with a copy of the Python that runs this test. So the images of python.org and N
 NVIDIA's base, the driver's mounts, pyxis and enroot are not shown.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Whole runs with the options of the loop: exact across a resume, and bad rewards that stop the run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -9,35 +7,20 @@ import pytest
 import yaml
 
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
-from tests.support.documented import undocumented
+from tests.integration.whole_runs import complete, read_options
+from tests.support.documents import undocumented
 from tests.support.grpo_parameters import GRPO_PARAMETERS, WITHOUT_CORRECTION
+
+OPTIONS = read_options("loop_options")
 
 pytestmark = pytest.mark.slow
 
-EVERYTHING = (
-    "grpo.max_num_steps=4",
-    "grpo.val_period=2",
-    "grpo.max_val_samples=64",
-    "grpo.num_prompts_per_step=16",
-    "checkpointing.save_period=2",
-    "checkpointing.keep_top_k=null",
-    "grpo.use_dynamic_sampling=true",
-    "grpo.batch_multiplier=1.25",
-    "policy.train_global_batch_samples=64",
-    "grpo.num_iterations=2",
-    "grpo.seq_logprob_error_threshold=1.1",
-    "loss_fn.reference_policy_kl_penalty=0.02",
-    "grpo.sync_ref_model=true",
-    "grpo.ref_model_sync_steps=1",
-    "grpo.early_stop.enabled=true",
-    "grpo.early_stop.threshold=0.99",
-)
+EVERYTHING = OPTIONS["everything"]
 
 
 def test_every_option_of_the_loop_continues_exactly(tmp_path: Path) -> None:
     """Dynamic sampling, four optimizer steps a step, a moving reference: steps 3 and 4 after a restart are the same."""
-    straight = TrainingRun(tmp_path / "straight", *EVERYTHING)
-    assert straight.finish() == 0, straight.log()
+    straight = complete(TrainingRun(tmp_path / "straight", *EVERYTHING))
     rows = straight.metrics()
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     for row in rows:
@@ -53,10 +36,9 @@ def test_every_option_of_the_loop_continues_exactly(tmp_path: Path) -> None:
     assert [row["learning_rate"] for row in rows[:2]] == pytest.approx([4e-4, 8e-4]), "warm-up counts optimizer steps"
     assert "reference.decoder" in str(list_keys(straight.run_dir / "checkpoints" / "step_2"))
 
-    resumed = TrainingRun(
-        tmp_path / "resumed", *EVERYTHING, f"checkpointing.resume={straight.run_dir}/checkpoints/step_2"
+    resumed = complete(
+        TrainingRun(tmp_path / "resumed", *EVERYTHING, f"checkpointing.resume={straight.run_dir}/checkpoints/step_2")
     )
-    assert resumed.finish() == 0, resumed.log()
     assert without_timing(resumed.metrics()) == without_timing(rows[2:])
     assert resumed.rollouts(4) == straight.rollouts(4)
 
@@ -64,8 +46,7 @@ def test_every_option_of_the_loop_continues_exactly(tmp_path: Path) -> None:
 def test_a_run_that_is_good_enough_ends_early_and_is_saved(tmp_path: Path) -> None:
     limits = ("grpo.max_num_steps=6", "grpo.num_prompts_per_step=8", "grpo.val_period=2", "grpo.max_val_samples=32")
     stop = ("grpo.early_stop.enabled=true", "grpo.early_stop.threshold=0.01", "grpo.val_at_start=false")
-    run = TrainingRun(tmp_path / "run", *limits, *stop)
-    assert run.finish() == 0, run.log()
+    run = complete(TrainingRun(tmp_path / "run", *limits, *stop))
     assert [row["step"] for row in run.metrics()] == [1, 2]
     assert "training ends after step 2" in run.log()
     state = json.loads((run.run_dir / "checkpoints" / "step_2" / "state.json").read_text())
@@ -78,8 +59,7 @@ def test_a_run_ends_with_its_data(tmp_path: Path) -> None:
     data = tmp_path / "sixteen.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     limits = ("grpo.max_num_steps=9", "grpo.max_num_epochs=2", "grpo.num_prompts_per_step=8", "grpo.val_at_end=false")
-    run = TrainingRun(tmp_path / "run", *limits, f"data.train_path={data}", "grpo.val_at_start=false")
-    assert run.finish() == 0, run.log()
+    run = complete(TrainingRun(tmp_path / "run", *limits, f"data.train_path={data}", "grpo.val_at_start=false"))
     assert [row["step"] for row in run.metrics()] == [1, 2, 3, 4]
     assert "the data is used up: 2 epoch(s)" in run.log()
     first, second = (
@@ -95,15 +75,12 @@ def test_what_dynamic_sampling_has_when_the_data_ends_is_there_when_the_run_goes
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sampling = ("grpo.use_dynamic_sampling=true", "grpo.num_prompts_per_step=10", "grpo.num_generations_per_prompt=16")
     limits = (f"data.train_path={data}", "grpo.max_num_steps=1", "grpo.val_at_start=false", "grpo.val_at_end=false")
-    straight = TrainingRun(tmp_path / "straight", *sampling, *limits, "grpo.max_num_epochs=9")
-    assert straight.finish() == 0, straight.log()
-    first = TrainingRun(tmp_path / "run", *sampling, *limits, "grpo.max_num_epochs=1")
-    assert first.finish() == 0, first.log()
+    straight = complete(TrainingRun(tmp_path / "straight", *sampling, *limits, "grpo.max_num_epochs=9"))
+    first = complete(TrainingRun(tmp_path / "run", *sampling, *limits, "grpo.max_num_epochs=1"))
     assert first.metrics() == []
     state = json.loads((first.run_dir / "checkpoints" / "step_0" / "state.json").read_text())
     assert 0 < len(state["batch_cache"]) < 10
-    second = TrainingRun(tmp_path / "run", *sampling, *limits, "grpo.max_num_epochs=9")
-    assert second.finish() == 0, second.log()
+    second = complete(TrainingRun(tmp_path / "run", *sampling, *limits, "grpo.max_num_epochs=9"))
     waited = {row["prompt_idx"] for group in state["batch_cache"] for row in group}
     trained = second.rollouts(1)
     assert waited <= {row["prompt_idx"] for row in trained}
@@ -129,15 +106,13 @@ def test_a_reward_function_that_breaks_costs_no_step(tmp_path: Path) -> None:
         job.write_text(yaml.safe_dump({"environment": environment}))
         return TrainingRun(tmp_path / folder, f"job={job}", *limits)
 
-    straight = run_with("example_rewards.right", "straight")
-    assert straight.finish() == 0, straight.log()
+    straight = complete(run_with("example_rewards.right", "straight"))
     broken = run_with("bad_rewards.right_unless_broken", "run")
     assert broken.finish() == 1, broken.log()
     assert "rollouts failed, more than rollouts.max_failed_fraction=0.1 allows: " in broken.log()
     assert "environment sums: tests.integration.bad_rewards.right_unless_broken raised KeyError" in broken.log()
     assert [row["step"] for row in broken.metrics()] == [1, 2]
-    repaired = run_with("example_rewards.right", "run")
-    assert repaired.finish() == 0, repaired.log()
+    repaired = complete(run_with("example_rewards.right", "run"))
     assert "resumed after step 2" in repaired.log()
     renamed = {"reward/right_unless_broken", "reward_std/right_unless_broken", "reward/right", "reward_std/right"}
     after, expected = (
@@ -153,8 +128,7 @@ def test_responses_that_nothing_scores_are_left_out(tmp_path: Path) -> None:
     function = "tests.integration.example_rewards.right_if_even"
     environment = {"name": "addition", "type": "reward_functions", "reward_funcs": [function]}
     job.write_text(yaml.safe_dump({"environment": environment, "num_prompts_per_step": 32}))
-    run = TrainingRun(tmp_path / "run", f"job={job}", "grpo.max_num_steps=3", "grpo.val_at_start=false")
-    assert run.finish() == 0, run.log()
+    run = complete(TrainingRun(tmp_path / "run", f"job={job}", "grpo.max_num_steps=3", "grpo.val_at_start=false"))
     assert run.log().count("no reward function gave a reward for") == 1
     for row in run.metrics():
         assert 0.2 < row["unscored_rate"] < 0.8
@@ -175,8 +149,7 @@ def list_keys(checkpoint: Path) -> list[str]:
 def test_a_job_with_every_field_runs(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(yaml.safe_dump({"environment": "addition", **WITHOUT_CORRECTION}))
-    run = TrainingRun(tmp_path / "run", f"job={job}", "grpo.max_num_steps=2", "grpo.val_at_start=false")
-    assert run.finish() == 0, run.log()
+    run = complete(TrainingRun(tmp_path / "run", f"job={job}", "grpo.max_num_steps=2", "grpo.val_at_start=false"))
     for row in run.metrics():
         assert row["grad_norm"] > 0
         assert row["kl_penalty"] >= 0

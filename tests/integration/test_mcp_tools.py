@@ -1,7 +1,5 @@
 """Tools of real MCP servers, over standard input and output and over HTTP, in the environment that calls tools."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess
@@ -70,10 +68,7 @@ def test_a_server_that_a_call_ends_is_started_again(tools: McpTools) -> None:
 @pytest.mark.parametrize(
     ("servers", "text"),
     [
-        (
-            {"one": {"command": STDIO, "allow": ["multply"]}},
-            "one has no tool multply; it has multiply, repeat",
-        ),
+        ({"one": {"command": STDIO, "allow": ["multply"]}}, "one has no tool multply; it has multiply, repeat"),
         ({"one": {"command": STDIO}, "two": {"command": STDIO}}, "MCP servers one and two both have a tool multiply"),
         ({"one": {"command": ["no-such-program"]}}, r"MCP server one \(no-such-program\): FileNotFoundError"),
         ({"one": {"url": "http://127.0.0.1:9/mcp"}}, "MCP server one .http://127.0.0.1:9/mcp.: "),

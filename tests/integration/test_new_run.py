@@ -1,7 +1,5 @@
 """A short run of the folder that python -m megatron_grpo.new writes, started from two working folders."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

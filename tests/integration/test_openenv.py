@@ -1,7 +1,5 @@
 """Episodes of a real OpenEnv server on loopback: turns, rewards, sessions, failures."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,29 +1,18 @@
 """Whole PPO runs: what they report, and resuming both models to the last digit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from tests.integration.runs import TrainingRun, without_timing
-from tests.support.documented import undocumented
+from tests.integration.whole_runs import complete, kill_after, read_options
+from tests.support.documents import undocumented
+
+OPTIONS = read_options("ppo_run")
 
 pytestmark = pytest.mark.slow
 
-SHORT = (
-    "ppo.max_num_steps=4",
-    "ppo.policy_training_start_step=1",
-    "ppo.num_prompts_per_step=64",
-    "ppo.ppo_epochs=2",
-    "ppo.val_period=0",
-    "ppo.max_val_samples=64",
-    "value.parallel.tensor=2",
-    "value.parallel.sequence=true",
-    "value.train_global_batch_samples=32",
-    "checkpointing.save_period=2",
-    "checkpointing.keep_top_k=null",
-)
+SHORT = OPTIONS["short"]
 
 
 def ppo_run(run_dir: Path, *overrides: str) -> TrainingRun:
@@ -33,8 +22,7 @@ def ppo_run(run_dir: Path, *overrides: str) -> TrainingRun:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     """Four steps without interruption."""
-    run = ppo_run(tmp_path_factory.mktemp("ppo") / "run")
-    assert run.finish() == 0, run.log()
+    run = complete(ppo_run(tmp_path_factory.mktemp("ppo") / "run"))
     run.assert_nothing_left()
     return run
 
@@ -50,13 +38,8 @@ def test_the_value_model_learns_first_and_then_the_policy(straight: TrainingRun)
 
 
 def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight: TrainingRun, tmp_path: Path) -> None:
-    first = ppo_run(tmp_path / "run")
-    first.start()
-    first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_2").exists())
-    first.kill()
-    first.assert_nothing_left()
-    second = ppo_run(tmp_path / "run")
-    assert second.finish() == 0, second.log()
+    kill_after(ppo_run(tmp_path / "run"), 2)
+    second = complete(ppo_run(tmp_path / "run"))
     assert "resumed after step 2" in second.log()
     assert without_timing(second.metrics()) == without_timing(straight.metrics())
     assert second.rollouts(4) == straight.rollouts(4)
@@ -64,24 +47,7 @@ def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight: T
 
 def test_the_options_of_the_loop_are_those_of_grpo(tmp_path: Path) -> None:
     """Dynamic sampling, rewards scaled and shaped, truncated responses filtered, a moving reference: with a critic."""
-    run = ppo_run(
-        tmp_path / "run",
-        "ppo.num_prompts_per_step=16",
-        "ppo.num_generations_per_prompt=4",
-        "ppo.use_dynamic_sampling=true",
-        "ppo.batch_multiplier=1.5",
-        "ppo.overlong_filtering=true",
-        "ppo.reward_scaling.enabled=true",
-        "ppo.reward_scaling.target_min=-1",
-        "ppo.reward_shaping.enabled=true",
-        "ppo.reward_shaping.stop_properly_penalty_coef=0.5",
-        "ppo.seq_logprob_error_threshold=1.1",
-        "loss_fn.reference_policy_kl_penalty=0.02",
-        "ppo.skip_reference_policy_logprobs_calculation=false",
-        "ppo.sync_ref_model=true",
-        "ppo.ref_model_sync_steps=2",
-    )
-    assert run.finish() == 0, run.log()
+    run = complete(ppo_run(tmp_path / "run", *OPTIONS["the_options_of_the_loop_are_those_of_grpo"]))
     for row in run.metrics():
         assert row["groups_without_signal"] == 0
         assert row["dynamic_sampling_gen_batches"] >= 1
@@ -93,10 +59,9 @@ def test_the_options_of_the_loop_are_those_of_grpo(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_grpo_is_refused(straight: TrainingRun, tmp_path: Path) -> None:
-    grpo = TrainingRun(
-        tmp_path / "grpo", "grpo.max_num_steps=1", "grpo.num_prompts_per_step=8", "grpo.val_at_end=false"
+    grpo = complete(
+        TrainingRun(tmp_path / "grpo", "grpo.max_num_steps=1", "grpo.num_prompts_per_step=8", "grpo.val_at_end=false")
     )
-    assert grpo.finish() == 0, grpo.log()
     run = ppo_run(tmp_path / "run", f"checkpointing.resume={grpo.run_dir}/checkpoints/step_1")
     assert run.finish() == 2
     assert "is not a checkpoint of PPO: it has no value model" in run.log()

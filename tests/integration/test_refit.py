@@ -1,7 +1,5 @@
 """Weights from Megatron ranks into vLLM engines of every layout, against transformers; and what happens on failure."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,10 +70,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tup
         policy.shutdown()
 
 
-@pytest.fixture(
-    scope="module",
-    params=["tp1", "tp2", "pp2"],
-)
+@pytest.fixture(scope="module", params=["tp1", "tp2", "pp2"])
 def generation(request: pytest.FixtureRequest, base: Path) -> Iterator[VllmGeneration]:
     with engines(base, **ENGINE_LAYOUTS[request.param]) as started:
         yield started

@@ -1,7 +1,5 @@
 """Models with delta nets from Megatron ranks into a vLLM engine, which computes them in bfloat16 on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,12 +7,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    PretrainedConfig,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3NextConfig,
 )
 
 from megatron_grpo.batch.generation_requests import SamplingSettings
@@ -28,32 +22,11 @@ __all__ = ["ray_cluster"]  # a fixture of every test here
 
 TOLERANCE = 0.15
 """Of a log-probability, against transformers in float32, from which transformers in bfloat16 is up to 0.08 away."""
-_DELTA = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 32}  # no rounding chooses another
-
-
-def qwen3_5(**sizes: object) -> PretrainedConfig:
-    return Qwen3_5TextConfig(**sizes, **_DELTA)
-
-
-def qwen3_5_moe(**sizes: object) -> PretrainedConfig:
-    return Qwen3_5MoeTextConfig(**sizes, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=32)
-
-
-def qwen3_next(**sizes: object) -> PretrainedConfig:
-    sizes |= {"tie_word_embeddings": False}
-    return Qwen3NextConfig(**sizes, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=32, mlp_only_layers=[1])
 
 
 def make_vision_model(path: Path, seed: int) -> Path:
     """A model that also sees images, with the text part of `qwen3_5` and its tokenizer."""
-    make_model(path, seed, qwen3_5)
+    make_model(path, seed, "qwen3_5")
     text = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
     vision |= {"num_position_embeddings": 16, "patch_size": 4}
@@ -92,10 +65,10 @@ def compare(generation: VllmGeneration, oracle: Oracle) -> float:
 
 
 MAKERS: dict[str, Callable[[Path, int], Path]] = {
-    "qwen3_5": lambda path, seed: make_model(path, seed, qwen3_5),
+    "qwen3_5": lambda path, seed: make_model(path, seed, "qwen3_5"),
     "vision": make_vision_model,
-    "qwen3_5_moe": lambda path, seed: make_model(path, seed, qwen3_5_moe),
-    "qwen3_next": lambda path, seed: make_model(path, seed, qwen3_next),
+    "qwen3_5_moe": lambda path, seed: make_model(path, seed, "qwen3_5_moe"),
+    "qwen3_next": lambda path, seed: make_model(path, seed, "qwen3_next"),
 }
 
 

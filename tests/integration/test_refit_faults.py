@@ -1,7 +1,5 @@
 """Faults of real processes at every moment of a refit: it recovers, or one error says who and what, and in time."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -55,7 +53,7 @@ RESTART_S = 100.0
 """For a new engine, on a machine with other things to do."""
 RESTARTS = 50
 
-# With every `make test`, test_fault_matrix.py has these faults without engines; .ci/run has two cases of these.
+# With every `make test`, test_refit_damage.py has these faults without engines; .ci/run has two cases of these.
 pytestmark = pytest.mark.slow
 
 

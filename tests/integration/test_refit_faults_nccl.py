@@ -1,7 +1,5 @@
-"""Faults of whole engines over a group that fails as NCCL's does; tests/unit/weight_sync/test_fault_matrix.py has
+"""Faults of whole engines over a group that fails as NCCL's does; tests/unit/weight_sync/test_refit_damage.py has
 every fault at every moment without models."""
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace

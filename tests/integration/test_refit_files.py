@@ -1,7 +1,5 @@
 """Refits through a folder: the same bits as over links, and only what changed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.transport import make_transport
 from tests.integration.test_refit import ray_cluster, start_policy
-from tests.integration.test_reshard import CASES, FAMILIES, RARE, Case, answers
+from tests.integration.test_reshard import CASES, RARE, Case, answers
 from tests.integration.vllm_helpers import engines, make_model
 
 __all__ = ["ray_cluster"]  # a fixture of every test here
@@ -29,7 +27,7 @@ OTHERS = ("ep2_to_ep2", "latent_tp2_to_pp2")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES.values(), *(RARE[name] for name in OTHERS)], ids=[*CASES, *OTHERS])
 def test_the_engine_holds_the_same_bits_however_weights_come(case: Case, tmp_path: Path) -> None:
-    family = FAMILIES[case.family]
+    family = case.family
     base = make_model(tmp_path / "base", seed=0, family=family)
     policy = start_policy(make_model(tmp_path / "trained", seed=1, family=family), case.training)
     try:

@@ -1,7 +1,5 @@
 """Gemma-3 from Megatron ranks into a vLLM engine: windows, norms and rotary embeddings mean the same on both sides."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,15 +7,15 @@ import pytest
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.weight_sync.transport import make_transport
 from tests.integration.test_refit import REFIT, assert_serves, ray_cluster, start_policy
-from tests.integration.vllm_helpers import Oracle, engines, gemma3, make_model
+from tests.integration.vllm_helpers import Oracle, engines, make_model
 
 __all__ = ["ray_cluster"]  # a fixture of every test here
 
 
 @pytest.mark.slow
 def test_generation_equals_transformers_before_and_after_a_refit(tmp_path: Path) -> None:
-    base = make_model(tmp_path / "base", seed=0, family=gemma3)
-    trained = make_model(tmp_path / "trained", seed=1, family=gemma3)
+    base = make_model(tmp_path / "base", seed=0, family="gemma3")
+    trained = make_model(tmp_path / "trained", seed=1, family="gemma3")
     policy = start_policy(trained, ParallelConfig(tensor=2))
     try:
         with engines(base) as generation:

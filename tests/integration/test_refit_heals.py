@@ -1,7 +1,5 @@
 """Refits that are damaged on the way, over links and through a folder: refused, and healed by the next one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +26,8 @@ from tests.integration.test_refit_files import scale_a_norm
 from tests.integration.test_reshard import REFIT, after, answers
 from tests.integration.vllm_helpers import Oracle, engines, make_model
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["ray_cluster"]  # a fixture of every test here
 
 TENSORS = 2 * 11 + 1 + 1
@@ -48,7 +48,6 @@ def engine_and_policy(
     policy.shutdown()
 
 
-@pytest.mark.slow
 def test_a_flipped_bit_is_refused_and_the_next_refit_heals(engine_and_policy: Any, tmp_path: Path) -> None:
     generation, policy, oracle = engine_and_policy
     transport = make_transport(policy, generation, replace(REFIT, retries=0), tmp_path)
@@ -75,7 +74,6 @@ def test_a_flipped_bit_is_refused_and_the_next_refit_heals(engine_and_policy: An
     assert_serves(generation, oracle, version=14)
 
 
-@pytest.mark.slow
 def test_between_machines_the_same_bits_come_over_the_network(engine_and_policy: Any, tmp_path: Path) -> None:
     generation, policy, oracle = engine_and_policy
     transport = make_transport(policy, generation, replace(REFIT, shared_memory=False), tmp_path)
@@ -86,7 +84,6 @@ def test_between_machines_the_same_bits_come_over_the_network(engine_and_policy:
     assert np.array_equal(after("reshard", policy, generation, version=11), sent)
 
 
-@pytest.mark.slow
 def test_a_damaged_file_is_refused_and_the_next_refit_heals(engine_and_policy: Any, tmp_path: Path) -> None:
     generation, policy, oracle = engine_and_policy
     calls = RefitCalls(policy, generation)
@@ -112,7 +109,6 @@ def test_a_damaged_file_is_refused_and_the_next_refit_heals(engine_and_policy: A
     assert_serves(generation, oracle, version=5)
 
 
-@pytest.mark.slow
 def test_a_folder_that_engines_do_not_share_is_told_when_connecting(engine_and_policy: Any, tmp_path: Path) -> None:
     generation, policy, _ = engine_and_policy
     config = replace(FILES, directory=str(tmp_path / "shared"))

@@ -1,7 +1,5 @@
 """Mixtures of experts from Megatron ranks that share them into vLLM engines that share or split them."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A whole run on a released layout whose tokenizer class is not that of its tokenizer.json: every text is right."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -10,8 +8,11 @@ import pytest
 
 from tests.integration.released_rewards import NOTES
 from tests.integration.runs import TrainingRun
+from tests.integration.whole_runs import complete, read_options
 from tests.support.released.table import BY_NAME
 from tests.support.released.weights import write_model
+
+OPTIONS = read_options("released_layout")
 
 pytestmark = pytest.mark.slow
 
@@ -26,29 +27,25 @@ def test_three_steps_see_the_texts_of_the_rows(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv(NOTES, str(notes))
     rows = "".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in ROWS)
     (tmp_path / "rows.jsonl").write_text(rows)
-    run = TrainingRun(
-        tmp_path / "run",
-        "prepare.name=null",
-        f"policy.model.path={write_model(R1_LLAMA, tmp_path / 'model')}",
-        f"data.train_path={tmp_path / 'rows.jsonl'}",
-        "data.val_path=null",
-        "data.task_name=cats",
-        "data.apply_chat_template=true",
-        "data.max_input_seq_length=160",
-        "~env.addition",
-        "+env.cats.type=reward_functions",
-        "+env.cats.reward_funcs=[tests.integration.released_rewards.letters]",
-        "policy.parallel.pipeline=1",
-        "policy.max_total_sequence_length=192",
-        "generation.parallel.pipeline=1",
-        "generation.max_new_tokens=12",
-        "checkpointing=none",
-        f"grpo.max_num_steps={STEPS}",
-        "grpo.num_prompts_per_step=4",
-        "grpo.num_generations_per_prompt=4",
-        "logger.rollouts=all",
+    run = complete(
+        TrainingRun(
+            tmp_path / "run",
+            "prepare.name=null",
+            f"policy.model.path={write_model(R1_LLAMA, tmp_path / 'model')}",
+            f"data.train_path={tmp_path / 'rows.jsonl'}",
+            "data.val_path=null",
+            "data.task_name=cats",
+            "data.apply_chat_template=true",
+            "data.max_input_seq_length=160",
+            "~env.addition",
+            *OPTIONS["three_steps_see_the_texts_of_the_rows"],
+            f"grpo.max_num_steps={STEPS}",
+            "grpo.num_prompts_per_step=4",
+            "grpo.num_generations_per_prompt=4",
+            "logger.rollouts=all",
+        ),
+        400,
     )
-    assert run.finish(timeout_s=400) == 0, run.log()
     prompts = [R1_LLAMA.render([{"role": "user", "content": text}]) for text in ROWS]
     sampled: Counter[str] = Counter()
     for step in range(1, STEPS + 1):

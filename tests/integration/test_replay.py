@@ -1,7 +1,5 @@
 """Steps of a real run, done again: the same layout to the last digit, another one within rounding."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -13,23 +11,11 @@ from megatron_grpo.batch.replay_files import locate_figures_file
 from megatron_grpo.batch.rollout_files import find_recorded_steps
 from megatron_grpo.verification.replay.compare import TOLERANCES
 from tests.integration.runs import TrainingRun
+from tests.integration.whole_runs import complete, read_options
 
-SHORT = (
-    "grpo.num_prompts_per_step=8",
-    "grpo.num_generations_per_prompt=4",
-    "grpo.val_period=0",
-    "grpo.val_at_start=false",
-    "grpo.val_at_end=false",
-    "grpo.max_num_steps=5",
-    "policy.parallel.pipeline=1",
-    "policy.parallel.data=2",
-    "generation.parallel.pipeline=1",
-    "checkpointing.metric_name=null",
-    "checkpointing.keep_top_k=1",
-    "checkpointing.save_period=100",
-    "logger.rollouts=off",
-    "logger.replay_every=2",
-)
+OPTIONS = read_options("replay")
+
+SHORT = OPTIONS["short"]
 
 
 def results(run: TrainingRun, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[dict[str, Any]]]:
@@ -40,8 +26,7 @@ def results(run: TrainingRun, capsys: pytest.CaptureFixture[str], *arguments: st
 
 @pytest.mark.slow
 def test_a_recorded_step_comes_out_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = TrainingRun(tmp_path / "run", *SHORT)
-    assert run.finish() == 0, run.log()
+    run = complete(TrainingRun(tmp_path / "run", *SHORT))
     assert sorted(path.name for path in (run.run_dir / "checkpoints").iterdir()) == ["step_1", "step_3", "step_5"]
     assert list(find_recorded_steps(run.run_dir)) == [2, 4]
     assert all(locate_figures_file(run.run_dir, step).is_file() for step in (2, 4))

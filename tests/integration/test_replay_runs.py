@@ -1,7 +1,5 @@
 """Whole runs that replay routing: in turn, ahead, resumed, PPO, and turns of an agent on a server elsewhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 from megatron_grpo.prepare.models import prepare
 from tests.integration.runs import TrainingRun, without_timing
 from tests.integration.server_process import serving
+from tests.integration.whole_runs import complete
 
 pytestmark = pytest.mark.slow
 
@@ -30,9 +29,7 @@ def short(name: str) -> list[str]:
 
 
 def moe_run(run_dir: Path, *overrides: str, section: str = "grpo") -> TrainingRun:
-    run = TrainingRun(run_dir, *short(section), *REPLAY, *overrides, recipe="quickstart_moe")
-    assert run.finish(timeout_s=400) == 0, run.log()
-    return run
+    return complete(TrainingRun(run_dir, *short(section), *REPLAY, *overrides, recipe="quickstart_moe"), 400)
 
 
 def assert_replayed(rows: list[dict[str, Any]]) -> None:

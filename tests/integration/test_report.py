@@ -1,7 +1,5 @@
 """The page of a run in a headless Chromium: it opens at once, shows what a model wrote as text, and needs no mouse."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,9 +1,6 @@
 """Refits shard to shard into vLLM engines of every layout: the same bits as from a broadcast, and from a folder."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +8,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
 from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.config.generation_schema import RefitMode
@@ -21,60 +18,12 @@ from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.transport import make_transport
 from tests.integration.test_refit import assert_serves, ray_cluster, start_policy
-from tests.integration.vllm_helpers import Oracle, engines, generate, make_model, request
+from tests.integration.vllm_helpers import Oracle, engines, generate, make_config, make_model, request
 
 __all__ = ["ray_cluster"]  # a fixture of every test here
 
 REFIT = RefitConfig(bucket_mib=0.02, timeout_s=60.0)
 """Buckets so small that layers straddle them and the embedding comes in strips."""
-
-
-def deep(**sizes: Any) -> Qwen3Config:
-    """A model with enough layers for an interleaved pipeline, its head apart from the embedding."""
-    return Qwen3Config(**{**sizes, "num_hidden_layers": 4, "tie_word_embeddings": False})
-
-
-def latent(**sizes: Any) -> DeepseekV3Config:
-    """Multi-latent attention; vLLM knows no such model whose head is the embedding."""
-    own = {"tie_word_embeddings": False, "head_dim": 64, "num_key_value_heads": 4}
-    return DeepseekV3Config(**{**sizes, **own})
-
-
-FAMILIES: dict[str, Any] = {
-    "dense": Qwen3Config,
-    "deep": deep,
-    "experts": partial(
-        Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True
-    ),
-    "latent": partial(
-        latent,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        n_group=1,
-        topk_group=1,
-        moe_intermediate_size=32,
-        first_k_dense_replace=1,
-        q_lora_rank=32,
-        kv_lora_rank=512,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=64,
-        v_head_dim=32,
-        # Without these vLLM takes other ways through attention and routing.
-        topk_method="noaux_tc",
-        scoring_func="sigmoid",
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 32,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-        },
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -105,7 +54,7 @@ PROMPTS = [[2 + i, 3, 5 + i, 7] for i in range(6)]
 )
 def test_the_engine_holds_the_same_bits_as_after_a_broadcast_and_as_from_a_folder(case: Case, tmp_path: Path) -> None:
     """One engine is enough: the bits that it began with have to come back when the policy has the folder's weights."""
-    family = FAMILIES[case.family]
+    family = case.family
     base = make_model(tmp_path / "base", seed=0, family=family)
     trained = make_model(tmp_path / "trained", seed=1, family=family)
     policy = start_policy(trained, case.training)
@@ -167,7 +116,7 @@ def test_matrices_that_the_policy_rounds_are_those_that_vllm_would_have_rounded(
     """Of weights that FP8 has exactly, vLLM's own rounding of the folder is the oracle, to the last bit."""
 
     def family(**sizes: Any) -> Any:
-        return FAMILIES[case.family](**{**sizes, **BLOCKED})
+        return make_config(case.family, BLOCKED, **sizes)
 
     base = make_model(tmp_path / "base", seed=0, family=family)
     trained = _in_fp8_exactly(make_model(tmp_path / "trained", seed=1, family=family))

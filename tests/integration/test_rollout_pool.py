@@ -1,7 +1,5 @@
 """Rollout workers with real environments and a made-up engine: what comes out, and what comes of failures."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re
@@ -41,7 +39,7 @@ from tests.support.made_up_pool import (
     seed_text,
 )
 from tests.support.rare import rare
-from tests.support.recording import make_record
+from tests.support.recorded_run import make_record
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,8 +58,7 @@ def quiet(cluster: None) -> Iterator[RolloutPool]:
 
 
 @pytest.mark.parametrize(
-    ("engines", "workers"),
-    [(3, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(1, 1), (2, 1), (1, 2)])],
+    ("engines", "workers"), [(3, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(1, 1), (2, 1), (1, 2)])]
 )
 def test_groups_come_in_the_order_of_the_prompts_whatever_the_layout(engines: int, workers: int) -> None:
     prompts = [prompt(idx) for idx in (5, 3, 8, 0, 12, 7)]

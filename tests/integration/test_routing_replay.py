@@ -3,8 +3,6 @@
 vLLM's own recording on GPUs has not run here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,8 @@ from tests.integration.vllm_helpers import (
 )
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.support.forced_routing import own_routing
+
+pytestmark = pytest.mark.slow
 
 PROMPTS = [[2 + (7 * i + j) % (VOCAB - 2) for j in range(3 + i)] for i in range(6)]
 BLOCK = 128
@@ -77,19 +77,13 @@ def expect_own_routing(path: Path, prompt: list[int], output: GenerationOutput) 
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2}, PROPOSED], ids=["one rank", "tp2", "speculation"])
 def test_recorded_experts_are_those_of_transformers(layout: dict[str, Any], model: Path) -> None:
     form = form_of(model)
     assert form == RoutedForm(layers=(0, 3), top_k=2, experts=8)
     settings = SamplingSettings(max_new_tokens=20)
     with engines(model, routed=form, max_length=MAX_LENGTH, **layout) as generation:
-        asked = [
-            *PROMPTS,
-            LONG,
-            LONG,
-            [*LONG, 3],
-        ]  # the last ones begin alike
+        asked = [*PROMPTS, LONG, LONG, [*LONG, 3]]  # the last ones begin alike
         requests = [request(prompt, seed=number, max_new_tokens=20) for number, prompt in enumerate(asked)]
         for _ in range(2):
             for prompt, output in zip(asked, generate(generation, requests, settings), strict=True):
@@ -121,7 +115,6 @@ def logprobs_on_rank(
     return found[fields.sampled].numpy()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_replay_brings_training_no_further_from_generation(precision: str, model: Path) -> None:
     """In float32 they agree anyway; in bfloat16 some routers decide otherwise, and replayed ones do not."""

@@ -1,7 +1,5 @@
 """Whole runs: resume after SIGKILL to the last digit, other layouts, failures that say what happened, no orphans."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -17,6 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_grpo.cluster.heartbeat import HEARTBEATS_FOLDER, Heartbeat, read_heartbeats
 from megatron_grpo.cluster.process_log import LOGS_FOLDER
 from tests.integration.runs import SHORT, TrainingRun, read_jsonl, without_timing
+from tests.integration.whole_runs import complete, kill_after, read_options
+
+OPTIONS = read_options("run")
 
 
 def test_a_run_writes_everything_that_explains_it(straight_run: TrainingRun) -> None:
@@ -37,17 +38,12 @@ def test_a_run_writes_everything_that_explains_it(straight_run: TrainingRun) -> 
 
 @pytest.mark.slow  # the longest test; .ci/run runs it. tests/parity loads checkpoints to the last digit
 def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight_run: TrainingRun, tmp_path: Path) -> None:
-    first = TrainingRun(tmp_path / "run", *SHORT)
-    first.start()
-    first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_3").exists())
-    first.kill()
-    first.assert_nothing_left(within_s=20)
+    first = kill_after(TrainingRun(tmp_path / "run", *SHORT), 3)
     assert not (first.run_dir / "checkpoints" / "step_6").exists(), "killed too late to test anything"
     # What a kill in the middle of a write leaves behind is never taken for a checkpoint.
     (first.run_dir / "checkpoints" / ".writing_step_5" / "megatron").mkdir(parents=True)
 
-    second = TrainingRun(tmp_path / "run", *SHORT)
-    assert second.finish() == 0, second.log()
+    second = complete(TrainingRun(tmp_path / "run", *SHORT))
     assert "resumed after step 3" in second.log()
     assert without_timing(second.metrics()) == without_timing(straight_run.metrics())
     name = "validation.jsonl"
@@ -63,16 +59,17 @@ def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight_ru
 @pytest.mark.slow  # tests/parity/test_training.py loads checkpoints in other layouts with every `make test`
 def test_another_layout_continues_the_run(straight_run: TrainingRun, tmp_path: Path) -> None:
     """From the PP2 run's third step on, TP2 and two generation engines: the same numbers up to rounding."""
-    run = TrainingRun(
-        tmp_path / "run",
-        *SHORT,
-        f"checkpointing.resume={straight_run.run_dir}/checkpoints/step_3",
-        "policy.parallel.pipeline=1",
-        "policy.parallel.tensor=2",
-        "generation.parallel.pipeline=1",
-        "generation.parallel.data=2",
+    run = complete(
+        TrainingRun(
+            tmp_path / "run",
+            *SHORT,
+            f"checkpointing.resume={straight_run.run_dir}/checkpoints/step_3",
+            "policy.parallel.pipeline=1",
+            "policy.parallel.tensor=2",
+            "generation.parallel.pipeline=1",
+            "generation.parallel.data=2",
+        )
     )
-    assert run.finish() == 0, run.log()
     assert [row["step"] for row in run.metrics()] == [4, 5, 6]
     for ours, theirs in zip(run.metrics(), straight_run.metrics()[3:], strict=True):
         for name in ("reward", "loss", "grad_norm", "approx_entropy"):
@@ -81,18 +78,9 @@ def test_another_layout_continues_the_run(straight_run: TrainingRun, tmp_path: P
 
 @pytest.mark.slow
 def test_kl_penalty_with_an_offloaded_reference_and_two_replicas(tmp_path: Path) -> None:
-    run = TrainingRun(
-        tmp_path / "run",
-        *SHORT[1:],
-        "grpo.max_num_steps=3",
-        "loss_fn.reference_policy_kl_penalty=0.1",
-        "reference.offload=true",
-        "policy.parallel.pipeline=1",
-        "policy.parallel.data=2",
-        "generation.parallel.pipeline=1",
-        "generation.parallel.tensor=2",
+    run = complete(
+        TrainingRun(tmp_path / "run", *SHORT[1:], *OPTIONS["kl_penalty_with_an_offloaded_reference_and_two_replicas"])
     )
-    assert run.finish() == 0, run.log()
     kl = [row["kl_penalty"] for row in run.metrics()]
     assert kl[0] == pytest.approx(0.0, abs=1e-9), "policy and reference start from the same weights"
     assert 0 < kl[1] < kl[2]

@@ -1,7 +1,5 @@
 """Sampling options in vLLM on a CPU, against transformers' distributions changed by hand."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -17,17 +15,10 @@ from megatron_grpo.batch.generation_requests import GenerationOutput, SamplingSe
 from megatron_grpo.config.generation_schema import StructuredConfig
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.generation.vllm_generation import VllmGeneration
-from tests.integration.vllm_helpers import (
-    EOS,
-    LETTERS,
-    Oracle,
-    engines,
-    generate,
-    make_model,
-    request,
-    start_ray,
-)
+from tests.integration.test_generation import model, oracle
+from tests.integration.vllm_helpers import EOS, LETTERS, Oracle, engines, generate, request, start_ray
 
+__all__ = ["model", "oracle"]  # fixtures of tests here
 pytestmark = pytest.mark.slow  # tests/unit/preflight/test_engines.py reads the options with every `make test`
 
 PROMPT = [2, 5, 9, 4]
@@ -37,16 +28,6 @@ TOGETHER = 8
 
 Change = Callable[[Tensor, list[int]], Tensor]
 """(logits [vocabulary], response so far) -> logits [vocabulary] that the next token is drawn from."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "base", seed=0)
-
-
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> Oracle:
-    return Oracle(model)
 
 
 @pytest.fixture(scope="module")

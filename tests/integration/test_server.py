@@ -1,8 +1,12 @@
-"""Training against a vLLM server that runs elsewhere: the same tokens as from an engine, and never stale weights."""
+"""Servers of megatron_grpo.serve: engines elsewhere, and requests that are late, huge or foreign."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +17,10 @@ from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.generation_schema import RefitMode, ServerConfig
+from megatron_grpo.config.paths import TOKEN_VARIABLE
 from megatron_grpo.config.schema import GenerationConfig, ParallelConfig, RefitConfig
 from megatron_grpo.generation.engine_arguments import VllmSettings
+from megatron_grpo.generation.http_access import BODY_BYTES, HEAD_BYTES, REQUEST_S
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.weight_sync.transport import make_transport
 from tests.integration.server_process import ServerProcess, serving
@@ -99,12 +105,7 @@ def server(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) 
 def _generation(server: ServerProcess, model: Path) -> VllmGeneration:
     config = GenerationConfig(server=ServerConfig(urls=[server.url], timeout_s=120.0), timeout_s=120.0)
     return VllmGeneration(
-        VllmSettings(
-            model_path=str(model),
-            config=config,
-            precision="float32",
-            max_total_sequence_length=MAX_LENGTH,
-        ),
+        VllmSettings(model_path=str(model), config=config, precision="float32", max_total_sequence_length=MAX_LENGTH),
         actor_options=lambda engine: {"num_cpus": 0},
         startup_timeout_s=START_S,
     )
@@ -124,3 +125,42 @@ def _check_sampled(generation: VllmGeneration, oracle: Oracle, version: int) -> 
         assert token_ids == other.token_ids.tolist()
         assert one.logprobs.tolist() == pytest.approx(oracle.logprobs(PROMPT, token_ids, 0.7), abs=1e-4)
         assert one.spans == [Span(0, len(token_ids), version)]
+
+
+HOST, JSON = "Host: 127.0.0.1", "Content-Type: application/json"
+HUGE = [f"X-{number}: {'x' * 4000}" for number in range(HEAD_BYTES // 4000 + 5)]
+
+
+@pytest.mark.slow  # tests/unit/generation/test_http_access.py sends as many to a small application each time
+def test_requests_that_are_late_huge_or_foreign_are_refused(tmp_path: Path) -> None:
+    with serving(make_model(tmp_path / "model", seed=0), tmp_path / "log") as server:
+        key = f"Authorization: Bearer {os.environ[TOKEN_VARIABLE]}"
+        statuses = {
+            401: [HOST, JSON],
+            403: [HOST, key, JSON, "Origin: https://evil.example"],
+            413: [HOST, key, JSON, f"Content-Length: {BODY_BYTES + 1}"],
+            415: [HOST, key, "Content-Type: text/plain"],
+            421: ["Host: evil.example", key, JSON],
+            431: [HOST, key, JSON, *HUGE],
+        }
+        found = {
+            status: _status(server.port, lines, (BODY_BYTES + 1) * (status == 413))
+            for status, lines in statuses.items()
+        }
+        assert found == {status: status for status in statuses}
+        begun = time.monotonic()
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as late:
+            late.sendall(b"POST /pause HTTP/1.1\r\n")
+            assert _status(server.port, [HOST, key, JSON, "Content-Length: 9"], body=1) == 408
+            with suppress(ConnectionResetError):
+                assert late.recv(100) == b"", "a late head is closed without an answer"
+        assert REQUEST_S / 2 < time.monotonic() - begun < 2 * REQUEST_S
+
+
+def _status(port: int, lines: Sequence[str], body: int = 0) -> int:
+    """Status of a POST with these headers and as many bytes of a body."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        with suppress(ConnectionError):  # it may be answered before all is sent
+            connection.sendall("\r\n".join(["POST /pause HTTP/1.1", *lines, "", ""]).encode())
+            connection.sendall(b" " * body)
+        return int(connection.recv(100).split()[1])

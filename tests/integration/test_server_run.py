@@ -1,7 +1,5 @@
 """A run whose engine is a server elsewhere, and whose turns an agent makes over the endpoint: trained on as sampled."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

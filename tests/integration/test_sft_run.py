@@ -1,7 +1,5 @@
 """Whole runs of supervised and preference training: figures, resuming to the last digit, checkpoints as models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -11,18 +9,14 @@ from megatron_grpo.batch.rollout_files import read_rollouts
 from megatron_grpo.export import main as export
 from megatron_grpo.models.source import EOS, VOCABULARY
 from tests.integration.runs import TrainingRun, without_timing
-from tests.support.documented import undocumented
+from tests.integration.whole_runs import complete, kill_after, read_options
+from tests.support.documents import undocumented
+
+OPTIONS = read_options("sft_run")
 
 pytestmark = pytest.mark.slow
 
-SHORT = (
-    "sft.max_num_steps=6",
-    "sft.num_prompts_per_step=16",
-    "sft.val_period=3",
-    "sft.max_val_samples=64",
-    "checkpointing.save_period=3",
-    "checkpointing.keep_top_k=null",
-)
+SHORT = OPTIONS["short"]
 
 
 def sft_run(run_dir: Path, *overrides: str) -> TrainingRun:
@@ -32,8 +26,7 @@ def sft_run(run_dir: Path, *overrides: str) -> TrainingRun:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     """Six steps without interruption, sampled before, between and after."""
-    run = sft_run(tmp_path_factory.mktemp("sft") / "run")
-    assert run.finish() == 0, run.log()
+    run = complete(sft_run(tmp_path_factory.mktemp("sft") / "run"))
     run.assert_nothing_left()
     return run
 
@@ -52,26 +45,22 @@ def test_the_loss_falls_and_validation_samples(straight: TrainingRun) -> None:
 
 
 def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight: TrainingRun, tmp_path: Path) -> None:
-    first = sft_run(tmp_path / "run")
-    first.start()
-    first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_3").exists())
-    first.kill()
-    first.assert_nothing_left()
-    second = sft_run(tmp_path / "run")
-    assert second.finish() == 0, second.log()
+    kill_after(sft_run(tmp_path / "run"), 3)
+    second = complete(sft_run(tmp_path / "run"))
     assert "resumed after step 3" in second.log()
     assert without_timing(second.metrics()) == without_timing(straight.metrics())
 
 
 def test_without_engines_two_replicas_learn_the_same(straight: TrainingRun, tmp_path: Path) -> None:
-    run = sft_run(
-        tmp_path / "run",
-        "sft.val_rewards=false",
-        "policy.parallel.pipeline=1",
-        "policy.parallel.data=2",
-        "sft.max_val_samples=33",
+    run = complete(
+        sft_run(
+            tmp_path / "run",
+            "sft.val_rewards=false",
+            "policy.parallel.pipeline=1",
+            "policy.parallel.data=2",
+            "sft.max_val_samples=33",
+        )
     )
-    assert run.finish() == 0, run.log()
     expected = [row["loss"] for row in straight.metrics()]
     assert [row["loss"] for row in run.metrics()] == pytest.approx(expected, rel=1e-4)
     assert not list((run.run_dir / "logs").glob("engine*"))
@@ -82,8 +71,7 @@ def test_its_checkpoint_is_a_model_and_recorded_rollouts_are_rows(straight: Trai
     """GRPO begins from the checkpoint, exactly, and the rollouts of its step are the rows of another run."""
     checkpoint = straight.run_dir / "checkpoints" / "step_6"
     options = ("grpo.max_num_steps=1", "grpo.num_prompts_per_step=16", "grpo.max_val_samples=64", "logger.rollouts=all")
-    grpo = TrainingRun(tmp_path / "grpo", *options, f"policy.model.path={checkpoint}")
-    assert grpo.finish() == 0, grpo.log()
+    grpo = complete(TrainingRun(tmp_path / "grpo", *options, f"policy.model.path={checkpoint}"))
     before = validations(grpo)[0]
     assert before["val_accuracy"] == validations(straight)[-1]["val_accuracy"]
     right = [row for row in read_rollouts(grpo.run_dir, 1) if row["reward"] >= 1]
@@ -123,8 +111,7 @@ def pair_run(folder: Path, algorithm: str, name: str) -> TrainingRun:
     ("algorithm", "accuracy"), [("dpo", "val_preference_accuracy"), ("reward_model", "val_accuracy")]
 )
 def test_pairs_are_learnt_and_resumed(algorithm: str, accuracy: str, tmp_path: Path) -> None:
-    straight = pair_run(tmp_path, algorithm, "straight")
-    assert straight.finish() == 0, straight.log()
+    straight = complete(pair_run(tmp_path, algorithm, "straight"))
     losses = [row["loss"] for row in straight.metrics()]
     assert losses[0] == pytest.approx(0.6931, abs=1e-3), "log 2: the policy is still the reference, or scores are 0"
     assert losses[-1] < losses[0]
@@ -132,12 +119,8 @@ def test_pairs_are_learnt_and_resumed(algorithm: str, accuracy: str, tmp_path: P
     assert found[-1]["val_loss"] < found[0]["val_loss"]
     assert found[-1][accuracy] > 0.8
     assert undocumented(straight.metrics()[-1].keys() - {"step", "timing", "throughput"}) == set()
-    first = pair_run(tmp_path, algorithm, "run")
-    first.start()
-    first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_3").exists())
-    first.kill()
-    second = pair_run(tmp_path, algorithm, "run")
-    assert second.finish() == 0, second.log()
+    kill_after(pair_run(tmp_path, algorithm, "run"), 3)
+    second = complete(pair_run(tmp_path, algorithm, "run"))
     assert without_timing(second.metrics()) == without_timing(straight.metrics())
     if algorithm == "reward_model":
         expect_served_scores(straight, tmp_path)
@@ -158,8 +141,7 @@ def expect_served_scores(trained: TrainingRun, folder: Path) -> None:
         "env.addition.reward_model.add_special_tokens=true",
         "checkpointing.metric_name=reward",
     )
-    run = TrainingRun(folder / "grpo", *options, *scoring)
-    assert run.finish() == 0, run.log()
+    run = complete(TrainingRun(folder / "grpo", *options, *scoring))
     model = AutoModelForSequenceClassification.from_pretrained(output).eval()
     scored = [row for row in read_rollouts(run.run_dir, 1) if row["response"].isdigit()]
     assert len(scored) > 16

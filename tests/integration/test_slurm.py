@@ -1,7 +1,5 @@
 """The Slurm launcher on a real Slurm of one node that is started for the test; containers are left out."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -15,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import read_programs
+
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.slurm,
@@ -22,32 +22,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="a Slurm of one's own needs root"),
 ]
 
-SLURM_CONF = """\
-ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={controller_port}
-SlurmdPort={node_port}
-SlurmUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
-CredType=cred/munge
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SwitchType=switch/none
-SelectType=select/cons_tres
-MpiDefault=none
-JobAcctGatherType=jobacct_gather/none
-ReturnToService=2
-KillWait=10
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
-PartitionName=test Nodes={host} Default=YES MaxTime=INFINITE State=UP
-"""
+SLURM_CONF = read_programs("slurm")["slurm_conf"]
 
 
 class Slurm:

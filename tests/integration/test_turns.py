@@ -1,7 +1,5 @@
 """Conversations with a real engine are exact, of an environment and of an agent: tokens, whose they are, logprobs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -65,19 +63,20 @@ def generation(model: Path) -> Iterator[VllmGeneration]:
     cluster.shutdown()
 
 
+def make_datum(idx: int, prompt: str, token_ids: list[int], task: str, **info: str) -> DatumSpec:
+    return {
+        "message_log": [{"role": "user", "content": prompt, "token_ids": token_ids}],
+        "length": len(token_ids),
+        "extra_env_info": {**info},
+        "loss_multiplier": 1.0,
+        "idx": idx,
+        "task_name": task,
+        "prompt": prompt,
+    }
+
+
 def collected(generation: VllmGeneration, model: Path, max_turns: int) -> list[Trajectory]:
-    prompts: list[DatumSpec] = [
-        {
-            "message_log": [{"role": "user", "content": "", "token_ids": ids}],
-            "length": len(ids),
-            "extra_env_info": {},
-            "loss_multiplier": 1.0,
-            "idx": idx,
-            "task_name": "counting",
-            "prompt": "",
-        }
-        for idx, ids in enumerate(PROMPTS)
-    ]
+    prompts = [make_datum(idx, "", ids, "counting") for idx, ids in enumerate(PROMPTS)]
     root = Path(__file__).parents[2]
     settings = EnvironmentSettings(tokenizer=str(model), import_folders=(str(root),))
     kind = EnvironmentConfig(
@@ -208,18 +207,7 @@ def _rollouts(generation: VllmGeneration, model: Path) -> Iterator[RolloutPool]:
 
 
 def _collect(pool: RolloutPool, prompts: list[str]) -> list[list[Trajectory]]:
-    data: list[DatumSpec] = [
-        {
-            "message_log": [{"role": "user", "content": prompt, "token_ids": [2]}],
-            "length": 1,
-            "extra_env_info": {"answer": "1"},
-            "loss_multiplier": 1.0,
-            "idx": idx,
-            "task_name": "task",
-            "prompt": prompt,
-        }
-        for idx, prompt in enumerate(prompts)
-    ]
+    data = [make_datum(idx, prompt, [2], "task", answer="1") for idx, prompt in enumerate(prompts)]
     settings = SamplingSettings(max_new_tokens=8, temperature=TEMPERATURE, stop_token_ids=(EOS,))
     groups = pool.collect(data, pool.make_settings(3, settings, run_seed=1, generation_batch=0), StepTimer())
     return pool.fetch(groups)

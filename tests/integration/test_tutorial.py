@@ -1,7 +1,5 @@
 """The commands of docs/tutorial.md, in their order, as a reader types them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Weights that change under responses: every token's version, and that it was drawn as that version draws."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,16 +27,11 @@ from megatron_grpo.rollouts.engine_client import EngineClient, Engines
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
-from tests.integration.vllm_helpers import (
-    START_S,
-    Oracle,
-    engines,
-    generate,
-    make_model,
-    request,
-    start_ray,
-)
+from tests.integration.test_refit import ray_cluster
+from tests.integration.vllm_helpers import START_S, Oracle, engines, generate, make_model, request
 from tests.support.forced_routing import own_routing
+
+__all__ = ["ray_cluster"]  # a fixture of every test here
 
 MODELS, PROMPT_TOKENS, TOKENS, MAX_LENGTH = 3, 200, 150, 400
 BLOCK = 128
@@ -115,13 +108,6 @@ class Versions:
 
     def _of(self, span: Span) -> Any:
         return self.models[self.number[span.version]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_cluster() -> Iterator[None]:
-    start_ray()
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture

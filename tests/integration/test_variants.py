@@ -1,7 +1,6 @@
-"""Three real steps with every preset and every option of rewards, advantages, losses and the value model."""
+"""Short runs of many options: losses, advantages, and an engine that computes something else."""
 
-from __future__ import annotations
-
+import json
 import math
 from pathlib import Path
 
@@ -9,57 +8,25 @@ import pytest
 import torch
 from transformers import Qwen3ForTokenClassification
 
+from megatron_grpo.batch.rollout_files import read_rollouts
 from megatron_grpo.config.overrides import list_config_groups
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.prepare.models import prepare
-from tests.integration.runs import TrainingRun
+from tests.integration.runs import TrainingRun, without_timing
+from tests.integration.whole_runs import complete, read_options
 
-SHORT = (
-    "grpo.max_num_steps=3",
-    "grpo.val_period=0",
-    "grpo.val_at_start=false",
-    "grpo.val_at_end=false",
-    "checkpointing.enabled=false",
-    "grpo.num_prompts_per_step=16",
-)
+pytestmark = pytest.mark.slow
+
+GROUPS = read_options("variants")
+
+SHORT = GROUPS["short"]
 ALONE = ("policy.parallel.pipeline=1", "generation.parallel.pipeline=1")
 """One rank and one process of an engine: the time goes into starting them."""
 CORRECTION = ("loss_fn.use_importance_sampling_correction=true", "loss_fn.truncated_importance_sampling_ratio=2.0")
 OPTIONS = {
-    "kl_and_tis": (
-        *CORRECTION,
-        "loss_fn.truncated_importance_sampling_type=tis",
-        "loss_fn.reference_policy_kl_penalty=0.01",
-        "loss_fn.reference_policy_kl_type=k1",
-        "loss_fn.use_on_policy_kl_approximation=true",
-        "loss_fn.kl_input_clamp_value=20",
-        "loss_fn.kl_output_clamp_value=10",
-        "loss_fn.ratio_clip_c=3",
-        "grpo.num_iterations=2",
-    ),
-    "icepop_and_entropy": (
-        *CORRECTION,
-        "loss_fn.truncated_importance_sampling_type=icepop",
-        "loss_fn.truncated_importance_sampling_ratio_min=0.5",
-        "loss_fn.entropy_coef=0.01",
-        "loss_fn.force_on_policy_ratio=true",
-        "grpo.seq_logprob_error_threshold=1.5",
-        "grpo.normalize_rewards_over=batch",
-        "grpo.overlong_filtering=true",
-        "policy.parallel.tensor=2",
-    ),
-    "seq_mask_tis_and_imitation": (
-        *CORRECTION,
-        "loss_fn.truncated_importance_sampling_type=seq-mask-tis",
-        "loss_fn.truncated_importance_sampling_ratio_min=0.5",
-        "loss_fn.positive_example_nll_weight=0.1",
-        "grpo.advantage_clip_low=-1",
-        "grpo.advantage_clip_high=2",
-        "grpo.reward_scaling.enabled=true",
-        "grpo.reward_scaling.target_min=-1",
-        "grpo.reward_shaping.enabled=true",
-        "grpo.reward_shaping.stop_properly_penalty_coef=0.5",
-    ),
+    "kl_and_tis": (*CORRECTION, *GROUPS["kl_and_tis"]),
+    "icepop_and_entropy": (*CORRECTION, *GROUPS["icepop_and_entropy"]),
+    "seq_mask_tis_and_imitation": (*CORRECTION, *GROUPS["seq_mask_tis_and_imitation"]),
     "gspo_corrected": (
         *CORRECTION,
         "+variant=gspo",
@@ -85,25 +52,8 @@ OPTIONS = {
 
 PPO_SHORT = (*(key.replace("grpo.", "ppo.") for key in SHORT), *ALONE, "ppo.policy_training_start_step=0")
 PPO_OPTIONS = {
-    "raw_reward_and_kl_in_reward": (
-        "ppo.adv_estimator.name=raw_reward",
-        "ppo.adv_estimator.gae_lambda=0.95",
-        "ppo.adv_estimator.gae_lambda_value=null",
-        "ppo.adv_estimator.normalize_advantages=false",
-        "ppo.skip_reference_policy_logprobs_calculation=false",
-        "loss_fn.use_kl_in_reward=true",
-        "loss_fn.reference_policy_kl_penalty=0.01",
-        "loss_fn.reference_policy_kl_type=k1",
-        "value_loss_fn.value_clip=null",
-    ),
-    "decoupled_lambdas": (
-        "ppo.adv_estimator.gae_gamma=0.99",
-        "ppo.adv_estimator.gae_lambda_policy=0.9",
-        "ppo.ppo_epochs=2",
-        "policy.train_global_batch_samples=8",
-        "value.train_global_batch_samples=16",
-        "value_loss_fn.value_clip=0.001",
-    ),
+    "raw_reward_and_kl_in_reward": GROUPS["raw_reward_and_kl_in_reward"],
+    "decoupled_lambdas": GROUPS["decoupled_lambdas"],
 }
 
 
@@ -118,7 +68,6 @@ def three_steps(run: TrainingRun) -> list[dict[str, float]]:
     return rows
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", list_config_groups()["variant"])
 def test_every_preset_trains(variant: str, tmp_path: Path) -> None:
     about_the_ratio = variant in ("cispo", "gspo", "sapo")
@@ -139,7 +88,6 @@ def test_every_preset_trains(variant: str, tmp_path: Path) -> None:
             assert row["probs_ratio_clamped"] == row["probs_ratio"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_trains(name: str, tmp_path: Path) -> None:
     rows = three_steps(TrainingRun(tmp_path / name, *SHORT, *ALONE, *OPTIONS[name]))
@@ -159,7 +107,6 @@ def test_every_option_trains(name: str, tmp_path: Path) -> None:
         assert rows[0]["entropy"] == pytest.approx(rows[0]["approx_entropy"], rel=0.2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PPO_OPTIONS)
 def test_every_option_of_ppo_trains(name: str, tmp_path: Path) -> None:
     rows = three_steps(TrainingRun(tmp_path / name, *PPO_SHORT, *PPO_OPTIONS[name], recipe="quickstart_ppo"))
@@ -173,7 +120,6 @@ def test_every_option_of_ppo_trains(name: str, tmp_path: Path) -> None:
     assert rows[1]["value_mean"] != 0
 
 
-@pytest.mark.slow
 def test_a_reward_model_is_what_the_value_model_starts_from(tmp_path: Path) -> None:
     """Its score is what the value model says at the first step. The lambda of the policy follows the length."""
     config = compose_config(["+exp=quickstart_ppo"])
@@ -187,3 +133,51 @@ def test_a_reward_model_is_what_the_value_model_starts_from(tmp_path: Path) -> N
     rows = three_steps(TrainingRun(tmp_path / "run", *PPO_SHORT, *options, recipe="quickstart_ppo"))
     assert rows[0]["value_mean"] == 0.25
     assert rows[1]["value_mean"] != 0.25
+
+
+FOUR_STEPS = (
+    "grpo.max_num_steps=4",
+    "grpo.num_prompts_per_step=16",
+    "data.val_path=null",
+    "checkpointing.save_period=2",
+    "checkpointing.keep_top_k=null",
+)
+DEFECT = ("generation.engine_args.hf_overrides={rms_norm_eps: 1.0}", "refit.canary=false")
+"""An engine with another epsilon, which no comparison of weights can find."""
+
+
+def test_a_step_past_the_limit_is_not_learnt_from_and_a_mended_run_goes_on(tmp_path: Path) -> None:
+    straight = complete(TrainingRun(tmp_path / "straight", *FOUR_STEPS))
+    resume = f"checkpointing.resume={straight.run_dir}/checkpoints/step_2"
+    broken = TrainingRun(tmp_path / "broken", *FOUR_STEPS, *DEFECT, resume, "refit.prob_error_limit=1.001")
+    assert broken.finish() == 1, broken.log()
+    (row,) = broken.metrics()
+    assert (row["step"], row["optimizer_steps"], row["token_mult_prob_error_off"]) == (3, 0, 1)
+    assert row["token_mult_prob_error"] > 1.001
+    summary = json.loads((broken.run_dir / "summary.json").read_text())
+    assert summary["outcome"] == "failed"
+    for part in (
+        f"step 3: token_mult_prob_error is {row['token_mult_prob_error']:.6g}",
+        "refit.prob_error_limit=1.001",
+        f"python -m megatron_grpo.doctor {broken.run_dir} step=3",
+        "checkpoints/step_2 is the last one",
+    ):
+        assert part in summary["reason"]
+        assert part in broken.log()
+    assert "Traceback" not in broken.log()
+    assert len(list(read_rollouts(broken.run_dir, 3))) == 16 * 8
+    mended = complete(TrainingRun(broken.run_dir, *FOUR_STEPS))
+    assert without_timing(mended.metrics()) == without_timing(straight.metrics()[2:])
+
+
+def test_the_first_step_that_is_off_is_told_once_and_all_weights_are_compared_at_once(tmp_path: Path) -> None:
+    run = complete(
+        TrainingRun(
+            tmp_path / "run", *FOUR_STEPS, *DEFECT, "refit.weight_check_period=1000", "refit.prob_error_limit=null"
+        )
+    )
+    rows = run.metrics()
+    assert [row["token_mult_prob_error_off"] for row in rows] == [1] * 4
+    assert run.log().count("training and generation disagree more than noise explains") == 1
+    assert "This step's refit compares all weights. python -m megatron_grpo.doctor" in run.log()
+    assert ["weight_check_s" in row["throughput"] for row in rows] == [True, False, False, False]

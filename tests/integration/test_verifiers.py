@@ -4,8 +4,6 @@ VERIFIERS_PYTHON names an interpreter with verifiers from 0.4 on and uv, VERIFIE
 NEMO_GYM_PYTHON one with nemo-gym.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

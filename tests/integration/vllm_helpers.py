@@ -1,12 +1,11 @@
 """A tiny model that vLLM's CPU attention can run, transformers as the oracle for it, and engines around it."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,8 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    Gemma3TextConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
-    Qwen3Config,
 )
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
@@ -35,6 +32,7 @@ from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.models.adapter_slot import AdapterSlot
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
+from tests.support.hf_configs import read_configs
 
 EOS = 1
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -45,10 +43,10 @@ ON_GPUS = torch.cuda.is_available()
 ENGINE_PRECISION = "bfloat16" if ON_GPUS else "float32"  # on GPUs as runs have it
 
 
-def gemma3(**sizes: object) -> PretrainedConfig:
-    """A Gemma-3 with one layer of either kind, whose window is shorter than the tests' sequences."""
-    types = ["sliding_attention", "full_attention"]
-    return Gemma3TextConfig(layer_types=types, sliding_window=6, query_pre_attn_scalar=24, **sizes)
+def make_config(name: str, changes: dict[str, Any] | None = None, **sizes: Any) -> PretrainedConfig:
+    """The configuration of a family in tests/data/refitted_families.yaml, whose keys go before sizes, not changes."""
+    keys = read_configs("refitted_families")["families"][name]
+    return AutoConfig.for_model(**(sizes | keys | (changes or {})))
 
 
 def start_ray() -> None:
@@ -63,10 +61,11 @@ def start_ray() -> None:
     )
 
 
-def make_model(path: Path, seed: int, family: Callable[..., PretrainedConfig] = Qwen3Config) -> Path:
+def make_model(path: Path, seed: int, family: str | Callable[..., PretrainedConfig] = "qwen3") -> Path:
     """A random model with two layers, and a tokenizer of one token per letter."""
     torch.manual_seed(seed)
-    config = family(
+    build = partial(make_config, family) if isinstance(family, str) else family
+    config = build(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,

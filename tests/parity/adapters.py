@@ -1,15 +1,11 @@
 """Policies with adapters on ranks, without any package that only the development environment has."""
 
-from __future__ import annotations
-
-from dataclasses import replace
 from typing import Any
 
-from megatron_grpo.config.schema import LoraConfig, ModelConfig, PolicyConfig, ReferenceConfig
-from megatron_grpo.trainer.messages import RankSettings
+from megatron_grpo.config.schema import LoraConfig, ReferenceConfig
 from megatron_grpo.trainer.model.lora import AdaptedLinear
 from megatron_grpo.trainer.rank import PolicyRank
-from tests.parity.policy_training import MAX_GRAD_NORM, OPTIMIZER
+from tests.parity.policy_training import make_engine
 from tests.parity.ranks import Layout
 from tests.support.tiny_models import TinyModel
 
@@ -25,24 +21,7 @@ MATRICES = {
 
 def make_lora_rank(layout: Layout, model: TinyModel, lora: LoraConfig = LORA, **settings: Any) -> PolicyRank:
     """A policy with adapters and a reference, its B as it begins: zero."""
-    config = PolicyConfig(
-        model=ModelConfig(path=str(model.path)),
-        parallel=layout.parallel,
-        lora=lora,
-        max_grad_norm=MAX_GRAD_NORM,
-        **{"precision": "float32", "optimizer": replace(OPTIMIZER, distributed=True), **settings},
-    )
-    folder = str(model.path)
-    return PolicyRank(
-        RankSettings(
-            config=config,
-            shape=model.shape,
-            folder=folder,
-            reference=ReferenceConfig(),
-            temperature=0.8,
-            decay_steps=100,
-        )
-    )
+    return make_engine(layout, model, lora=lora, reference=ReferenceConfig(), **settings)
 
 
 def adapted_layers(rank: PolicyRank) -> dict[str, AdaptedLinear]:

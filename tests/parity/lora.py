@@ -1,7 +1,5 @@
 """Adapters on ranks and in peft: the same values in both, whatever the layout."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

@@ -1,7 +1,5 @@
 """Learning pairs on ranks, as a step of DPO or of a reward model does, and the rows of the comparison with TRL."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training the policy on ranks, and the same step in transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +10,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
-from megatron_grpo.config.schema import LossConfig, ModelConfig, OptimizerConfig, PolicyConfig
+from megatron_grpo.config.schema import LossConfig, ModelConfig, OptimizerConfig, PolicyConfig, ReferenceConfig
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.trainer.messages import PolicyDistillation, RankSettings
@@ -58,6 +56,7 @@ def make_engine(
     optimizer: OptimizerConfig = OPTIMIZER,
     packing: bool = True,
     distillation: PolicyDistillation | None = None,
+    reference: ReferenceConfig | None = None,
     **settings: Any,
 ) -> PolicyRank:
     """The policy's part on this rank; `settings` are further keys of policy.*."""
@@ -77,6 +76,7 @@ def make_engine(
             temperature=0.8,
             decay_steps=100,
             distillation=distillation,
+            reference=reference,
         )
     )
 

@@ -1,7 +1,5 @@
 """Published weights against what adapted layers compute, on ranks: healthy layouts, and faults that are planted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

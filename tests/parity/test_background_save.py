@@ -1,7 +1,5 @@
 """Checkpoints that all replicas write, beside training or not; a writer that is killed leaves none."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref
@@ -17,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.trainer.checkpoint import ResultsFile
+from tests.parity.on_rank import expect_close, load_on_rank
 from tests.parity.policy_training import make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import merged, whole_tensors
@@ -46,13 +45,6 @@ def save_on_rank(layout: Layout, model: TinyModel, folder: Path, background: boo
     return whole_tensors(engine)
 
 
-def load_on_rank(layout: Layout, model: TinyModel, folder: Path) -> dict[str, Tensor]:
-    engine = make_engine(layout, model)
-    engine.checkpoint.load(str(folder))
-    engine.train(*train_arguments(layout))
-    return whole_tensors(engine)
-
-
 @pytest.mark.parametrize("layout", [pytest.param(Layout(data=2), marks=pytest.mark.slow), Layout(context=2)], ids=str)
 def test_every_replica_writes_its_part_while_training_goes_on(
     layout: Layout, tiny_models: dict[str, TinyModel], tmp_path: Path
@@ -64,12 +56,9 @@ def test_every_replica_writes_its_part_while_training_goes_on(
         expected = merged(run_on_ranks(layout, save_on_rank, model, folder, background))
         written = [sum(file.stat().st_size for file in folder.glob(f"__{rank}_*.distcp")) for rank in range(2)]
         assert min(written) > 0.4 * sum(written)
-        actual = merged(run_on_ranks(layout, load_on_rank, model, folder))
+        actual = merged(run_on_ranks(layout, load_on_rank, model, folder, {}))
         assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
-    rounding = {"atol": 2e-6, "rtol": 1e-4}
-    alone = merged(run_on_ranks(Layout(), load_on_rank, model, folder))
-    for name, tensor in expected.items():
-        torch.testing.assert_close(alone[name], tensor, **rounding)
+    expect_close(merged(run_on_ranks(Layout(), load_on_rank, model, folder, {})), expected)
 
 
 def copies_on_rank(layout: Layout, model: TinyModel, folder: Path) -> tuple[bool, bool]:

@@ -1,7 +1,5 @@
 """The policy's side of the checks after a refit, on ranks of several layouts, against the model's folder."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path

@@ -1,21 +1,29 @@
-"""Sequences split over context-parallel ranks: log-probabilities, gradients, every loss, checkpoints."""
+"""Sequences over context-parallel ranks: log-probabilities, gradients, losses, checkpoints, 32,768 tokens."""
 
-from __future__ import annotations
-
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests.parity.policy_training import expect_gradients_of_transformers, gradients_on_rank
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
+from megatron_grpo.config.schema import LossConfig
+from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from tests.parity.on_rank import expect_continuation, expect_gradients
+from tests.parity.policy_training import (
+    expect_gradients_of_transformers,
+    gradients_on_rank,
+    make_engine,
+    whole_gradients,
+)
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.test_invariance import AS_IT_COMES, whole_steps
 from tests.parity.test_rank_logprobs import expect_logprobs, logprobs_on_rank
-from tests.parity.test_training import load_on_rank, save_on_rank
-from tests.parity.training import merged
+from tests.parity.training import fetched, merged, step_counts
 from tests.support.loss_oracle import CONFIGS
 from tests.support.rare import rare
-from tests.support.tiny_models import TinyModel
+from tests.support.tiny_models import VOCAB, TinyModel, make_tiny_model
 
 LAYOUTS = [
     Layout(context=2),
@@ -50,21 +58,60 @@ def test_every_loss_is_that_of_whole_sequences(layout: Layout, tiny_models: dict
     expected = whole_steps(Layout(), model, dict.fromkeys(CONFIGS, AS_IT_COMES))
     for name, (loss, gradients) in whole_steps(layout, model, cuts).items():
         assert loss == pytest.approx(expected[name][0], rel=1e-5, abs=1e-6), name
-        for parameter, gradient in expected[name][1].items():
-            error = (gradients[parameter] - gradient).norm() / gradient.norm()
-            assert error < 1e-4, f"{name} {parameter}: relative error {error:.1e}"
+        expect_gradients(gradients, expected[name][1])
 
 
 @pytest.mark.slow  # test_training.py loads checkpoints in other layouts
 def test_a_checkpoint_goes_into_and_out_of_context_parallelism(
     tiny_models: dict[str, TinyModel], tmp_path: Path
 ) -> None:
-    model = tiny_models["qwen3_tied"]
-    written_by = Layout(tensor=2, context=2)
-    (tmp_path / "checkpoint").mkdir()
-    expected = merged(run_on_ranks(written_by, save_on_rank, model, tmp_path / "checkpoint", {}))
-    for layout in (written_by, Layout(), Layout(pipeline=2, context=2), Layout(context=2, data=2)):
-        actual = merged(run_on_ranks(layout, load_on_rank, model, tmp_path / "checkpoint", {}))
-        exactness = {"atol": 0.0, "rtol": 0.0} if layout == written_by else {"atol": 2e-6, "rtol": 1e-4}
-        for key, tensor in expected.items():
-            torch.testing.assert_close(actual[key], tensor, **exactness, msg=lambda m, w=f"{layout} {key}": f"{w}: {m}")
+    read_by = (Layout(), Layout(pipeline=2, context=2), Layout(context=2, data=2))
+    folder = tmp_path / "checkpoint"
+    expect_continuation(tiny_models["qwen3_tied"], folder, Layout(tensor=2, context=2), read_by)
+
+
+LENGTH = 32_768
+
+
+def make_long_batch() -> TokenBatch:
+    """One sequence, whose prompt is its first 1,024 tokens."""
+    generator = torch.Generator().manual_seed(5)
+    mask = (torch.arange(LENGTH) >= 1024).float()
+    tokens = TokenFields(
+        token_ids=torch.randint(0, VOCAB, (LENGTH,), generator=generator).int(),
+        loss_mask=mask,
+        advantages=torch.randn(LENGTH, generator=generator),
+        generation_logprobs=-torch.rand(LENGTH, generator=generator),
+    )
+    return TokenBatch([LENGTH], tokens)
+
+
+def train_on_rank(layout: Layout, model: TinyModel) -> tuple[Tensor | None, float, dict[str, Tensor], float]:
+    """Log-probabilities, this rank's share of the loss, gradients and their norm."""
+    engine, batch = make_engine(layout, model, distributed=False), make_long_batch()
+    logprobs = engine.compute_logprobs(fetched(engine, batch, None), [[0]])
+    loss_fn = ClippedPGLossFn(LossConfig(reference_policy_kl_penalty=0.0))
+    metrics = engine.compute_gradients(fetched(engine, batch, loss_fn), [[0]], loss_fn, step_counts(batch))
+    return logprobs, float(metrics[0]["loss"]), whole_gradients(engine), engine.optimizer.compute_grad_norm()
+
+
+@pytest.mark.slow
+def test_context_parallel_ranks_compute_what_one_rank_does(tmp_path: Path) -> None:
+    model = make_tiny_model("qwen3_tied", tmp_path)
+    ((expected, loss, gradients, norm),) = run_on_ranks(Layout(), train_on_rank, model, timeout_s=550)
+    by_rank = run_on_ranks(Layout(context=2), train_on_rank, model, timeout_s=550)
+    assert expected is not None
+    (logprobs,) = (values for values, *_ in by_rank if values is not None)
+    torch.testing.assert_close(logprobs, expected, atol=2e-5, rtol=0)
+    assert sum(share for _, share, *_ in by_rank) == pytest.approx(loss, abs=2e-6)
+    for name, gradient in merged([parts for *_, parts, _ in by_rank]).items():
+        assert (gradient - gradients[name]).norm() < 1e-4 * max(float(gradients[name].norm()), 1e-3 * norm), name
+    assert [found[3] for found in by_rank] == pytest.approx([norm] * 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(context=2)], ids=str)
+def test_stretched_positions_are_those_of_transformers(layout: Layout, tmp_path: Path) -> None:
+    """Most of the tests' sequences are longer than the 8 tokens that YaRN stretches."""
+    model = make_tiny_model("qwen3_stretched", tmp_path)
+    assert model.shape.softmax_scale == pytest.approx(16**-0.5 * (0.1 * math.log(4) + 1) ** 2)
+    expect_gradients_of_transformers(run_on_ranks(layout, gradients_on_rank, [model]), [model], tolerance=1e-4)

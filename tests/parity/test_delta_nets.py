@@ -1,7 +1,5 @@
 """Gated delta nets on real ranks, in odd sizes: gradients, packing, checkpoints, adapters, a decay in float32."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_grpo.config.schema import LoraConfig
 from megatron_grpo.models.adapter_check import check_adapters
+from tests.parity.on_rank import train_on_rank
 from tests.parity.policy_training import (
     expect_gradients_of_transformers,
     gradients_on_rank,
@@ -19,66 +18,18 @@ from tests.parity.policy_training import (
     train_arguments,
 )
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.training import fetched, merged, whole_tensors
-from tests.support.tiny_models import VOCAB, TinyModel
+from tests.parity.training import merged, whole_tensors
+from tests.support.hf_configs import read_configs
+from tests.support.rare import rare
+from tests.support.tiny_models import TinyModel
 
-_SIZES: dict[str, Any] = {
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": VOCAB,
-    "rms_norm_eps": 1e-4,
-    "linear_num_key_heads": 6,
-    "linear_num_value_heads": 12,
-    "linear_key_head_dim": 5,
-    "linear_value_head_dim": 7,
-    "linear_conv_kernel_dim": 3,
-    "pad_token_id": None,
-    "eos_token_id": 2,
-}
-_EXPERTS = {"num_experts": 6, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 12}
-_DELTA, _ATTENTION = "linear_attention", "full_attention"
-MODELS: dict[str, dict[str, Any]] = {
-    # One layer of attention, in the first stage; tied.
-    "first": {
-        "model_type": "qwen3_5_text",
-        "layer_types": [_ATTENTION, _DELTA, _DELTA, _DELTA],
-        "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-    },
-    # Delta nets alone, with as many value heads as key heads.
-    "alone": {
-        "model_type": "qwen3_5_text",
-        "layer_types": [_DELTA] * 4,
-        "linear_num_value_heads": 6,
-        "linear_conv_kernel_dim": 1,
-    },
-    "mixture": {
-        **_EXPERTS,
-        "model_type": "qwen3_5_moe_text",
-        "layer_types": [_DELTA, _ATTENTION, _ATTENTION, _DELTA],
-        "num_experts_per_tok": 3,
-    },
-    # The pattern of three layers does not divide four; one expert a token.
-    "next": {
-        **_EXPERTS,
-        "model_type": "qwen3_next",
-        "full_attention_interval": 3,
-        "num_experts_per_tok": 1,
-        "norm_topk_prob": False,
-        "mlp_only_layers": [2],
-    },
-}
+MODELS = read_configs("odd_configs")["delta_nets"]
 DENSE = ("first", "alone")
 LAYOUTS = [
     Layout(tensor=2, sequence=True),
     Layout(context=2),
-    *(
-        pytest.param(layout, marks=pytest.mark.slow)
-        for layout in (
+    *rare(
+        [
             Layout(),
             Layout(tensor=2),
             Layout(context=3),
@@ -87,7 +38,7 @@ LAYOUTS = [
             Layout(tensor=2, context=3, sequence=True),
             Layout(data=2, expert=2),
             Layout(tensor=2, data=2, expert=2, expert_tensor=2, sequence=True),
-        )
+        ]
     ),
 ]
 TOLERANCE = 1e-4
@@ -99,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyModel]:
     folder = tmp_path_factory.mktemp("delta_nets")
     for name, keys in MODELS.items():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**_SIZES, **keys}), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys), dtype=torch.float32)
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 if "norm" in parameter_name:
@@ -135,8 +86,7 @@ def save_on_rank(layout: Layout, model: TinyModel, folder: str, lora: LoraConfig
     """Train a step, save, and return the weights; adapters merged."""
     engine = make_engine(layout, model, lora=lora)
     for _ in range(2):
-        share, microbatches, loss_fn, counts = train_arguments(layout)
-        engine.train(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
+        engine.train(*train_arguments(layout))
     if lora.rank:
         check = check_adapters(engine.gather_chunks(), engine.shape)
         assert not check.faults, check.faults
@@ -165,15 +115,8 @@ def test_a_checkpoint_loads_in_other_layouts(lora: LoraConfig, models: dict[str,
             assert torch.equal(loaded[name], tensor), name
 
 
-def bfloat16_on_rank(layout: Layout, model: TinyModel) -> dict[str, Tensor]:
-    engine = make_engine(layout, model, precision="bfloat16")
-    share, microbatches, loss_fn, counts = train_arguments(layout)
-    engine.train(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
-    return whole_tensors(engine)
-
-
 def test_the_decay_stays_in_float32(models: dict[str, TinyModel]) -> None:
-    weights = merged(run_on_ranks(Layout(data=2), bfloat16_on_rank, models["first"]))
+    weights = merged(run_on_ranks(Layout(data=2), train_on_rank, models["first"], {"precision": "bfloat16"}))
     before = models["first"].tensors()
     for name, tensor in weights.items():
         assert tensor.dtype == (torch.float32 if name.endswith("A_log") else torch.bfloat16), name

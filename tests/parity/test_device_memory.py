@@ -1,7 +1,5 @@
 """Memory that is given up and taken back: nothing is left meanwhile, and nothing has changed afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Teachers' outputs and the gradients of distillation against transformers, in layouts of policy and teachers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +21,7 @@ from tests.parity.policy_training import (
 )
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import LENGTHS, fetched, rank_share, step_counts
-from tests.support.divergence_oracle import expected_divergence, with_tail
+from tests.support.fp8_oracle import expected_divergence, with_tail
 from tests.support.rare import rare
 from tests.support.tiny_models import VOCAB, TinyModel, make_tiny_model
 

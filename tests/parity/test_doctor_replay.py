@@ -1,7 +1,5 @@
 """The replay that the doctor does by itself when a run measured more than one rank computes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

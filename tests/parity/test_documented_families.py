@@ -1,7 +1,5 @@
 """A new family is a short file: the two of docs/extending.md, run through the verify command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from transformers import AutoModelForCausalLM, Dots1Config, GlmConfig, PreTraine
 from megatron_grpo import verify
 from megatron_grpo.models.families import FAMILIES
 from megatron_grpo.verification import ranks
-from tests.support.documented_families import LIMITS, add_documented_families, measure_documented, read_family_files
+from tests.support.documents import LIMITS, add_documented_families, measure_documented, read_family_files
 from tests.support.rare import rare
 
 SIZES: dict[str, Any] = {

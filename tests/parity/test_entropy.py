@@ -1,7 +1,5 @@
 """Log-probabilities and entropy with the vocabulary split over tensor-parallel ranks, and the entropy in the loss."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -10,6 +8,7 @@ from torch import Tensor
 from megatron_grpo.config.schema import LossConfig
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo_kernels.logprob import linear_logprobs
+from tests.parity.on_rank import expect_gradients
 from tests.parity.policy_training import hf_loss, make_batch, make_engine, train_arguments, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import merged
@@ -98,7 +97,5 @@ def test_the_bonus_is_the_entropy_that_tokens_are_sampled_with(
     by_rank = run_on_ranks(layout, bonus_on_rank, tiny)
     for found, _ in by_rank:
         assert found == pytest.approx(entropy.item(), rel=1e-4)
-    actual = merged([gradients for _, gradients in by_rank])
-    for name, parameter in model.named_parameters():
-        error = (actual[name] - parameter.grad).norm() / parameter.grad.norm()
-        assert error < 1e-4, f"{name}: relative error {error:.1e}"
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    expect_gradients(merged([gradients for _, gradients in by_rank]), expected)

@@ -1,10 +1,7 @@
 """Adapters of experts in every layout: gradients and steps against a plain merged model, checkpoints, and peft."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
-from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from shutil import copy
@@ -26,8 +23,9 @@ from megatron_grpo.trainer.hf_export import write_peft_folder
 from megatron_grpo.trainer.model.lora import AdaptedGroupedLinear, AdaptedLinear, Adapter
 from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.adapters import make_lora_rank
-from tests.parity.grouped_experts import use_grouped_experts
-from tests.parity.policy_training import OPTIMIZER, hf_loss, make_batch, train_arguments
+from tests.parity.fused_layers import use_grouped_experts
+from tests.parity.on_rank import expect_close, expect_logprobs
+from tests.parity.policy_training import hf_loss, make_batch, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import fetched, merged, rank_share, whole_tensors
 from tests.support.rare import rare
@@ -121,7 +119,7 @@ def gradients_on_rank(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], float, list[str]]:
     """A and B, their gradients, the norm of the whole gradient, and faults of published weights."""
     with use_grouped_experts(is_grouped):
-        rank = make_lora_rank(layout, model, LORA, optimizer=replace(OPTIMIZER, distributed=False))
+        rank = make_lora_rank(layout, model, LORA, distributed=False)
     modules = [module for chunk in rank.chunks for module in chunk.modules()]
     has_experts = any(isinstance(module, MoELayer) for module in modules)  # some stage may have none
     assert any(isinstance(module, AdaptedGroupedLinear) for module in modules) == (is_grouped and has_experts)
@@ -195,16 +193,8 @@ def test_steps_are_those_of_one_rank_and_the_reference_is_the_base_model(
     for key, tensors in (("start", alone[0]["start"]), ("end", alone[0]["end"]), ("weights", alone[0]["weights"])):
         actual = merged([found[key] for found in by_rank])
         assert actual.keys() == tensors.keys()
-        for name, tensor in tensors.items():
-            exactness = {"atol": 0.0, "rtol": 0.0} if key == "start" else {"atol": 2e-6, "rtol": 1e-4}
-            torch.testing.assert_close(actual[name], tensor, **exactness, msg=lambda m, n=name: f"{n}: {m}")
-    token_ids = make_batch().fields.token_ids.long().split(make_batch().lengths)
-    found = {number: values for rank in by_rank for number, values in rank.get("reference", {}).items()}
-    assert sorted(found) == list(range(len(token_ids)))
-    for number, logprobs in found.items():
-        with torch.no_grad():
-            expected = logprobs_of_logits(model.load()(token_ids[number][None]).logits / 0.8, token_ids[number][None])
-        torch.testing.assert_close(logprobs, expected[0], atol=3e-5, rtol=0)
+        expect_close(actual, tensors, *((0.0, 0.0) if key == "start" else ()))
+    expect_logprobs([found.get("reference", {}) for found in by_rank], model.load(), 3e-5)
 
 
 @pytest.fixture(scope="module")
@@ -231,10 +221,7 @@ def test_a_checkpoint_continues_in_every_layout_and_form_of_experts(
     for layout, is_grouped in ((written_by, True), (Layout(), False), (LAYOUTS[5], False), (Layout(pipeline=2), True)):
         found = run_on_ranks(layout, steps_on_rank, model, is_grouped, folder, True)
         actual = merged([values["end"] for values in found])
-        for name, tensor in alone[0]["end"].items():
-            torch.testing.assert_close(
-                actual[name], tensor, atol=2e-6, rtol=1e-4, msg=lambda m, w=f"{layout} {name}": f"{w}: {m}"
-            )
+        expect_close(actual, alone[0]["end"], place=str(layout))
 
 
 def export_on_rank(layout: Layout, model: TinyModel, folder: Path) -> dict[str, Tensor]:

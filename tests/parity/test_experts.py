@@ -1,8 +1,5 @@
 """Experts on real ranks: checkpoints into and out of every layout, biases, and what a step tells about the routing."""
 
-from __future__ import annotations
-
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +12,9 @@ from torch import Tensor
 from megatron_grpo.config.schema import MoeConfig
 from megatron_grpo.trainer.model import build
 from megatron_grpo.trainer.model.experts import mark_experts
+from tests.parity.on_rank import expect_close, expect_continuation, train_on_rank
 from tests.parity.policy_training import hf_loss, make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.test_training import load_on_rank, save_on_rank
 from tests.parity.training import fetched, merged, whole_tensors
 from tests.support.rare import rare
 from tests.support.tiny_models import TinyModel, make_tiny_model
@@ -66,9 +63,7 @@ def test_a_step_tells_the_same_of_its_experts_in_every_layout(layout: Layout, mo
     for _, chosen, _ in by_rank:
         for layer, counts in chosen.items():
             assert torch.equal(counts, alone[1][layer])
-    weights = merged([tensors for _, _, tensors in by_rank])
-    for name, tensor in alone[2].items():
-        torch.testing.assert_close(weights[name], tensor, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    expect_close(merged([tensors for _, _, tensors in by_rank]), alone[2])
 
 
 def test_a_step_moves_the_bias_of_each_expert_towards_those_that_are_chosen_too_rarely(
@@ -108,15 +103,9 @@ def test_padding_is_not_counted(model: TinyModel, alone: Any) -> None:
 
 @pytest.mark.slow
 def test_a_checkpoint_goes_into_and_out_of_shared_experts(model: TinyModel, tmp_path: Path) -> None:
-    (tmp_path / "checkpoint").mkdir()
-    settings = {"moe": MOE}
-    expected = merged(run_on_ranks(SHARED, save_on_rank, model, tmp_path / "checkpoint", settings))
-    assert any(name.endswith("e_score_correction_bias") for name in expected)
-    for layout in (SHARED, *LAYOUTS[:1], *LAYOUTS[2:]):
-        actual = merged(run_on_ranks(layout, load_on_rank, model, tmp_path / "checkpoint", settings))
-        exactness = {"atol": 0.0, "rtol": 0.0} if layout == SHARED else {"atol": 2e-6, "rtol": 1e-4}
-        for key, tensor in expected.items():
-            torch.testing.assert_close(actual[key], tensor, **exactness, msg=lambda m, w=f"{layout} {key}": f"{w}: {m}")
+    read_by = (*LAYOUTS[:1], *LAYOUTS[2:])
+    weights = expect_continuation(model, tmp_path / "checkpoint", SHARED, read_by, {"moe": MOE})
+    assert any(name.endswith("e_score_correction_bias") for name in weights)
 
 
 def norm_on_rank(layout: Layout, model: TinyModel, distributed: bool, as_on_gpus: bool) -> float:
@@ -162,21 +151,13 @@ def test_the_gradient_norm_counts_every_expert_once(layout: Layout, as_on_gpus: 
         assert norms == pytest.approx([expected] * layout.ranks, rel=1e-4)
 
 
-def recomputed_on_rank(layout: Layout, model: TinyModel, settings: dict[str, Any]) -> dict[str, Tensor]:
-    engine = make_engine(layout, model, moe=MOE, **settings)
-    engine.train(*train_arguments(layout))
-    return whole_tensors(engine)
-
-
 @pytest.mark.parametrize(
     "settings", [{"activation_checkpointing": True}, {"recompute_modules": ["moe"]}], ids=["layers", "experts"]
 )
 def test_recomputed_activations_count_tokens_once(settings: dict[str, Any], model: TinyModel, alone: Any) -> None:
     """The layers of one microbatch are computed again after those of the next have passed."""
-    layout = replace(Layout(), pipeline=2)
-    weights = merged(run_on_ranks(layout, recomputed_on_rank, model, settings))
-    for name, tensor in alone[2].items():
-        torch.testing.assert_close(weights[name], tensor, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    by_rank = run_on_ranks(Layout(pipeline=2), train_on_rank, model, {"moe": MOE, **settings})
+    expect_close(merged(by_rank), alone[2])
 
 
 def test_sending_while_computing_changes_nothing(model: TinyModel) -> None:

@@ -1,7 +1,5 @@
 """The export command against a checkpoint that another layout wrote."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every family of models against transformers: log-probabilities, gradients, weights, in each layout that it allows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any

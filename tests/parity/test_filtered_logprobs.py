@@ -1,7 +1,5 @@
 """Log-probabilities over the tokens that a filter of sampling keeps, in every layout, against transformers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +16,7 @@ from megatron_grpo_kernels import filtered_logprob
 from megatron_grpo_kernels.filtered_logprob import filtered_logprobs
 from megatron_grpo_kernels.kept_tokens import find_kept_bounds
 from megatron_grpo_kernels.token_filter import TokenFilter
+from tests.parity.on_rank import expect_gradients
 from tests.parity.policy_training import make_batch, make_engine, train_arguments, whole_gradients
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
 from tests.parity.training import fetched, merged, rank_share
@@ -165,7 +164,5 @@ def test_every_layout_trains_on_the_kept_tokens(layout: Layout, tiny_models: dic
     replicas = losses[:: layout.tensor]
     for name, expected in {**metrics, "loss": loss.item()}.items():
         assert sum(one[name] for one in replicas) == pytest.approx(expected, rel=1e-4), name
-    actual = merged([gradients for *_, gradients in by_rank])
-    for name, parameter in model.named_parameters():
-        error = (actual[name] - parameter.grad).norm() / parameter.grad.norm()
-        assert error < 2e-4, f"{name}: relative error {error:.1e}"
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    expect_gradients(merged([gradients for *_, gradients in by_rank]), expected, 2e-4)

@@ -1,7 +1,5 @@
 """Files of a checkpoint that would run code if they were unpickled without a list: export and resume refuse them."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

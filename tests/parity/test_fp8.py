@@ -1,36 +1,25 @@
 """FP8 numerics in torch: rounding against arithmetic, and a policy in every layout against transformers rounded so."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.schema import Fp8Config, LoraConfig, LossConfig, ModelConfig, PolicyConfig
-from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.config.schema import Fp8Config, LoraConfig, PolicyConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import detect_platform
-from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.microbatch import MicrobatchMaker
 from megatron_grpo.trainer.model.build import build_transformer_config
 from megatron_grpo.trainer.model.megatron_config import require_fp8
 from megatron_grpo.trainer.model.rounding import round_blocks, round_tensor
-from megatron_grpo.trainer.rank import PolicyRank
-from tests.parity.fp8_oracle import block_scales, e4m3, simulate
-from tests.parity.policy_training import OPTIMIZER, whole_gradients
+from tests.parity.fp8_oracle import block_scales, e4m3, expect_equal, measure_in_transformers, measure_on_rank, simulate
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.training import merged, step_counts
 from tests.support.fp8_oracle import dequantise, quantise
-from tests.support.tiny_models import VOCAB, TinyModel, logprobs_of_logits
+from tests.support.tiny_models import VOCAB, TinyModel
 
 RECIPES = ["tensorwise", "blockwise", "mxfp8"]
-LENGTHS = [6, 8, 4]
-"""Even, so that sequence parallelism adds no padding, which would take part in a tensor's largest value."""
 
 
 def test_e4m3_of_the_oracle_is_torchs() -> None:
@@ -86,63 +75,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return TinyModel("fp8", path)
 
 
-def batch() -> TokenBatch:
-    generator = torch.Generator().manual_seed(4)
-    total, starts = sum(LENGTHS), torch.tensor([0, *LENGTHS]).cumsum(0)[:-1]
-    mask = torch.ones(total)
-    mask[starts] = 0
-    tokens = TokenFields(
-        token_ids=torch.randint(0, VOCAB, (total,), generator=generator).int(),
-        loss_mask=mask,
-        advantages=torch.randn(total, generator=generator),
-        generation_logprobs=-torch.rand(total, generator=generator),
-    )
-    return TokenBatch(LENGTHS, tokens)
-
-
-def measured_on_rank(
-    layout: Layout, model: TinyModel, fp8: Fp8Config, recompute: bool, precision: str = "float32"
-) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Log-probabilities of all tokens, on the output rank, and gradients."""
-    config = PolicyConfig(
-        model=ModelConfig(path=str(model.path)),
-        parallel=layout.parallel,
-        precision=precision,
-        optimizer=replace(OPTIMIZER, distributed=False),
-        fp8=fp8,
-        activation_checkpointing=recompute,
-    )
-    rank = PolicyRank(RankSettings(config=config, shape=model.shape, folder=str(model.path), decay_steps=1))
-    microbatches = [[index] for index in range(len(LENGTHS))]
-    tokens = TokenBatch(LENGTHS, TokenFields(token_ids=batch().fields.token_ids))
-    logprobs = rank.compute_logprobs(tokens, microbatches)
-    loss = ClippedPGLossFn(LossConfig(reference_policy_kl_penalty=0.0))
-    rank.compute_gradients(batch(), microbatches, loss, step_counts(batch()))
-    return logprobs, whole_gradients(rank)
-
-
-def expected(model: TinyModel, recipe: str, layers: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same by transformers with rounded operands in these layers."""
-    oracle = simulate(model.load(), recipe, layers)
-    tokens, found, loss = batch().fields, [], torch.zeros(())
-    columns = (tokens.token_ids.long(), tokens.loss_mask, tokens.advantages)
-    for ids, mask, advantages in zip(*(column.split(LENGTHS) for column in columns), strict=True):
-        logprobs = logprobs_of_logits(oracle(ids[None]).logits, ids[None])[0]
-        found.append(logprobs.detach())
-        loss = loss - (logprobs * advantages * mask).sum()
-    (loss / tokens.loss_mask.sum()).backward()
-    return torch.cat(found), {name: parameter.grad for name, parameter in oracle.named_parameters()}
-
-
-def expect_equal(layout: Layout, model: TinyModel, fp8: Fp8Config, layers: list[int], recompute: bool = False) -> None:
-    by_rank = run_on_ranks(layout, measured_on_rank, model, fp8, recompute)
-    logprobs, gradients = expected(model, fp8.recipe, layers)
-    (reported,) = [found for found, _ in by_rank if found is not None]
-    torch.testing.assert_close(reported, logprobs, atol=2e-5, rtol=0)
-    actual = merged([found for _, found in by_rank])
-    for name, gradient in gradients.items():
-        error = (actual[name] - gradient).norm() / gradient.norm()
-        assert error < 1e-4, f"{name}: relative error {error:.1e}"
+def expect_rounded(
+    layout: Layout, model: TinyModel, fp8: Fp8Config, layers: list[int], recompute: bool = False
+) -> None:
+    """Expect numbers of transformers with rounded operands in these layers."""
+    settings = {"fp8": fp8, "activation_checkpointing": recompute}
+    expected = measure_in_transformers(simulate(model.load(), fp8.recipe, layers))
+    expect_equal(run_on_ranks(layout, measure_on_rank, model, settings), *expected)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -150,43 +89,34 @@ def expect_equal(layout: Layout, model: TinyModel, fp8: Fp8Config, layers: list[
     "layout", [Layout(), Layout(tensor=2), Layout(tensor=2, sequence=True), Layout(pipeline=2)], ids=str
 )
 def test_simulated_fp8_equals_transformers_rounded_the_same_way(layout: Layout, recipe: str, model: TinyModel) -> None:
-    expect_equal(layout, model, Fp8Config(format="hybrid", recipe=recipe, simulate=True), [0, 1])
+    expect_rounded(layout, model, Fp8Config(format="hybrid", recipe=recipe, simulate=True), [0, 1])
 
 
 def test_recomputed_layers_round_again(model: TinyModel) -> None:
     fp8 = Fp8Config(format="e4m3", recipe="blockwise", simulate=True)
-    expect_equal(Layout(tensor=2), model, fp8, [0, 1], recompute=True)
+    expect_rounded(Layout(tensor=2), model, fp8, [0, 1], recompute=True)
 
 
 @pytest.mark.parametrize(("first", "last", "layers"), [(1, 0, [1]), (0, 1, [0]), (1, 1, [])])
 def test_outer_layers_keep_their_numbers(first: int, last: int, layers: list[int], model: TinyModel) -> None:
     fp8 = Fp8Config(format="hybrid", simulate=True, first_layers_bf16=first, last_layers_bf16=last)
-    expect_equal(Layout(pipeline=2), model, fp8, layers)
+    expect_rounded(Layout(pipeline=2), model, fp8, layers)
 
 
 def test_the_rounding_shows(model: TinyModel) -> None:
     """Guards the tests above: without rounding they would fail."""
-    plain = expected(model, "tensorwise", [])[0]
+    plain = measure_in_transformers(model.load())[0]
     for recipe in RECIPES:
-        assert (expected(model, recipe, [0, 1])[0] - plain).abs().max() > 1e-3
+        rounded = measure_in_transformers(simulate(model.load(), recipe, [0, 1]))[0]
+        assert (rounded - plain).abs().max() > 1e-3
 
 
 def test_adapters_go_with_rounded_layers(model: TinyModel) -> None:
     """B is zero: the merged weights and the log-probabilities are those of the rounded base model."""
-    config = PolicyConfig(
-        model=ModelConfig(path=str(model.path)),
-        precision="float32",
-        fp8=Fp8Config(format="hybrid", recipe="mxfp8", simulate=True),
-        lora=LoraConfig(rank=2),
-    )
-    (logprobs,) = run_on_ranks(Layout(), adapted_on_rank, config, model)
-    torch.testing.assert_close(logprobs, expected(model, "mxfp8", [0, 1])[0], atol=2e-5, rtol=0)
-
-
-def adapted_on_rank(_: Layout, config: PolicyConfig, model: TinyModel) -> Tensor | None:
-    rank = PolicyRank(RankSettings(config=config, shape=model.shape, folder=str(model.path), decay_steps=1))
-    tokens = TokenBatch(LENGTHS, TokenFields(token_ids=batch().fields.token_ids))
-    return rank.compute_logprobs(tokens, [[0], [1], [2]])
+    fp8 = Fp8Config(format="hybrid", recipe="mxfp8", simulate=True)
+    ((logprobs, _, _),) = run_on_ranks(Layout(), measure_on_rank, model, {"fp8": fp8, "lora": LoraConfig(rank=2)})
+    expected = measure_in_transformers(simulate(model.load(), "mxfp8", [0, 1]))[0]
+    torch.testing.assert_close(logprobs, expected, atol=2e-5, rtol=0)
 
 
 def test_settings_reach_megatron_and_are_refused_without_a_gpu(model: TinyModel) -> None:

@@ -1,18 +1,15 @@
 """Models of the form that they have on a GPU compute the same as transformers, and read the same checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from tests.parity.fused_layers import UNFUSED, NormColumnLinear, use_fused_layers
+from tests.parity.on_rank import expect_close, load_on_rank, save_on_rank
 from tests.parity.policy_training import expect_gradients_of_transformers, gradients_on_rank, make_engine
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.test_training import load_on_rank, save_on_rank
 from tests.parity.training import merged
 from tests.support.tiny_models import TinyModel, make_tiny_model
 
@@ -70,5 +67,4 @@ def test_layers_of_both_forms_read_each_others_checkpoints(
     save, load = (save_fused_on_rank, load_on_rank) if is_back else (save_on_rank, load_fused_on_rank)
     expected = merged(run_on_ranks(layout, save, models[1], folder, SETTINGS))
     actual = merged(run_on_ranks(Layout(), load, models[1], folder, SETTINGS))
-    for name, tensor in expected.items():
-        torch.testing.assert_close(actual[name], tensor, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    expect_close(actual, expected)

@@ -1,7 +1,5 @@
 """A HybridModel of Megatron-Core, whose form is two constants and the halves of layers, holds the same weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Logits of the Megatron model against transformers, in every layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

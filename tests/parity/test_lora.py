@@ -1,9 +1,8 @@
 """Adapters in every layout: gradients, log-probabilities and steps against peft; checkpoints; what is exported."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,8 @@ from megatron_grpo.config.schema import LoraConfig
 from megatron_grpo.export import main
 from megatron_grpo.run.checkpoint_files import write_driver_files
 from tests.parity.adapters import LORA, adapted_layers, make_lora_rank
-from tests.parity.lora import (
-    fill_b,
-    joined,
-    own_parts,
-    peft_oracle,
-    places,
-    rows_of,
-)
+from tests.parity.lora import fill_b, joined, own_parts, peft_oracle, places, rows_of
+from tests.parity.on_rank import expect_close, expect_logprobs, load_on_rank, split_by_sequence
 from tests.parity.policy_training import MAX_GRAD_NORM, OPTIMIZER, hf_loss, make_batch, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import fetched, merged, parameters_of, rank_share, whole_tensors
@@ -49,7 +42,7 @@ def gradients_on_rank(
     """A and B, their gradients, and the norm of the whole gradient, by model."""
     found = []
     for model in models:
-        rank = make_lora_rank(layout, model, optimizer=replace(OPTIMIZER, distributed=False), **settings)
+        rank = make_lora_rank(layout, model, distributed=False, **settings)
         fill_b(rank)
         share, microbatches, loss_fn, counts = train_arguments(layout)
         rank.compute_gradients(fetched(rank, share, loss_fn), microbatches, loss_fn, counts)
@@ -99,18 +92,15 @@ def steps_on_rank(layout: Layout, model: TinyModel) -> dict[str, Any]:
     batch, microbatches, order = rank_share(make_batch(), layout)
     batch = fetched(rank, batch, None)
 
-    def of_sequences(values: Tensor | None) -> dict[int, Tensor]:
-        return {} if values is None else dict(zip(order, values.split(batch.lengths), strict=True))
-
     found: dict[str, Any] = {"start": own_parts(rank, gradients=False), "before": whole_tensors(rank)}
     for _ in range(3):
         rank.train(*train_arguments(layout))
     return found | {
         "end": own_parts(rank, gradients=False),
         "after": whole_tensors(rank),
-        "policy": of_sequences(rank.compute_logprobs(batch, microbatches)),
-        "reference": of_sequences(rank.compute_reference_logprobs(batch, microbatches)),
-        "again": of_sequences(rank.compute_logprobs(batch, microbatches)),
+        "policy": split_by_sequence(rank.compute_logprobs(batch, microbatches), batch, order),
+        "reference": split_by_sequence(rank.compute_reference_logprobs(batch, microbatches), batch, order),
+        "again": split_by_sequence(rank.compute_logprobs(batch, microbatches), batch, order),
     }
 
 
@@ -162,23 +152,10 @@ def test_steps_logprobs_and_reference_equal_peft(layout: Layout, tiny_models: di
     whole = oracle.merge_and_unload().state_dict()
     after = merged([found["after"] for found in by_rank])
     assert (after["model.layers.0.mlp.down_proj.weight"] - base["model.layers.0.mlp.down_proj.weight"]).abs().max() > 0
-    for name, tensor in after.items():
-        torch.testing.assert_close(tensor, whole[name], atol=2e-6, rtol=1e-4)
-    expect_logprobs(by_rank, "policy", oracle.base_model.model)
-    expect_logprobs(by_rank, "again", oracle.base_model.model)
-    expect_logprobs(by_rank, "reference", model.load())
-
-
-def expect_logprobs(by_rank: list[dict[str, Any]], key: str, model: torch.nn.Module) -> None:
-    """Those that ranks report of every sequence, at their temperature, are those of transformers."""
-    batch = make_batch()
-    found = {number: values for rank in by_rank for number, values in rank[key].items()}
-    assert sorted(found) == list(range(len(batch)))
-    for number, logprobs in found.items():
-        token_ids = batch.fields.token_ids.long().split(batch.lengths)[number][None]
-        with torch.no_grad():
-            expected = logprobs_of_logits(model(token_ids).logits / 0.8, token_ids)
-        torch.testing.assert_close(logprobs, expected[0], atol=3e-5, rtol=0)
+    expect_close(after, {name: whole[name] for name in after})
+    for key in ("policy", "again"):
+        expect_logprobs([found[key] for found in by_rank], oracle.base_model.model, 3e-5)
+    expect_logprobs([found["reference"] for found in by_rank], model.load(), 3e-5)
 
 
 def save_on_rank(layout: Layout, model: TinyModel, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -202,13 +179,6 @@ def refusals_on_rank(layout: Layout, model: TinyModel, folder: Path, others: lis
     return texts
 
 
-def load_on_rank(layout: Layout, model: TinyModel, folder: Path, lora: LoraConfig) -> dict[str, Tensor]:
-    rank = make_lora_rank(layout, model, lora)
-    rank.checkpoint.load(str(folder))
-    rank.train(*train_arguments(layout))
-    return whole_tensors(rank)
-
-
 @pytest.mark.slow
 def test_a_checkpoint_holds_adapters_alone_and_continues_in_other_layouts(
     tiny_models: dict[str, TinyModel], tmp_path: Path
@@ -226,10 +196,9 @@ def test_a_checkpoint_holds_adapters_alone_and_continues_in_other_layouts(
     assert any("optimizer" in name and "lora_a" in name for name in names)
     assert not any("word_embeddings" in name or "linear_qkv.weight" in name for name in names)
     for layout in (written_by, Layout(), Layout(data=2), Layout(tensor=4)):
-        actual = merged(run_on_ranks(layout, load_on_rank, model, folder, LORA))
-        exactness = {"atol": 0.0, "rtol": 0.0} if layout == written_by else {"atol": 2e-6, "rtol": 1e-4}
-        for key, tensor in expected.items():
-            torch.testing.assert_close(actual[key], tensor, **exactness, msg=lambda m, w=f"{layout} {key}": f"{w}: {m}")
+        actual = merged(run_on_ranks(layout, partial(load_on_rank, make=make_lora_rank), model, folder, {}))
+        tolerance = (0.0, 0.0) if layout == written_by else (2e-6, 1e-4)
+        expect_close(actual, expected, *tolerance, place=str(layout))
     others = [LoraConfig(rank=2), replace(LORA, alpha=1.0), LoraConfig()]
     (refusals,) = run_on_ranks(Layout(), refusals_on_rank, model, folder, others)
     for refusal in refusals:

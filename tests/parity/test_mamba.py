@@ -1,50 +1,26 @@
 """Nemotron-H on real ranks: odd sizes, shared groups, recomputation, adapters, checkpoints, replayed experts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_grpo.config.schema import LoraConfig
 from megatron_grpo.models.adapter_check import AdapterCheck, check_adapters
 from megatron_grpo.verification.problem import SMALL, TINY, make_model
 from tests.parity.adapters import LORA, make_lora_rank
-from tests.parity.policy_training import (
-    expect_gradients_of_transformers,
-    gradients_on_rank,
-    train_arguments,
-)
+from tests.parity.on_rank import expect_close, expect_continuation, load_on_rank
+from tests.parity.policy_training import expect_gradients_of_transformers, gradients_on_rank, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.test_routing_replay import expect_equal, of_transformers, other_record, replayed_on_rank
-from tests.parity.test_training import load_on_rank, save_on_rank
 from tests.parity.training import merged, whole_tensors
-from tests.support.tiny_models import VOCAB, TinyModel
+from tests.support.hf_configs import read_configs
+from tests.support.tiny_models import TinyModel
 
-_ODD: dict[str, dict[str, Any]] = {
-    # Five layers, the first of which has experts; a token goes through three of six.
-    "mixture": {
-        "layers_block_type": ["moe", "linear_attention", "full_attention", "linear_attention", "moe"],
-        "mamba_num_heads": 6,
-        "n_groups": 2,
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 3,
-        "moe_latent_size": None,
-    },
-    # One layer of each kind, one group; context-parallel ranks have copies of it.
-    "dense": {
-        "layers_block_type": ["linear_attention", "mlp", "full_attention"],
-        "mamba_num_heads": 6,
-        "n_groups": 1,
-        "conv_kernel": 2,
-    },
-    "latent": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
-}
-_SIZES = {"vocab_size": VOCAB, "num_attention_heads": 6, "head_dim": 10, "mamba_head_dim": 5, "ssm_state_size": 7}
+_ODD = read_configs("odd_configs")["mamba"]
 GRADIENT = 2e-5
 """Parameters of states are exponents, in which rounding counts for more."""
 WHOLE = LoraConfig(rank=3, alpha=7.0, target_modules=["linear_qkv", "linear_proj", "in_proj", "out_proj"])
@@ -53,7 +29,7 @@ WHOLE = LoraConfig(rank=3, alpha=7.0, target_modules=["linear_qkv", "linear_proj
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyModel]:
     folder = tmp_path_factory.mktemp("mamba")
-    base = {"model_type": "nemotron_h", **SMALL, **TINY["nemotron_h"], **_SIZES}
+    base = {"model_type": "nemotron_h", **SMALL, **TINY["nemotron_h"]}
     for name, odd in _ODD.items():
         sizes = {**base, **odd}
         make_model({**sizes, "num_hidden_layers": len(sizes["layers_block_type"])}, folder / name, seed=1)
@@ -97,16 +73,10 @@ def test_layers_are_recomputed(layout: Layout, models: dict[str, TinyModel]) -> 
 def test_a_loaded_checkpoint_continues_in_other_layouts(
     precision: str, tolerance: dict[str, float], models: dict[str, TinyModel], tmp_path: Path
 ) -> None:
-    """To the bit in the same layout, to rounding in others; sections are cut anew."""
-    settings = {"precision": precision}
-    written_by, folder = Layout(tensor=2, sequence=True), tmp_path / "checkpoint"
-    folder.mkdir()
-    expected = merged(run_on_ranks(written_by, save_on_rank, models["mixture"], folder, settings))
-    for layout in (written_by, Layout(), Layout(context=2), Layout(pipeline=5)):
-        actual = merged(run_on_ranks(layout, load_on_rank, models["mixture"], folder, settings))
-        exactness = {"atol": 0.0, "rtol": 0.0} if layout == written_by else tolerance
-        for key, tensor in expected.items():
-            torch.testing.assert_close(actual[key], tensor, **exactness, msg=lambda m, w=f"{layout} {key}": f"{w}: {m}")
+    """Sections are cut anew."""
+    read_by = (Layout(), Layout(context=2), Layout(pipeline=5))
+    folder, written_by = tmp_path / "checkpoint", Layout(tensor=2, sequence=True)
+    expect_continuation(models["mixture"], folder, written_by, read_by, {"precision": precision}, **tolerance)
 
 
 def save_adapters_on_rank(layout: Layout, model: TinyModel, folder: Path, lora: LoraConfig) -> tuple[Any, AdapterCheck]:
@@ -119,11 +89,7 @@ def save_adapters_on_rank(layout: Layout, model: TinyModel, folder: Path, lora: 
     return whole_tensors(rank), check_adapters(rank.gather_chunks(), rank.shape)
 
 
-def load_adapters_on_rank(layout: Layout, model: TinyModel, folder: Path, lora: LoraConfig) -> dict[str, Tensor]:
-    rank = make_lora_rank(layout, model, lora)
-    rank.checkpoint.load(str(folder))
-    rank.train(*train_arguments(layout))
-    return whole_tensors(rank)
+load_adapters_on_rank = partial(load_on_rank, make=make_lora_rank)
 
 
 @pytest.mark.slow
@@ -145,9 +111,8 @@ def test_adapters_are_published_and_continue_in_other_layouts(
     expected, before = merged([weights for weights, _ in by_rank]), models[name].tensors()
     changed = {key for key, tensor in expected.items() if not torch.equal(tensor, before[key])}
     assert {key.rpartition("mixer.")[2] for key in changed} >= {"in_proj.weight", "out_proj.weight", "q_proj.weight"}
-    actual = merged(run_on_ranks(Layout(), load_adapters_on_rank, models[name], folder, lora))
-    for key, tensor in expected.items():
-        torch.testing.assert_close(actual[key], tensor, atol=5e-6, rtol=1e-4, msg=lambda m, w=key: f"{w}: {m}")
+    actual = merged(run_on_ranks(Layout(), load_adapters_on_rank, models[name], folder, {"lora": lora}))
+    expect_close(actual, expected, atol=5e-6)
 
 
 @pytest.mark.slow

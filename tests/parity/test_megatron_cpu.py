@@ -1,7 +1,5 @@
 """Parts of Megatron-Core that only run on a CPU because of the compatibility layer, against plain torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Muon in every layout against Newton-Schulz in float64 on transformers' matrices, and its checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from tests.parity.on_rank import expect_continuation
 from tests.parity.policy_training import MAX_GRAD_NORM, OPTIMIZER, hf_loss, make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import merged, whole_tensors
@@ -179,22 +178,6 @@ def test_replicas_update_every_element_once(models: dict[str, TinyModel]) -> Non
     assert all(updated for updated, _ in counts)
 
 
-def save_on_rank(layout: Layout, model: TinyModel, folder: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
-    engine = make_engine(layout, model, optimizer=MUON, **settings)
-    for _ in range(2):
-        engine.train(*train_arguments(layout))
-    engine.checkpoint.save(str(folder))
-    engine.train(*train_arguments(layout))
-    return whole_tensors(engine)
-
-
-def load_on_rank(layout: Layout, model: TinyModel, folder: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
-    engine = make_engine(layout, model, optimizer=MUON, **settings)
-    engine.checkpoint.load(str(folder))
-    engine.train(*train_arguments(layout))
-    return whole_tensors(engine)
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "layouts"),
     [
@@ -215,12 +198,13 @@ def load_on_rank(layout: Layout, model: TinyModel, folder: Path, settings: dict[
 def test_a_loaded_checkpoint_continues_exactly_and_in_other_layouts(
     name: str, settings: dict[str, Any], layouts: list[Layout], models: dict[str, TinyModel], tmp_path: Path
 ) -> None:
-    """The step after loading equals the step after saving: to the bit in the first layout, to rounding in others."""
-    folder, tolerance = tmp_path / "checkpoint", 2e-2 if "precision" in settings else 5e-6
-    folder.mkdir()
-    expected = merged(run_on_ranks(layouts[0], save_on_rank, models[name], folder, settings))
-    for layout in layouts:
-        actual = merged(run_on_ranks(layout, load_on_rank, models[name], folder, settings))
-        exactness = {"atol": 0.0 if layout == layouts[0] else tolerance, "rtol": 0.0}
-        for key, tensor in expected.items():
-            torch.testing.assert_close(actual[key], tensor, **exactness, msg=lambda m, w=f"{layout} {key}": f"{w}: {m}")
+    tolerance = 2e-2 if "precision" in settings else 5e-6
+    expect_continuation(
+        models[name],
+        tmp_path / "checkpoint",
+        layouts[0],
+        layouts[1:],
+        {"optimizer": MUON, **settings},
+        atol=tolerance,
+        rtol=0.0,
+    )

@@ -1,10 +1,7 @@
 """Newer families on real ranks: gradients in every layout against transformers, of tiny models and of odd sizes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,116 +12,29 @@ from megatron_grpo.models.hf_folder import write_hf_folder
 from megatron_grpo.verification.problem import SMALL, TINY, make_model, prepare_model
 from tests.parity.adapters import make_lora_rank
 from tests.parity.lora import fill_b
+from tests.parity.on_rank import expect_continuation, expect_logprobs, split_by_sequence
 from tests.parity.policy_training import expect_gradients_of_transformers, gradients_on_rank, make_batch
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.test_training import load_on_rank, save_on_rank
 from tests.parity.test_value import fresh_on_rank
 from tests.parity.training import fetched, merged, rank_share, whole_tensors
-from tests.support.tiny_models import TinyModel, logprobs_of_logits
+from tests.support.hf_configs import read_configs
+from tests.support.rare import rare
+from tests.support.tiny_models import TinyModel
 
 FAMILIES = (
     *("glm4", "glm4_moe", "phi3", "olmo3", "minimax_m2", "llama4", "gemma4", "gemma4_moe"),
     *("gpt_oss", "mistral", "ministral3", "seed_oss"),
 )
 """Names in verification/tiny_models.yaml."""
-_ODD_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "vocab_size": 97}
-ODD: dict[str, dict[str, Any]] = {
-    "glm4": {**_ODD_HEADS, "attention_bias": False, "partial_rotary_factor": 0.6, "tie_word_embeddings": True},
-    "glm4_moe": {
-        **_ODD_HEADS,
-        "attention_bias": False,
-        "use_qk_norm": False,
-        "partial_rotary_factor": 0.6,
-        "n_group": 1,
-        "num_experts_per_tok": 3,
-        "num_local_experts": 6,
-        "first_k_dense_replace": 3,
-    },
-    "phi3": {
-        "num_attention_heads": 6,
-        "num_key_value_heads": 6,
-        "hidden_size": 60,
-        "head_dim": 10,
-        "vocab_size": 97,
-        "sliding_window": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        "tie_word_embeddings": True,
-    },
-    "olmo3": {
-        **_ODD_HEADS,
-        "layer_types": ["full_attention"] * 3 + ["sliding_attention"],
-        "rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}},
-        "tie_word_embeddings": True,
-    },
-    "minimax_m2": {**_ODD_HEADS, "rotary_dim": 10, "num_local_experts": 6, "num_experts_per_tok": 3},
-    "llama4": {
-        **_ODD_HEADS,
-        "no_rope_layers": [0, 1, 1, 1],
-        "attention_chunk_size": 7,
-        "interleave_moe_layer_step": 1,
-        "num_local_experts": 6,
-        "use_qk_norm": False,
-        "attn_temperature_tuning": False,
-        "tie_word_embeddings": True,
-    },
-    "gemma4": {
-        **_ODD_HEADS,
-        "layer_types": ["full_attention"] + ["sliding_attention"] * 2 + ["full_attention"],
-        "global_head_dim": 20,
-        "num_global_key_value_heads": 6,
-        "final_logit_softcapping": None,
-        "tie_word_embeddings": False,
-    },
-    "gemma4_moe": {
-        **_ODD_HEADS,
-        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-        "global_head_dim": 12,
-        "attention_k_eq_v": False,
-        "num_experts": 6,
-        "top_k_experts": 1,
-    },
-    "gpt_oss": {
-        **_ODD_HEADS,
-        "intermediate_size": 36,
-        "sliding_window": 7,
-        "num_local_experts": 6,
-        "num_experts_per_tok": 3,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 8.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "original_max_position_embeddings": 16,
-        },
-    },
-    "mistral": {
-        **_ODD_HEADS,
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
-        "tie_word_embeddings": True,
-    },
-    "ministral3": {
-        **_ODD_HEADS,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 2.0,
-            "llama_4_scaling_beta": 0.5,
-            "original_max_position_embeddings": 4,
-        },
-        "tie_word_embeddings": True,
-    },
-    "seed_oss": {**_ODD_HEADS, "tie_word_embeddings": True},
-}
+ODD = read_configs("odd_configs")["families"]
 """Keys in which a further model of a family differs from its tiny one."""
 MIXTURES = ("glm4_moe", "minimax_m2", "llama4", "gemma4_moe", "gpt_oss")
 WHOLE_EXPERTS = ("gpt_oss",)
 """Mixtures whose experts have biases, and are not split."""
 LAYOUTS = [
     Layout(tensor=2, sequence=True),
-    *(
-        pytest.param(layout, marks=pytest.mark.slow)
-        for layout in (
+    *rare(
+        [
             Layout(),
             Layout(pipeline=2, virtual_pipeline=2),
             Layout(context=2),
@@ -132,7 +42,7 @@ LAYOUTS = [
             Layout(tensor=2, data=2, sequence=True),
             Layout(data=2, expert=2),
             Layout(tensor=2, data=2, expert=2, expert_tensor=2, sequence=True),
-        )
+        ]
     ),
 ]
 TOLERANCE = 1e-4
@@ -141,7 +51,6 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[TinyModel]]:
-    """Models by family."""
     folder = tmp_path_factory.mktemp("families")
     models = {}
     for family in FAMILIES:
@@ -188,13 +97,9 @@ def test_layers_are_recomputed(models: dict[str, list[TinyModel]]) -> None:
 def test_a_checkpoint_continues_in_another_layout(
     family: str, models: dict[str, list[TinyModel]], tmp_path: Path
 ) -> None:
-    model, written_by, read_by = models[family][0], Layout(tensor=2, sequence=True), Layout(pipeline=2)
-    expected = merged(run_on_ranks(written_by, save_on_rank, model, tmp_path, {}))
-    for layout in (written_by, read_by):
-        actual = merged(run_on_ranks(layout, load_on_rank, model, tmp_path, {}))
-        for name, tensor in expected.items():
-            rounding = 0.0 if layout == written_by else 1e-5
-            torch.testing.assert_close(actual[name], tensor, atol=rounding, rtol=10 * rounding, msg=f"{layout} {name}")
+    expect_continuation(
+        models[family][0], tmp_path, Layout(tensor=2, sequence=True), [Layout(pipeline=2)], atol=1e-5, rtol=1e-4
+    )
 
 
 def adapted_on_rank(layout: Layout, models: list[TinyModel]) -> list[tuple[dict[int, Tensor], dict[str, Tensor]]]:
@@ -206,8 +111,7 @@ def adapted_on_rank(layout: Layout, models: list[TinyModel]) -> list[tuple[dict[
         share, microbatches, order = rank_share(make_batch(), layout)
         batch = TokenBatch(share.lengths, replace(share.fields, loss_mask=None))
         logprobs = rank.compute_logprobs(fetched(rank, batch, None), microbatches)
-        pieces = {} if logprobs is None else dict(zip(order, logprobs.split(share.lengths), strict=True))
-        results.append((pieces, whole_tensors(rank)))
+        results.append((split_by_sequence(logprobs, share, order), whole_tensors(rank)))
     return results
 
 
@@ -216,7 +120,7 @@ def adapted_on_rank(layout: Layout, models: list[TinyModel]) -> list[tuple[dict[
 def test_adapters_are_merged_into_what_is_exported(
     layout: Layout, models: dict[str, list[TinyModel]], tmp_path: Path
 ) -> None:
-    chosen, batch = choose(models, *FAMILIES), make_batch()
+    chosen = choose(models, *FAMILIES)
     by_rank = run_on_ranks(layout, adapted_on_rank, chosen, timeout_s=600.0)
     for index, tiny in enumerate(chosen):
         exported = merged([results[index][1] for results in by_rank])
@@ -224,13 +128,7 @@ def test_adapters_are_merged_into_what_is_exported(
         folder = tmp_path / tiny.name
         write_hf_folder(exported.items(), tiny.path, folder)
         hf = TinyModel(tiny.name, folder).load()
-        for number, ids in enumerate(batch.fields.token_ids.long().split(batch.lengths)):
-            with torch.no_grad():
-                expected = logprobs_of_logits(hf(ids[None]).logits / 0.8, ids[None])[0]
-            reported = [results[index][0][number] for results in by_rank if number in results[index][0]]
-            assert reported
-            for logprobs in reported:
-                torch.testing.assert_close(logprobs, expected, atol=3e-5, rtol=0, msg=tiny.name)
+        expect_logprobs([results[index][0] for results in by_rank], hf, 3e-5)
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """A checkpoint of an earlier version of Megatron-Core: resumed in its own and in other layouts, and exported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from megatron_grpo.export import main
+from tests.parity.on_rank import expect_close
 from tests.parity.policy_training import make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import merged, whole_tensors
@@ -36,8 +35,7 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed(layout: Layout, tmp_path:
     loaded, later = (merged([tensors[index] for tensors in by_rank]) for index in (0, 1))
     assert loaded.keys() == run.saved.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in run.saved.items())
-    for name, tensor in run.a_step_later.items():
-        torch.testing.assert_close(later[name], tensor, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    expect_close(later, run.a_step_later)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_exported(tmp_path: Path) -> None:

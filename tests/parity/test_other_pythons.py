@@ -7,8 +7,6 @@ and python3.14 on the PATH and among pyenv's versions. `make PYTHON=python3.13 V
 environment.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

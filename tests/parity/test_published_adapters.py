@@ -3,8 +3,6 @@
 These tests also run under other versions of Python (`test_other_pythons.py`), with nothing but a runtime environment.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,10 +1,7 @@
 """Quantisation-aware training: a policy in every layout against transformers rounded by plain arithmetic, and what the
 export command writes of it."""
 
-from __future__ import annotations
-
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -15,30 +12,18 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
-from megatron_grpo.config.schema import (
-    LossConfig,
-    ModelConfig,
-    PolicyConfig,
-    QuantizationFormat,
-    ReferenceConfig,
-)
+from megatron_grpo.config.schema import QuantizationFormat
 from megatron_grpo.export import main
-from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.run.checkpoint_files import write_driver_files
 from megatron_grpo.trainer.hf_export import quantize_rows
-from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.rounding import QuantizedLinear
-from megatron_grpo.trainer.rank import PolicyRank
-from tests.parity.fp8_oracle import e4m3
-from tests.parity.policy_training import OPTIMIZER, whole_gradients
+from tests.parity.fp8_oracle import e4m3, expect_equal, measure_in_transformers, measure_on_rank
+from tests.parity.policy_training import make_engine
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.test_export import save_checkpoint
-from tests.parity.training import merged, step_counts
-from tests.support.tiny_models import VOCAB, TinyModel, logprobs_of_logits
+from tests.support.tiny_models import TinyModel
 
 FORMATS = get_args(QuantizationFormat)
-LENGTHS = [6, 8, 4]
 START_S = 500.0
 """Ranks import modelopt, which takes a while on a busy machine."""
 
@@ -73,66 +58,6 @@ def with_rounding(model: torch.nn.Module, quantization: str) -> torch.nn.Module:
     return model
 
 
-def batch() -> TokenBatch:
-    generator = torch.Generator().manual_seed(4)
-    total, starts = sum(LENGTHS), torch.tensor([0, *LENGTHS]).cumsum(0)[:-1]
-    mask = torch.ones(total)
-    mask[starts] = 0
-    tokens = TokenFields(
-        token_ids=torch.randint(0, VOCAB, (total,), generator=generator).int(),
-        loss_mask=mask,
-        advantages=torch.randn(total, generator=generator),
-        generation_logprobs=-torch.rand(total, generator=generator),
-    )
-    return TokenBatch(LENGTHS, tokens)
-
-
-def policy(layout: Layout, model: TinyModel, quantization: str | None) -> PolicyConfig:
-    return PolicyConfig(
-        model=ModelConfig(path=str(model.path)),
-        parallel=layout.parallel,
-        precision="float32",
-        optimizer=replace(OPTIMIZER, distributed=False),
-        quantization=quantization,
-    )
-
-
-def measured_on_rank(
-    layout: Layout, model: TinyModel, quantization: str
-) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
-    """Log-probabilities of all tokens under policy and reference, on the output rank, and gradients."""
-    config = policy(layout, model, quantization)
-    rank = PolicyRank(
-        RankSettings(
-            config=config, shape=model.shape, folder=str(model.path), reference=ReferenceConfig(), decay_steps=1
-        )
-    )
-    microbatches = [[index] for index in range(len(LENGTHS))]
-    tokens = TokenBatch(LENGTHS, TokenFields(token_ids=batch().fields.token_ids))
-    logprobs, reference = (
-        rank.compute_logprobs(tokens, microbatches),
-        rank.compute_reference_logprobs(tokens, microbatches),
-    )
-    loss = ClippedPGLossFn(LossConfig(reference_policy_kl_penalty=0.0))
-    rank.compute_gradients(batch(), microbatches, loss, step_counts(batch()))
-    return logprobs, reference, whole_gradients(rank)
-
-
-def expected(model: TinyModel, quantization: str | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same by transformers."""
-    oracle = model.load()
-    if quantization is not None:
-        with_rounding(oracle, quantization)
-    tokens, found, loss = batch().fields, [], torch.zeros(())
-    columns = (tokens.token_ids.long(), tokens.loss_mask, tokens.advantages)
-    for ids, mask, advantages in zip(*(column.split(LENGTHS) for column in columns), strict=True):
-        logprobs = logprobs_of_logits(oracle(ids[None]).logits, ids[None])[0]
-        found.append(logprobs.detach())
-        loss = loss - (logprobs * advantages * mask).sum()
-    (loss / tokens.loss_mask.sum()).backward()
-    return torch.cat(found), {name: parameter.grad for name, parameter in oracle.named_parameters()}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", FORMATS)
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, sequence=True), Layout(pipeline=2)], ids=str)
@@ -142,22 +67,17 @@ def test_quantised_training_equals_transformers_rounded_the_same_way(
     """Guarded: without rounding, the numbers are others."""
     pytest.importorskip("modelopt", reason="nvidia-modelopt is not installed")
     model = tiny_models["qwen3_tied"]
-    by_rank = run_on_ranks(layout, measured_on_rank, model, quantization, timeout_s=START_S)
-    logprobs, gradients = expected(model, quantization)
-    ((reported, reference),) = [found[:2] for found in by_rank if found[0] is not None]
-    torch.testing.assert_close(reported, logprobs, atol=2e-5, rtol=0)
-    assert torch.equal(reported, reference)
-    assert (logprobs - expected(model, None)[0]).abs().max() > 1e-3
-    actual = merged([found[2] for found in by_rank])
-    for name, gradient in gradients.items():
-        error = (actual[name] - gradient).norm() / gradient.norm()
-        assert error < 1e-4, f"{name}: relative error {error:.1e}"
+    settings = {"quantization": quantization}
+    by_rank = run_on_ranks(layout, measure_on_rank, model, settings, True, timeout_s=START_S)
+    logprobs, gradients = measure_in_transformers(with_rounding(model.load(), quantization))
+    expect_equal(by_rank, logprobs, gradients)
+    assert all(policy is reference is None or torch.equal(policy, reference) for policy, reference, _ in by_rank)
+    assert (logprobs - measure_in_transformers(model.load())[0]).abs().max() > 1e-3
 
 
 def rounded_on_rank(layout: Layout, model: TinyModel, quantization: str) -> dict[str, Tensor]:
     """The weights that the layers of a policy compute with, of the whole model; names are Megatron-Core's."""
-    config = policy(layout, model, quantization)
-    rank = PolicyRank(RankSettings(config=config, shape=model.shape, folder=str(model.path), decay_steps=1))
+    rank = make_engine(layout, model, distributed=False, quantization=quantization)
     layers = {name: layer for name, layer in rank.chunks[0].named_modules() if isinstance(layer, QuantizedLinear)}
     assert len(layers) == 4 * model.shape.layers
     assert not any("quantizer" in name for name in rank.chunks[0].state_dict())

@@ -1,21 +1,27 @@
-"""Log-probabilities of every token under the policy and its reference, as ranks report them, against transformers."""
-
-from __future__ import annotations
+"""Log-probabilities under policy and reference, as ranks report them, and with the fused kernel as head."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.distributed import HashStore
 
-from megatron_grpo.config.schema import ModelConfig, PolicyConfig, ReferenceConfig
-from megatron_grpo.trainer.messages import RankSettings
-from megatron_grpo.trainer.rank import PolicyRank
-from tests.parity.policy_training import OPTIMIZER, make_batch, train_arguments
+from megatron_grpo.config.schema import ParallelConfig, ReferenceConfig
+from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
+from tests.parity.on_rank import expect_logprobs, split_by_sequence
+from tests.parity.policy_training import (
+    OPTIMIZER,
+    expect_gradients_of_transformers,
+    gradients_on_rank,
+    make_batch,
+    make_engine,
+    train_arguments,
+)
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
 from tests.parity.training import fetched, merged, rank_share, whole_tensors
-from tests.support.tiny_models import TinyModel, logprobs_of_logits
+from tests.support.interpreter import interpreted
+from tests.support.tiny_models import TinyModel
 
 TEMPERATURE = 0.8
 BySequence = dict[int, Tensor]
@@ -29,22 +35,8 @@ def logprobs_on_rank(
 
     No log-probabilities on ranks that do not report.
     """
-    config = PolicyConfig(
-        model=ModelConfig(path=str(model.path)),
-        parallel=layout.parallel,
-        precision=precision,
-        optimizer=replace(OPTIMIZER, warmup_steps=0),
-    )
-    rank = PolicyRank(
-        RankSettings(
-            config=config,
-            shape=model.shape,
-            folder=str(model.path),
-            reference=ReferenceConfig(),
-            temperature=TEMPERATURE,
-            decay_steps=100,
-        )
-    )
+    optimizer = replace(OPTIMIZER, warmup_steps=0)
+    rank = make_engine(layout, model, precision=precision, optimizer=optimizer, reference=ReferenceConfig())
     share, microbatches, order = rank_share(make_batch(), layout)
     batch = fetched(rank, share, None)
     found = [rank.compute_logprobs(batch, microbatches)]
@@ -53,19 +45,7 @@ def logprobs_on_rank(
     assert all((values is not None) == rank.is_output_rank for values in found)
     reported = [values for values in found if values is not None]
     assert all((values.dtype, values.shape) == (torch.float32, (sum(share.lengths),)) for values in reported)
-    return [dict(zip(order, values.split(share.lengths), strict=True)) for values in reported], whole_tensors(rank)
-
-
-def expect_logprobs(actual: list[BySequence], model: PreTrainedModel, tolerance: float = 2e-5) -> None:
-    """Of every sequence, from one replica, and equal to those of transformers within a tolerance of the logits."""
-    batch = make_batch()
-    assert sorted(number for found in actual for number in found) == list(range(len(batch)))
-    for found in actual:
-        for number, logprobs in found.items():
-            token_ids = batch.fields.token_ids.long().split(batch.lengths)[number][None]
-            with torch.no_grad():
-                expected = logprobs_of_logits(model(token_ids).logits / TEMPERATURE, token_ids)
-            torch.testing.assert_close(logprobs, expected[0], atol=tolerance / TEMPERATURE, rtol=0)
+    return [split_by_sequence(values, share, order) for values in reported], whole_tensors(rank)
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, Layout(data=2)], ids=str)
@@ -80,3 +60,31 @@ def test_ranks_report_the_logprobs_of_transformers(layout: Layout, tiny_models: 
     expect_logprobs(reference, start)
     expect_logprobs(after, trained)
     assert any((after[0][number] - before[0][number]).abs().max() > 1e-2 for number in before[0])
+
+
+def gradients_with_the_fused_head(models: list[TinyModel]) -> list[tuple[dict[str, Tensor], float]]:
+    """As `gradients_on_rank`, on a rank of this process."""
+    initialize_parallel(ParallelConfig(), rank=0, store=HashStore(), seed=1, timeout_s=60)
+    try:
+        return gradients_on_rank(Layout(), models, settings={"logprob_kernel": "fused"})
+    finally:
+        destroy_parallel()
+
+
+@pytest.mark.slow  # in Triton's interpreter; tests/unit/kernels compare the kernel with every `make test`
+def test_gradients_equal_transformers(tiny_models: dict[str, TinyModel]) -> None:
+    models = [tiny_models["qwen3_tied"]]
+    expect_gradients_of_transformers([interpreted(gradients_with_the_fused_head, models)], models, tolerance=1e-4)
+
+
+def ask_the_fused_head(layout: Layout, model: TinyModel) -> None:
+    """For log-probabilities of a batch."""
+    engine = make_engine(layout, model, distributed=False, logprob_kernel="fused")
+    share, microbatches, *_ = train_arguments(layout)
+    engine.compute_logprobs(share, microbatches)
+
+
+def test_the_key_reaches_the_kernel(tiny_models: dict[str, TinyModel]) -> None:
+    """Which says so, as no rank of this layout interprets Triton."""
+    with pytest.raises(RuntimeError, match=r"use policy\.logprob_kernel=chunked"):
+        run_on_ranks(Layout(), ask_the_fused_head, tiny_models["qwen3_tied"])

@@ -1,7 +1,5 @@
 """The moving reference policy and its checkpoint in several layouts; a bad gradient changes nothing."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_grpo.config.schema import ModelConfig, PolicyConfig, ReferenceConfig
+from megatron_grpo.config.schema import ReferenceConfig
 from megatron_grpo.models.hf_folder import HFFolderReader
 from megatron_grpo.models.hf_weights import iter_hf_tensors
-from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
+from tests.parity import policy_training
+from tests.parity.on_rank import expect_close
 from tests.parity.policy_training import OPTIMIZER, train_arguments
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
 from tests.parity.training import merged, parameters_of, whole_tensors
@@ -24,17 +23,8 @@ ALPHA = 0.6
 
 
 def make_engine(layout: Layout, model: TinyModel, *, offload: bool = False) -> PolicyRank:
-    config = PolicyConfig(
-        model=ModelConfig(path=str(model.path)),
-        parallel=layout.parallel,
-        precision="float32",
-        optimizer=replace(OPTIMIZER, warmup_steps=0),
-    )
-    folder = str(model.path)
-    reference = ReferenceConfig(offload=offload)
-    return PolicyRank(
-        RankSettings(config=config, shape=model.shape, folder=folder, reference=reference, decay_steps=100)
-    )
+    optimizer, reference = replace(OPTIMIZER, warmup_steps=0), ReferenceConfig(offload=offload)
+    return policy_training.make_engine(layout, model, optimizer=optimizer, reference=reference)
 
 
 def reference_tensors(engine: PolicyRank) -> dict[str, Tensor]:
@@ -80,9 +70,7 @@ def test_the_reference_is_the_mixture_and_continues_from_a_checkpoint(
         assert not torch.equal(tensor, start[name])
     for layout in (written_by, Layout(), Layout(data=2)):
         resumed = merged(run_on_ranks(layout, resume_on_rank, model, tmp_path / "checkpoint"))
-        exactness = {"atol": 0.0, "rtol": 0.0} if layout == written_by else {"atol": 2e-6, "rtol": 1e-4}
-        for name, tensor in reference.items():
-            torch.testing.assert_close(resumed[name], tensor, **exactness)
+        expect_close(resumed, reference, *((0.0, 0.0) if layout == written_by else ()))
 
 
 def plain_checkpoint_on_rank(layout: Layout, model: TinyModel, folder: Path) -> tuple[bool, dict[str, Tensor]]:

@@ -1,7 +1,5 @@
 """The replay command on real ranks: layouts agree at float32, and a planted change is found where it was planted."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reward models in training: gradients of transformers in every layout, TRL's losses, and the export's scores."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,7 +173,6 @@ def scores_of_checkpoint(layout: Layout, folder: Path, checkpoint: Path) -> Tens
     rank, (batch, _) = make_rank(layout, folder), make_scored_batch(make_pairs()[:ROWS])
     rank.checkpoint.load(str(checkpoint))
     values = rank.compute_values(batch, [[*range(len(batch))]])
-    assert values is not None
     return values[batch.fields.sampled]
 
 

@@ -1,7 +1,5 @@
 """What verify takes for rounding: models that round much pass, and small faults in any family do not."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Replayed routing on real ranks, against no replay and against transformers that is forced to the same experts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +12,8 @@ from megatron_grpo.batch.token_batch import TokenBatch
 from megatron_grpo.config.schema import MoeConfig, ReferenceConfig
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.models.routed_experts import RoutedForm
-from megatron_grpo.trainer.messages import RankSettings
-from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.verification.problem import prepare_model
+from tests.parity.on_rank import expect_gradients, split_by_sequence
 from tests.parity.policy_training import make_batch, make_engine, train_arguments, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import fetched, merged, rank_share
@@ -25,13 +22,7 @@ from tests.support.tiny_models import TinyModel, logprobs_of_logits, make_tiny_m
 
 TEMPERATURE = 0.8
 REPLAY = MoeConfig(replay_routing=True)
-LAYOUTS = [
-    Layout(),
-    Layout(expert=2, data=2),
-    Layout(tensor=2, sequence=True),
-    Layout(pipeline=2),
-    Layout(context=2),
-]
+LAYOUTS = [Layout(), Layout(expert=2, data=2), Layout(tensor=2, sequence=True), Layout(pipeline=2), Layout(context=2)]
 BySequence = dict[int, Tensor]
 
 
@@ -134,9 +125,7 @@ def expect_equal(
         for number, values in one.items():
             torch.testing.assert_close(values, logprobs[number], atol=atol, rtol=0)
     actual = merged([one for _, one, _ in by_rank])
-    for name, gradient in gradients.items():
-        error = (actual[name] - gradient).norm() / gradient.norm().clamp(min=1e-12)
-        assert error <= rtol, f"{name}: relative error {error:.1e}"
+    expect_gradients(actual, gradients, rtol, floor=1e-12)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -193,21 +182,11 @@ def test_recomputed_layers_replay_the_experts_of_their_own_microbatch(model: Tin
 
 def reference_on_rank(layout: Layout, tiny: TinyModel, records: list[Tensor]) -> tuple[BySequence, BySequence]:
     """Log-probabilities by sequence, of the policy and of the reference policy."""
-    config = replace(make_engine(layout, tiny).config, moe=REPLAY)
-    rank = PolicyRank(
-        RankSettings(
-            config=config,
-            shape=tiny.shape,
-            folder=str(tiny.path),
-            reference=ReferenceConfig(),
-            temperature=TEMPERATURE,
-            decay_steps=100,
-        )
-    )
+    rank = make_engine(layout, tiny, moe=REPLAY, reference=ReferenceConfig())
     share, microbatches, order = rank_share(make_batch(), layout)
     batch = fetched(rank, replace_sampled(with_record(tiny, share, order, records)), None)
     policy, reference = rank.compute_logprobs(batch, microbatches), rank.compute_reference_logprobs(batch, microbatches)
-    return tuple(dict(zip(order, found.split(share.lengths), strict=True)) for found in (policy, reference))
+    return tuple(split_by_sequence(found, share, order) for found in (policy, reference))
 
 
 def test_the_reference_policy_chooses_for_itself(model: TinyModel) -> None:

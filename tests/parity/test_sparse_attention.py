@@ -1,43 +1,23 @@
 """DeepSeek-V3.2 and GLM-5 on real ranks: odd sizes, shared choices, recomputation, adapters, checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_grpo.config.schema import LoraConfig
 from megatron_grpo.trainer.model.sparse_attention import choose_highest
 from megatron_grpo.verification.problem import SMALL, TINY, make_model
 from tests.parity.adapters import make_lora_rank
-from tests.parity.policy_training import expect_gradients_of_transformers, gradients_on_rank, train_arguments
+from tests.parity.on_rank import expect_close, expect_continuation, train_on_rank
+from tests.parity.policy_training import expect_gradients_of_transformers, gradients_on_rank
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.test_training import load_on_rank, save_on_rank
-from tests.parity.training import merged, whole_tensors
-from tests.support.tiny_models import VOCAB, TinyModel
+from tests.parity.training import merged
+from tests.support.hf_configs import read_configs
+from tests.support.tiny_models import TinyModel
 
-_ODD = {
-    "vocab_size": VOCAB,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-    "head_dim": 6,
-    "qk_rope_head_dim": 6,
-    "qk_nope_head_dim": 10,
-    "v_head_dim": 14,
-    "q_lora_rank": 20,
-    "index_head_dim": 10,
-    "index_n_heads": 16,
-    "index_topk": 3,
-    "n_group": 1,
-    "num_local_experts": 6,
-    "num_experts_per_tok": 3,
-    "first_k_dense_replace": 3,
-}
-_SHARED = {"index_topk_pattern": "FSFS", "indexer_types": ["full", "shared", "full", "shared"]}
-NAMES = {"deepseek_v32": _ODD, "glm_moe_dsa": {**_ODD, **_SHARED, "rms_norm_eps": 1e-4}}
+NAMES = read_configs("odd_configs")["sparse_attention"]
 GRADIENT = 2e-5
 
 
@@ -80,30 +60,22 @@ def test_of_equal_scores_the_first_are_chosen() -> None:
 
 def test_training_continues_and_leaves_the_indexer_as_it_is(models: dict[str, TinyModel], tmp_path: Path) -> None:
     model, written_by = models["glm_moe_dsa"], Layout(tensor=2, sequence=True)
-    expected = merged(run_on_ranks(written_by, save_on_rank, model, tmp_path, {}))
+    expected = expect_continuation(model, tmp_path, written_by, [Layout(pipeline=2)], atol=1e-5)
     before = model.tensors()
     assert expected.keys() == before.keys()
     equal = {name for name, tensor in before.items() if torch.equal(tensor, expected[name])}
     assert equal == {name for name in before if ".indexer." in name or name.endswith("e_score_correction_bias")}
-    actual = merged(run_on_ranks(Layout(pipeline=2), load_on_rank, model, tmp_path, {}))
-    for name, tensor in expected.items():
-        torch.testing.assert_close(actual[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
-
-
-def adapted_on_rank(layout: Layout, model: TinyModel) -> dict[str, Tensor]:
-    """Weights after two steps of adapters of the output's projection."""
-    rank = make_lora_rank(layout, model, LoraConfig(rank=3, alpha=7.0, target_modules=["linear_proj"]))
-    for _ in range(2):
-        rank.train(*train_arguments(layout))
-    return whole_tensors(rank)
 
 
 @pytest.mark.slow
 def test_adapters_are_merged_into_what_is_published(models: dict[str, TinyModel]) -> None:
     model = models["glm_moe_dsa"]
-    one, two = (merged(run_on_ranks(layout, adapted_on_rank, model)) for layout in (Layout(), Layout(context=2)))
+    settings = {"lora": LoraConfig(rank=3, alpha=7.0, target_modules=["linear_proj"])}
+    one, two = (
+        merged(run_on_ranks(layout, train_on_rank, model, settings, 2, make_lora_rank))
+        for layout in (Layout(), Layout(context=2))
+    )
     before = model.tensors()
     changed = {name for name in before if not torch.equal(one[name], before[name])}
     assert changed == {name for name in before if name.endswith("o_proj.weight")}
-    for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
+    expect_close(two, one, atol=1e-5)

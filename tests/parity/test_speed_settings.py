@@ -1,7 +1,5 @@
 """Settings of speed and memory change no number: overlapped communication, recomputation of parts of a layer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -130,10 +128,7 @@ def fields_on_rank(layout: Layout, model: TinyModel) -> tuple[Any, ...]:
         layout,
         model,
         deterministic=True,
-        megatron={
-            "moe_router_dtype": "fp32",
-            "disable_bf16_reduced_precision_matmul": True,
-        },
+        megatron={"moe_router_dtype": "fp32", "disable_bf16_reduced_precision_matmul": True},
         ddp={"grad_reduce_in_fp32": False},
         megatron_optimizer={"log_num_zeros_in_grad": True},
     )

@@ -1,7 +1,5 @@
 """SFT and DPO: gradients of transformers in every layout, and TRL's losses on the same rows."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from megatron_grpo.models.source import VOCABULARY
 from megatron_grpo.prepare.models import make_tokenizer
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
+from tests.parity.on_rank import expect_gradients
 from tests.parity.pairs import (
     ROWS,
     STEPS,
@@ -72,10 +71,8 @@ def test_gradients_of_the_likelihood_equal_transformers(
     expected = torch.stack(losses).sum() / batch.fields.loss_mask.sum()
     expected.backward()
     assert sum(loss for _, loss in by_rank) == pytest.approx(expected.item(), rel=1e-5)
-    actual = merged([gradients for gradients, _ in by_rank])
-    for name, parameter in model.named_parameters():
-        error = (actual[name] - parameter.grad).norm() / parameter.grad.norm().clamp(min=1e-3)
-        assert error < 1e-4, name
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    expect_gradients(merged([found for found, _ in by_rank]), gradients, floor=1e-3)
 
 
 def losses_of_steps(layout: Layout, folder: Path) -> list[float]:
@@ -110,7 +107,6 @@ def test_the_losses_of_twenty_steps_are_those_of_trl(tmp_path: Path) -> None:
 
 
 def losses_of_pairs(layout: Layout, folder: Path, settings: DPOConfig, packing: bool, steps: int) -> list[float]:
-    """Losses of our steps on pairs."""
     config = make_config(folder, layout, packing=packing)
     reference = ReferenceConfig(offload=False)
     rank = PolicyRank(

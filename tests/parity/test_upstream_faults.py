@@ -1,7 +1,5 @@
 """Faults of Megatron-Core that are mended here: the mends, and the faults, so that a version without them tells."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,7 @@
 """Values, gradients and checkpoints of the value model against transformers' reward models, in every layout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.models.families import as_value_model, read_model_shape
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import ValueRank
+from tests.parity.on_rank import expect_continuation, expect_gradients, load_on_rank, save_on_rank, split_by_sequence
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
 from tests.parity.training import (
     LENGTHS,
@@ -96,15 +96,14 @@ def make_engine(layout: Layout, path: Path, *, distributed: bool = True) -> Valu
     return ValueRank(RankSettings(config=config, shape=shape, folder=str(path), decay_steps=100))
 
 
-def values_on_rank(layout: Layout, paths: list[Path]) -> list[dict[int, Tensor] | None]:
-    """Values by sequence for each model; None on ranks that do not report."""
-    found: list[dict[int, Tensor] | None] = []
+def values_on_rank(layout: Layout, paths: list[Path]) -> list[dict[int, Tensor]]:
+    """Values by sequence for each model; {} on ranks that do not report."""
+    found = []
     for path in paths:
         share, microbatches, order = rank_share(make_batch(), layout)
         engine = make_engine(layout, path)
         values = engine.compute_values(fetched(engine, share, None), microbatches)
-        pieces = None if values is None else values.split(share.lengths)
-        found.append(None if pieces is None else dict(zip(order, pieces, strict=True)))
+        found.append(split_by_sequence(values, share, order))
     return found
 
 
@@ -148,7 +147,7 @@ def gradients_on_rank(layout: Layout, paths: list[Path]) -> list[tuple[dict[str,
 def test_values_equal_transformers(layout: Layout, reward_models: dict[str, RewardModel]) -> None:
     by_rank = run_on_ranks(layout, values_on_rank, [model.path for model in reward_models.values()])
     for index, (name, reward_model) in enumerate(reward_models.items()):
-        whole = {i: values for found in by_rank for i, values in (found[index] or {}).items()}
+        whole = {i: values for found in by_rank for i, values in found[index].items()}
         model = reward_model.load()
         with torch.no_grad():
             for i, ids in enumerate(make_batch().fields.token_ids.long().split(LENGTHS)):
@@ -160,23 +159,21 @@ def test_values_equal_transformers(layout: Layout, reward_models: dict[str, Rewa
 @pytest.mark.parametrize("layout", VALUE_LAYOUTS, ids=str)
 def test_gradients_equal_transformers(layout: Layout, reward_models: dict[str, RewardModel]) -> None:
     by_rank = run_on_ranks(layout, gradients_on_rank, [model.path for model in reward_models.values()])
-    for index, (name, reward_model) in enumerate(reward_models.items()):
+    for index, reward_model in enumerate(reward_models.values()):
         model = reward_model.load()
         loss = hf_loss(model)
         loss.backward()
         expected = {key: parameter.grad for key, parameter in model.named_parameters()}
         actual = merged([found[index][0] for found in by_rank])
         assert actual.keys() == expected.keys() | {"score.bias"}
-        for key, gradient in expected.items():
-            error = (actual[key] - gradient).norm() / gradient.norm()
-            assert error < 1e-4, f"{name} {key}: relative error {error:.1e}"
+        expect_gradients(actual, expected)
         if "score.bias" in expected:  # without it, transformers' norm lacks the bias that ours has
             norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
             assert all(found[index][1] == pytest.approx(norm, rel=1e-4) for found in by_rank)
         assert sum(found[index][2] for found in by_rank) == pytest.approx(loss.item(), rel=1e-5)
 
 
-def fresh_on_rank(layout: Layout, path: Path) -> tuple[dict[int, Tensor] | None, dict[str, Tensor]]:
+def fresh_on_rank(layout: Layout, path: Path) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
     engine = make_engine(layout, path)
     return values_on_rank(layout, [path])[0], whole_tensors(engine)
 
@@ -188,7 +185,7 @@ def test_a_policy_becomes_a_value_model_that_knows_nothing_yet(
     """The backbone of the (tied) model, and values that are 0."""
     model = tiny_models["qwen3_tied"]
     by_rank = run_on_ranks(layout, fresh_on_rank, model.path)
-    assert all((values == 0).all() for found in by_rank for values in (found[0] or {}).values())
+    assert all((values == 0).all() for found in by_rank for values in found[0].values())
     whole = merged([found[1] for found in by_rank])
     on_disk = model.tensors()
     assert whole.keys() - {"score.weight", "score.bias"} == on_disk.keys() - {"lm_head.weight"}
@@ -196,47 +193,24 @@ def test_a_policy_becomes_a_value_model_that_knows_nothing_yet(
         assert torch.equal(whole[name], on_disk[name]), name
 
 
-def save_on_rank(layout: Layout, path: Path, folder: Path) -> dict[str, Tensor]:
-    engine = make_engine(layout, path)
-    for _ in range(2):
-        engine.train(*train_arguments(layout))
-    engine.checkpoint.save(str(folder))
-    engine.train(*train_arguments(layout))
-    return whole_tensors(engine)
-
-
-def load_on_rank(layout: Layout, path: Path, folder: Path) -> dict[str, Tensor]:
-    engine = make_engine(layout, path)
-    engine.checkpoint.load(str(folder))
-    engine.train(*train_arguments(layout))
-    return whole_tensors(engine)
+save = partial(save_on_rank, make=make_engine, arguments=train_arguments)
+load = partial(load_on_rank, make=make_engine, arguments=train_arguments)
 
 
 @pytest.mark.slow  # test_training.py does so for policies
 def test_a_loaded_checkpoint_continues_exactly_and_in_other_layouts(
     tiny_models: dict[str, TinyModel], tmp_path: Path
 ) -> None:
-    """The step after loading equals the step after saving: to the bit in the same layout, to rounding in others."""
-    path, folder = tiny_models["qwen3_tied"].path, tmp_path / "checkpoint"
-    written_by = Layout(tensor=2, pipeline=2)
-    folder.mkdir()
-    expected = merged(run_on_ranks(written_by, save_on_rank, path, folder))
-    assert expected["score.weight"].abs().max() > 1e-3, "the head has not learned"
-    for layout in (written_by, Layout(), Layout(data=2), Layout(tensor=2, sequence=True)):
-        actual = merged(run_on_ranks(layout, load_on_rank, path, folder))
-        tolerance = {"atol": 0.0, "rtol": 0.0} if layout == written_by else {"atol": 2e-6, "rtol": 1e-4}
-        for key, tensor in expected.items():
-            torch.testing.assert_close(actual[key], tensor, **tolerance, msg=lambda m, w=f"{layout} {key}": f"{w}: {m}")
-
-
-def load_replicated_on_rank(layout: Layout, path: Path, folder: Path) -> None:
-    make_engine(layout, path, distributed=False).checkpoint.load(str(folder))
+    path, written_by = tiny_models["qwen3_tied"].path, Layout(tensor=2, pipeline=2)
+    read_by = (Layout(), Layout(data=2), Layout(tensor=2, sequence=True))
+    weights = expect_continuation(path, tmp_path / "checkpoint", written_by, read_by, save=save, load=load)
+    assert weights["score.weight"].abs().max() > 1e-3, "the head has not learned"
 
 
 def test_another_optimizer_than_the_checkpoints_is_named_with_its_section(
     tiny_models: dict[str, TinyModel], tmp_path: Path
 ) -> None:
     path = tiny_models["qwen3_tied"].path
-    run_on_ranks(Layout(), save_on_rank, path, tmp_path)
+    run_on_ranks(Layout(), save, path, tmp_path, {})
     with pytest.raises(RuntimeError, match=r"written with value\.optimizer\.distributed=true, and this run has false"):
-        run_on_ranks(Layout(), load_replicated_on_rank, path, tmp_path)
+        run_on_ranks(Layout(), load, path, tmp_path, {"distributed": False})

@@ -1,7 +1,5 @@
 """The verify command, on real ranks: layouts that are equal pass, and one that is not is told."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -24,6 +22,7 @@ from transformers import (
 
 from megatron_grpo import verify
 from megatron_grpo.verification import tolerances
+from tests.support.hf_configs import read_configs
 
 
 @pytest.mark.parametrize(
@@ -90,31 +89,9 @@ def random_model(config: PreTrainedConfig, folder: Path) -> Path:
     return folder
 
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 131,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": None,
-}
-LATENT = {
-    "q_lora_rank": None,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "num_key_value_heads": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 4,
-    "moe_intermediate_size": 32,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-}
+_CONFIGS = read_configs("model_configs")
+SIZES: dict[str, Any] = _CONFIGS["verify_sizes"]
+LATENT: dict[str, Any] = _CONFIGS["verify_latent"]
 ROUTERS: dict[str, PreTrainedConfig] = {
     "softmax, normalised": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=1),
     "one expert": MixtralConfig(**SIZES, num_local_experts=1, num_experts_per_tok=1),

@@ -1,7 +1,5 @@
 """Training on ranks, of the policy or the value model: who works on what, and what all ranks export together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

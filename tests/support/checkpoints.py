@@ -1,7 +1,5 @@
 """Checkpoints of models that are a few bytes, written as a run writes its own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace

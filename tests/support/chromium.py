@@ -1,7 +1,5 @@
 """A headless Chromium for tests of pages, driven over pipes with its own protocol (DevTools): no further package."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

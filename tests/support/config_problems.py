@@ -1,7 +1,5 @@
 """What is wrong with a configuration, and a model that one can name."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -13,18 +11,9 @@ from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.models.families import build_weight_map, parse_model_shape
 from megatron_grpo.models.weight_map import iter_entries
 from megatron_grpo.preflight.load import compose_checked, load_config
+from tests.support.hf_configs import read_configs
 
-SMALL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "vocab_size": 128,
-    "max_position_embeddings": 8192,
-}
+SMALL = read_configs("model_configs")["qwen3"]
 """config.json of a model."""
 
 

@@ -1,7 +1,5 @@
 """What can happen to files: damage of every kind, and an end of the process at any point of what it does to them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """A conversation without an endpoint: the agent gets each response as soon as it is complete."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_grpo.rollouts.conversation import Conversation, Response

@@ -1,15 +1,16 @@
-"""What the documents show: commands, YAML and links."""
-
-from __future__ import annotations
+"""What the documents show: commands, YAML, links, names of metrics and families of models."""
 
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+
+from megatron_grpo.models.families import FAMILIES
+from megatron_grpo.verification import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -81,3 +82,52 @@ def _words(line: str) -> tuple[str, ...]:
     if words[0].endswith("python"):
         return tuple(words[2:] if words[1] == "-m" else words[1:])
     return tuple(words)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def undocumented(metrics: Iterable[str]) -> set[str]:
+    """Those of the metrics that the page lacks."""
+    known = "|".join(_patterns())
+    return {name for name in metrics if not re.fullmatch(known, name)}
+
+
+def _patterns() -> set[str]:
+    """First columns of the tables: whole names, with NAME for any name, and endings of the name before them."""
+    patterns = {name.replace("NAME", r"\w+") for name in re.findall(r"`(val_[\w/]+)`", PAGE.read_text())}
+    for cell in re.findall(r"^\| (`.*?) \|", PAGE.read_text(), flags=re.MULTILINE):
+        whole = ""
+        for name in re.findall(r"`([\w/]+)`", cell):
+            if not name.startswith("_"):
+                whole = name
+                patterns.add(name.replace("NAME", r"\w+"))
+            else:
+                parts = whole.split("_")
+                patterns |= {"_".join(parts[:count]) + name for count in range(1, len(parts) + 1)}
+    return patterns
+
+
+_measure = ranks.measure
+LIMITS = {"glm": 40, "dots1": 60}
+"""Lines that a file of each family may have."""
+
+
+def read_family_files() -> dict[str, str]:
+    """The files in the text, by the name of their family."""
+    text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    files = [file for file in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "FAMILY = Family(" in file]
+    return {re.search(r'name="(\w+)"', file)[1]: file for file in files}  # type: ignore[index]
+
+
+def add_documented_families() -> None:
+    for name, file in read_family_files().items():
+        namespace: dict[str, Any] = {"__name__": f"documented_{name}"}
+        exec(compile(file, f"docs/extending.md: {name}", "exec"), namespace)
+        FAMILIES[name] = namespace["FAMILY"]
+
+
+def measure_documented(task: ranks.Task, enter: Any) -> dict[str, Any]:
+    """`ranks.measure` in a process that knows the families of the text."""
+    add_documented_families()
+    return _measure(task, enter)

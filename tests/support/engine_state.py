@@ -1,7 +1,5 @@
 """All tensors, numbers and objects that a model of vLLM holds, wherever it keeps them."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 It knows vLLM's names, joined matrices, copies of key/value heads and padded vocabularies, and nothing of its code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig

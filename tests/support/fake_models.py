@@ -1,7 +1,5 @@
 """Models in training for tests of the steps around them: one process, the real losses, nothing learnt."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -33,7 +31,6 @@ class Lesson:
     """The entries that the loss reads, and those that follow from the batch."""
 
     def entry(self, name: str) -> list[list[float]]:
-        """An entry by sequence."""
         values: Tensor = require_field(getattr(self.tokens.fields, name))
         return [piece.tolist() for piece in values.split(self.tokens.lengths)]
 

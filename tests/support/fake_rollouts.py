@@ -3,8 +3,6 @@
 References are opaque, and arrays behind them read-only, as Ray's are: code that takes a reference for an array fails.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,13 +152,7 @@ class FakeRollouts:
                 references.append(Reference(np.array(values, dtype=STORED_DTYPES[name])))
         return built
 
-    def compute(
-        self,
-        fn: Callable[..., Any],
-        batch: StepBatch,
-        fields: Sequence[str],
-        *args: Any,
-    ) -> Any:
+    def compute(self, fn: Callable[..., Any], batch: StepBatch, fields: Sequence[str], *args: Any) -> Any:
         self.computed.append(fn.__name__)
         lengths = batch.lengths
         added, summary = fn(lengths, {name: np.concatenate(by_sequence(batch, name)) for name in fields}, *args)
@@ -192,7 +184,6 @@ class FakeRollouts:
 
 
 def split(array: NDArray[Any], lengths: Sequence[int] | NDArray[np.int64]) -> list[NDArray[Any]]:
-    """A flat array as one array a sequence."""
     pieces, begin = [], 0
     for length in lengths:
         pieces.append(array[begin : begin + length])

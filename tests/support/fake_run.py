@@ -1,7 +1,5 @@
 """A run of fakes around the real steps: what samples, learns, publishes and writes only says that it did."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """transformers made to send tokens through given experts: what replayed routing is compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Builders of small tokenizer folders in the layouts of released models, without downloads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Runs a function in a forked process."""
-
-from __future__ import annotations
+"""Runs a function in a forked process, also as a user whom file permissions hold back."""
 
 import os
 import pickle
@@ -27,3 +25,18 @@ def in_fork(function: Callable[[], Any], prepare: Callable[[], None]) -> Any:
     _, status = os.waitpid(child, 0)
     assert status == 0, "the function raised"
     return pickle.loads(result)
+
+
+NOBODY = 65534
+
+
+def as_ordinary_user(function: Callable[[], Any]) -> Any:
+    """What a function returns in a forked process without privileges. It must not import anything new there."""
+    return in_fork(function, _become_ordinary)
+
+
+def _become_ordinary() -> None:
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)

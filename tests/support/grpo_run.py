@@ -1,7 +1,5 @@
 """A run of GRPO on pairs of responses: the run is faked, the arithmetic of its steps is not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,44 +1,29 @@
-"""The config.json files of released models in tests/data/hf_configs: sizes without weights."""
-
-from __future__ import annotations
+"""The config.json files of models in tests/data: sizes without weights."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-HF_CONFIGS = {
-    "Qwen/Qwen3-0.6B": "qwen3_0_6b",
-    "Qwen/Qwen3-1.7B": "qwen3_1_7b",
-    "Qwen/Qwen3-8B": "qwen3_8b",
-    "models/Qwen3-8B-YaRN": "qwen3_8b_yarn",
-    "Qwen/Qwen3-32B": "qwen3_32b",
-    "Qwen/Qwen3-30B-A3B": "qwen3_30b_a3b",
-    "Qwen/Qwen3-235B-A22B": "qwen3_235b_a22b",
-    "meta-llama/Llama-3.1-8B-Instruct": "llama3_1_8b",
-    "meta-llama/Llama-3.3-70B-Instruct": "llama3_3_70b",
-    "unsloth/DeepSeek-V3-0324-BF16": "deepseek_v3",
-    "Qwen/Qwen3.5-9B": "qwen3_5_9b",
-    "Qwen/Qwen3.5-35B-A3B": "qwen3_5_35b_a3b",
-    "Qwen/Qwen3.5-397B-A17B": "qwen3_5_397b_a17b",
-    "openai/gpt-oss-20b": "gpt_oss_20b",
-    "openai/gpt-oss-120b": "gpt_oss_120b",
-    "zai-org/GLM-4.5-Air": "glm_4_5_air",
-    "zai-org/GLM-4.6": "glm_4_6",
-    "zai-org/GLM-5": "glm_5",
-    "MiniMaxAI/MiniMax-M2": "minimax_m2",
-    "deepseek-ai/DeepSeek-V3.2": "deepseek_v3_2",
-    "moonshotai/Kimi-K2-Instruct": "kimi_k2",
-    "moonshotai/Moonlight-16B-A3B-Instruct": "moonlight_16b_a3b",
-    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nvidia_nemotron_3_nano",
-}
-"""Folders in tests/data/hf_configs by the path in recipes, most of them hub names."""
+import yaml
 
-_FOLDER = Path(__file__).parents[1] / "data" / "hf_configs"
+_DATA = Path(__file__).parents[1] / "data"
+_FOLDER = _DATA / "hf_configs"
+PUBLISHED: dict[str, dict[str, Any]] = yaml.safe_load((_DATA / "published_models.yaml").read_text())
+"""The folder and the number of parameters of models, by the path in recipes."""
+
+
+def read_configs(name: str) -> dict[str, Any]:
+    """The sections of tests/data/NAME.yaml, with config.json files of models or parts of them."""
+    sections: dict[str, Any] = yaml.safe_load((_DATA / f"{name}.yaml").read_text())
+    return sections
+
+
+QWEN3_MOE: dict[str, Any] = read_configs("model_configs")["qwen3_moe"]
 
 
 def config_folder(hub_name: str) -> Path:
     """The folder with a released model's config.json; KeyError: there is none."""
-    return _FOLDER / HF_CONFIGS[hub_name]
+    return _FOLDER / PUBLISHED[hub_name]["folder"]
 
 
 def read_released(name: str) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Calling functions where Triton interprets its kernels, which it decides when it is imported."""
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Processes with a log of their own, as a run's are, in whatever state a test wants to find them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

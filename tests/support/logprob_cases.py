@@ -1,7 +1,5 @@
 """Log-probabilities, entropies and gradients of one head by any kernel, and from whole logits in float64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

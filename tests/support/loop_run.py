@@ -1,7 +1,5 @@
 """A run of steps that only say that they were made: what the loop around them does is real."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +20,7 @@ from megatron_grpo.run.user_objects import Callbacks
 from megatron_grpo.weight_sync.refit_calls import RefitError
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import FakeDumps
-from tests.support.recording import make_facts
+from tests.support.recorded_run import make_facts
 from tests.support.trajectories import make_trajectory
 
 CHECKPOINTING = CheckpointingConfig(save_period=2, metric_name="loss")

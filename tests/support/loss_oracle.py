@@ -1,10 +1,10 @@
 """The definitions of all loss variants, token by token in Python floats, and random batches to try them on."""
 
-from __future__ import annotations
-
 import math
+from pathlib import Path
 
 import torch
+import yaml
 from torch import Tensor
 
 from megatron_grpo.batch.token_batch import TokenFields
@@ -14,58 +14,8 @@ from megatron_grpo.losses.loss import GlobalCounts
 Row = dict[str, list[float]]
 """One response: for each entry of a batch, the values of its tokens in the loss."""
 
-CORRECTION = {"use_importance_sampling_correction": True, "reference_policy_kl_penalty": 0.0}
-LIMITS = {"truncated_importance_sampling_ratio": 1.3, "truncated_importance_sampling_ratio_min": 0.8}
-CONFIGS = {
-    "plain": LossConfig(reference_policy_kl_penalty=0.0),
-    "asymmetric": LossConfig(reference_policy_kl_penalty=0.0, ratio_clip_min=0.1, ratio_clip_max=0.3),
-    "dual": LossConfig(reference_policy_kl_penalty=0.0, ratio_clip_c=1.5),
-    "kl": LossConfig(reference_policy_kl_penalty=0.3),
-    "k2": LossConfig(reference_policy_kl_penalty=0.3, reference_policy_kl_type="k2"),
-    "k1_on_policy": LossConfig(
-        reference_policy_kl_penalty=0.3, reference_policy_kl_type="k1", use_on_policy_kl_approximation=True
-    ),
-    "kl_clamped": LossConfig(reference_policy_kl_penalty=0.3, kl_input_clamp_value=0.3, kl_output_clamp_value=0.02),
-    "on_policy_kl": LossConfig(reference_policy_kl_penalty=0.3, use_on_policy_kl_approximation=True),
-    "kl_in_reward": LossConfig(reference_policy_kl_penalty=0.3, use_kl_in_reward=True),
-    "correction": LossConfig(reference_policy_kl_penalty=0.1, use_importance_sampling_correction=True),
-    "tis": LossConfig(truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=1.2, **CORRECTION),
-    "icepop": LossConfig(truncated_importance_sampling_type="icepop", **LIMITS, **CORRECTION),
-    "seq_mask_tis": LossConfig(truncated_importance_sampling_type="seq-mask-tis", **LIMITS, **CORRECTION),
-    "sequences": LossConfig(reference_policy_kl_penalty=0.1, token_level_loss=False),
-    "dr_grpo": LossConfig(reference_policy_kl_penalty=0.1, constant_normalizer_tokens=20),
-    "gspo": LossConfig(
-        reference_policy_kl_penalty=0.1,
-        sequence_level_importance_ratios=True,
-        token_level_loss=False,
-        ratio_clip_min=0.1,
-        ratio_clip_max=0.1,
-    ),
-    "gspo_corrected": LossConfig(
-        sequence_level_importance_ratios=True,
-        token_level_loss=False,
-        truncated_importance_sampling_type="tis",
-        truncated_importance_sampling_ratio=2.0,
-        **CORRECTION,
-    ),
-    "cispo": LossConfig(reference_policy_kl_penalty=0.1, use_cispo=True, ratio_clip_min=1.0, ratio_clip_max=0.4),
-    "sapo": LossConfig(reference_policy_kl_penalty=0.1, use_sapo=True, sapo_temperature_neg=2.0),
-    "reinforce": LossConfig(reference_policy_kl_penalty=0.1, disable_ppo_ratio=True),
-    "entropy": LossConfig(reference_policy_kl_penalty=0.0, entropy_coef=0.2, token_level_loss=False),
-    "imitation": LossConfig(reference_policy_kl_penalty=0.0, positive_example_nll_weight=0.4, token_level_loss=False),
-    "everything": LossConfig(
-        reference_policy_kl_penalty=0.2,
-        ratio_clip_max=0.28,
-        ratio_clip_c=1.4,
-        token_level_loss=False,
-        use_on_policy_kl_approximation=True,
-        use_importance_sampling_correction=True,
-        truncated_importance_sampling_type="icepop",
-        entropy_coef=0.1,
-        positive_example_nll_weight=0.3,
-        **LIMITS,
-    ),
-}
+VARIANTS = yaml.safe_load((Path(__file__).parents[1] / "data" / "loss_configs.yaml").read_text())
+CONFIGS = {name: LossConfig(**options) for name, options in VARIANTS["variants"].items()}
 
 
 def random_batch(seed: int, sequences: int = 6, length: int = 9) -> tuple[Tensor, TokenFields]:

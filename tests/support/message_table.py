@@ -1,10 +1,11 @@
 """Tables of what is said of command lines, as text files beside their tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from megatron_grpo.config.errors import Problem
 
@@ -51,4 +52,10 @@ def read_table(file: Path) -> list[MessageRow]:
                 row.overrides += line.split("  ")
         if row.overrides:
             rows.append(row)
+    return rows
+
+
+def read_rows(file: str, test: str) -> list[Any]:
+    """The rows of a parametrized test in tests/data/rows.yaml."""
+    rows: list[Any] = yaml.safe_load((Path(__file__).parents[1] / "data" / "rows.yaml").read_text())[file][test]
     return rows

@@ -1,7 +1,5 @@
 """A pytest plugin: a run of tests in which every test was skipped fails, because it has shown nothing."""
 
-from __future__ import annotations
-
 import pytest
 
 

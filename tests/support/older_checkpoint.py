@@ -3,8 +3,6 @@
 Beside it are the weights that were saved, and those of the same ranks one step later.
 """
 
-from __future__ import annotations
-
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path

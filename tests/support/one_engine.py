@@ -1,7 +1,5 @@
 """A vLLM engine in a process of its own, whose model a test may spoil: python -m tests.support.one_engine JSON"""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -73,12 +71,7 @@ def _serve() -> None:
         prompts: list[Any] = [{"prompt_token_ids": ids} for ids in call.pop("prompts")]
         parameters = [
             SamplingParams(
-                **call,
-                seed=1000 * number + one,
-                max_tokens=24,
-                logprobs=0,
-                detokenize=False,
-                stop_token_ids=[2],
+                **call, seed=1000 * number + one, max_tokens=24, logprobs=0, detokenize=False, stop_token_ids=[2]
             )
             for one in range(len(prompts))
         ]

@@ -1,7 +1,5 @@
 """A pytest plugin: writes each test's start and outcome into a file at once, so that a killed run has told of both."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

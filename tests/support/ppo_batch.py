@@ -1,7 +1,5 @@
 """Three responses with rewards and values, and what PPO makes of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

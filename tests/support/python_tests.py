@@ -7,8 +7,6 @@ Parts of hostile programs: `test`, or `tests` with the name of an entry of tests
 interpreter.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Folders of models whose weights are stored in FP8 or MXFP4, as released models have them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

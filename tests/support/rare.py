@@ -1,7 +1,5 @@
 """Marking some of a test's cases as slow."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

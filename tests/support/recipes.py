@@ -1,7 +1,5 @@
 """The recipes for GPUs, in every precision that they run in, with the config files of their models."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import cache
 

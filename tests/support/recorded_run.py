@@ -1,9 +1,7 @@
-"""A run's folder as a step leaves it, without Ray: configuration, rollouts of a made-up step, and a tiny model."""
-
-from __future__ import annotations
+"""A run of recorded steps, and what the files of recorded rollouts say beside them."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from megatron_grpo.batch.replay_files import (
     sum_states,
     write_figures,
 )
-from megatron_grpo.batch.rollout_files import RunFacts, StepRecord, locate_rollouts_file, write_rollouts
+from megatron_grpo.batch.rollout_files import RunFacts, StepFacts, StepRecord, locate_rollouts_file, write_rollouts
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, find_token_indices
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.conversion import convert_values
@@ -29,7 +27,6 @@ from megatron_grpo.verification.problem import prepare_model
 from megatron_grpo.verification.processes import run_on_ranks
 from megatron_grpo.verification.replay.record import open_step
 from megatron_grpo.verification.replay.replayed_step import ReplayTask, build_replay_task, replay_step
-from tests.support.recording import make_facts
 
 PROMPTS, SAMPLES = 3, 4
 
@@ -75,7 +72,6 @@ def add_figures(run_dir: Path, *overrides: str) -> None:
     task = build_replay_task(record, 1)
     ranks = run_on_ranks(_watch_on_rank, task, record.config.policy.parallel, seed=0, timeout_s=300)
     computed = replay_step(record, hidden_tokens=1, timeout_s=300, gpus=0)
-    assert computed.result is not None
     figures = StepFigures(
         loss=computed.result.loss,
         grad_norm=computed.result.grad_norm,
@@ -133,3 +129,16 @@ def _groups(vocab: int, prev: bool) -> Any:
             advantages = np.full(count, float(draw.normal()), dtype=np.float32)
             rollouts.append((one, {"advantages": advantages} | ({"prev_logprobs": one.logprobs} if prev else {})))
         yield group, rollouts
+
+
+RUN = RunFacts(prompts_per_step=2, samples_per_prompt=2, max_num_steps=2, vocab=9, vocabulary=None)
+
+
+def make_facts(**changes: Any) -> StepFacts:
+    """Of a step that sampled what it trains on, and no more; `changes` are fields."""
+    return StepFacts(**{"position": {"epoch": 0}, "longest": 4, **changes})
+
+
+def make_record(facts: StepFacts | None = None, **changes: Any) -> StepRecord:
+    """Of a step of `RUN`, whose fields are changed by `changes`."""
+    return StepRecord(replace(RUN, **changes), facts or make_facts())

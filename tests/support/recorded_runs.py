@@ -4,8 +4,6 @@ The engine of such a run is transformers with the weights of a folder. A test pl
 another folder, other prompts or another distribution than the record says.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +33,7 @@ from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.verification.problem import prepare_model
-from tests.support.recording import make_record
+from tests.support.recorded_run import make_record
 
 LETTERS = "".join(map(chr, range(32, 127))) + "\n"
 SPECIAL = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
@@ -117,7 +115,6 @@ class RecordedRun:
         return folder
 
     def write(self, step: int, rollouts: Sequence[Trajectory], learnt: Sequence[TrainedValues] = ()) -> None:
-        """Write the record of a step."""
         self.run_dir.mkdir(exist_ok=True)
         record_start(self.run_dir, self.config)
         pairs = list(zip(rollouts, learnt or [{}] * len(rollouts), strict=True))

@@ -1,7 +1,5 @@
 """Faults of a refit: what happens to which process, and when."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

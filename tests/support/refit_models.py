@@ -1,7 +1,5 @@
 """Small models of each kind that a refit has to cut, and what vLLM keeps of them on each rank, written out."""
 
-from __future__ import annotations
-
 import zlib
 from types import SimpleNamespace
 from typing import Any
@@ -12,39 +10,10 @@ from torch import Tensor, nn
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard
-from tests.support.moe_config import QWEN3_MOE
+from tests.support.hf_configs import QWEN3_MOE, read_configs
 
-DENSE: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "num_hidden_layers": 4,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "vocab_size": 70,
-    "tie_word_embeddings": True,
-}
-LATENT: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "num_hidden_layers": 4,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 8,
-    "num_attention_heads": 4,
-    "n_shared_experts": 1,
-    "n_routed_experts": 4,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 6,
-    "kv_lora_rank": 4,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 4,
-    "vocab_size": 70,
-}
+_CONFIGS = read_configs("model_configs")
+DENSE, LATENT = _CONFIGS["refit_qwen2"], _CONFIGS["refit_deepseek_v3"]
 SHAPES = {"qwen2": DENSE, "qwen3_moe": {**QWEN3_MOE, "hidden_size": 16, "vocab_size": 70}, "deepseek_v3": LATENT}
 """config.json of each family."""
 

@@ -3,8 +3,6 @@
 For `WeightTransport`, whose plans, attempts, links and errors are real. What is sent is made up from turn and version.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading
@@ -153,7 +151,6 @@ class Member:
 
     def _value(self, number: int, version: int) -> int:
         """Each byte of a message."""
-        assert self.links is not None
         return (31 * version + int(self.links.messages[number]["turn"][0])) % 256
 
 
@@ -161,12 +158,9 @@ class Rank(Member):
     """A rank of the policy."""
 
     def connect_shards(self, rendezvous: Rendezvous) -> None:
-        """As `connect_shards`."""
         self._connect(rendezvous, "source", self.rank)
 
     def send_shards(self, version: int) -> tuple[int, int, int]:
-        """As `send_shards`."""
-        assert self.links is not None
         self.links.send(lambda number, buffer: buffer[:-16].fill_(self._value(number, version)), version)
         return sum(self.links.sizes), len(self.links.messages), len(self.links.messages)
 
@@ -190,7 +184,6 @@ class Worker(Member):
     def receive_weights(self, version: int) -> None:
         """As the engine's."""
         self.received, links = None, self.links
-        assert links is not None
         came: set[int] = set()
 
         def load(number: int, buffer: torch.Tensor) -> None:

@@ -1,10 +1,8 @@
 """config.json of released models in full size: those of tests/data/hf_configs, and their siblings of other sizes."""
 
-from __future__ import annotations
-
 from typing import Any
 
-from tests.support.hf_configs import read_released
+from tests.support.hf_configs import read_configs, read_released
 
 
 def read_unquantized(name: str, **code: str) -> dict[str, Any]:
@@ -24,25 +22,11 @@ def change_text(raw: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return raw | {"text_config": raw["text_config"] | changes}
 
 
+_SIBLINGS = read_configs("model_configs")
 GLM_4_5_AIR = read_released("glm_4_5_air")
-GLM_4_5 = GLM_4_5_AIR | {
-    "first_k_dense_replace": 3,
-    "hidden_size": 5120,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-    "n_routed_experts": 160,
-    "num_hidden_layers": 92,
-    "routed_scaling_factor": 2.5,
-    "use_qk_norm": True,
-}
+GLM_4_5 = GLM_4_5_AIR | _SIBLINGS["glm_4_5"]
 GLM_4_9B = read_released("glm_4_9b_0414")
-GLM_4_32B = GLM_4_9B | {
-    "attention_bias": False,
-    "hidden_size": 6144,
-    "intermediate_size": 23040,
-    "num_attention_heads": 48,
-    "num_hidden_layers": 61,
-}
+GLM_4_32B = GLM_4_9B | _SIBLINGS["glm_4_32b"]
 _DEEPSEEK_CODE = {
     "AutoConfig": "configuration_deepseek.DeepseekV3Config",
     "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
@@ -50,37 +34,17 @@ _DEEPSEEK_CODE = {
 MOONLIGHT = read_unquantized("moonlight_16b_a3b", **_DEEPSEEK_CODE)
 KIMI_K2 = read_unquantized("kimi_k2", **_DEEPSEEK_CODE)
 PHI_4 = read_released("phi_4")
-PHI_4_MINI = PHI_4 | {
-    "auto_map": {
-        "AutoConfig": "configuration_phi3.Phi3Config",
-        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
-        "AutoTokenizer": "Xenova/gpt-4o",
-    },
-    "bos_token_id": 199999,
-    "eos_token_id": 199999,
-    "full_attn_mod": 1,
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "interpolate_factor": 1,
-    "lm_head_bias": False,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "num_attention_heads": 24,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "original_max_position_embeddings": 4096,
-    "pad_token_id": 199999,
-    "partial_rotary_factor": 0.75,
-    "rope_scaling": {
-        "long_factor": [1.0 + number**2 / 50 for number in range(48)],
-        "short_factor": [1.0] * 48,
-        "type": "longrope",
-    },
-    "rope_theta": 10000.0,
-    "sliding_window": 262144,
-    "tie_word_embeddings": True,
-    "vocab_size": 200064,
-}
+PHI_4_MINI = (
+    PHI_4
+    | _SIBLINGS["phi_4_mini"]
+    | {
+        "rope_scaling": {
+            "long_factor": [1.0 + number**2 / 50 for number in range(48)],
+            "short_factor": [1.0] * 48,
+            "type": "longrope",
+        }
+    }
+)
 """With other long factors."""
 OLMO_3_7B = read_released("olmo_3_7b")
 OLMO_3_32B = OLMO_3_7B | {
@@ -139,34 +103,23 @@ DELTA_NETS = {"qwen3_5": QWEN3_5_27B, "qwen3_5_moe": QWEN3_5_35B, "qwen3_next": 
 """Models with gated delta nets by family."""
 
 NANO = read_released("nvidia_nemotron_3_nano")
-_SUPER_PATTERN = "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
-SUPER = NANO | {
-    "hidden_size": 4096,
-    "hybrid_override_pattern": _SUPER_PATTERN,
-    "intermediate_size": 5376,
-    "mamba_num_heads": 128,
-    "moe_intermediate_size": 2688,
-    "moe_latent_size": 1024,
-    "moe_shared_expert_intermediate_size": 5376,
-    "mtp_hybrid_override_pattern": "*E",
-    "n_routed_experts": 512,
-    "num_experts_per_tok": 22,
-    "num_hidden_layers": len(_SUPER_PATTERN),
-    "num_nextn_predict_layers": 1,
-    "routed_scaling_factor": 5.0,
-}
+SUPER = NANO | _SIBLINGS["nemotron_3_super"]
 _EXPERTS = ("moe_", "n_routed", "n_shared", "num_experts", "norm_topk", "routed_scaling", "n_group", "topk_group")
-NANO_9B = {key: value for key, value in NANO.items() if not key.startswith(_EXPERTS)} | {
-    "hidden_size": 4480,
-    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
-    "intermediate_size": 15680,
-    "mamba_head_dim": 80,
-    "mamba_num_heads": 128,
-    "max_position_embeddings": 131072,
-    "n_groups": 8,
-    "num_attention_heads": 40,
-    "num_hidden_layers": 56,
-    "num_key_value_heads": 8,
-    "time_step_limit": [0.0, float("inf")],
-}
+NANO_9B = {key: value for key, value in NANO.items() if not key.startswith(_EXPERTS)} | _SIBLINGS["nemotron_nano_9b"]
 """Nemotron 3 Nano and Super, and Nemotron Nano 9B v2 without experts."""
+
+GEMMA3_1B: dict[str, Any] = _SIBLINGS["gemma3_1b"]
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+
+
+def in_the_new_spelling(raw: dict[str, Any]) -> dict[str, Any]:
+    """The file of Gemma-3 1B as transformers 5 writes it."""
+    kept = {key: value for key, value in raw.items() if "rope" not in key and key != "sliding_window_pattern"}
+    everywhere = {"rope_type": "default", "rope_theta": 1e6, **(raw["rope_scaling"] or {})}
+    return kept | {
+        "layer_types": ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(26)],
+        "rope_parameters": {
+            "full_attention": everywhere,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }

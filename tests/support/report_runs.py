@@ -1,7 +1,5 @@
 """Folders of runs for tests of their page, with a tokenizer whose tokens are single bytes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A driver that samples ahead of its steps, over made-up prompts, until it is killed; and what it is compared with."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

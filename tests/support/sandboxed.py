@@ -1,7 +1,5 @@
 """Programs in the strongest sandbox that this machine allows, and marks of tests that need a strong one."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_grpo.config.data_schema import LEVELS, IsolationLevel, SandboxConfig

@@ -1,7 +1,5 @@
 """The advantages stage of GRPO on trajectories: laid out in shards as a configuration says, and back by trajectory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

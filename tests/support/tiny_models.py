@@ -1,55 +1,22 @@
 """Tiny random models in Hugging Face format, one per family and peculiarity, as oracles for the real code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.shape import ModelShape
+from tests.support.hf_configs import read_configs
 
 VOCAB = 61
 """Odd, so that it has to be padded in every tensor-parallel layout."""
-
-_SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "dtype": torch.float32,
-}
 
 
 @dataclass(frozen=True)
@@ -92,99 +59,16 @@ def logprobs_of_logits(logits: Tensor, token_ids: Tensor) -> Tensor:
     return torch.nn.functional.pad(logprobs, (1, 0))
 
 
-def _qwen3(tied: bool, layers: int = 2) -> PreTrainedModel:
-    # A head size that is not hidden_size / heads, as in the released models.
-    sizes = {**_SIZES, "num_hidden_layers": layers}
-    return Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=tied))
+def _build(config: dict[str, Any]) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config, dtype=torch.float32))
 
 
-def _qwen2() -> PreTrainedModel:
-    return Qwen2ForCausalLM(Qwen2Config(**_SIZES, tie_word_embeddings=True))
-
-
-def _llama() -> PreTrainedModel:
-    scaling = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        # Shorter than the tests' sequences, so that every one of the three frequency bands matters.
-        "original_max_position_embeddings": 16,
-    }
-    return LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=False, rope_parameters=scaling))
-
-
-def _gemma3() -> PreTrainedModel:
-    config = Gemma3TextConfig(
-        **_SIZES,
-        head_dim=16,
-        layer_types=["sliding_attention", "full_attention"],
-        sliding_window=5,  # shorter than most of the tests' sequences
-        query_pre_attn_scalar=24,
-        rope_parameters={
-            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
-        },
-    )
-    return Gemma3ForCausalLM(config)
-
-
+_CONFIGS = read_configs("tiny_models")
 BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
-    "qwen3_tied": lambda: _qwen3(tied=True),
-    "qwen3_untied": lambda: _qwen3(tied=False),
-    "qwen2_tied": _qwen2,
-    "llama_untied": _llama,
-    "gemma3": _gemma3,
+    name: partial(_build, config) for name, config in _CONFIGS["usual"].items()
 }
-_EXPERTS = {"moe_intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
-
-
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 16.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.7,  # unlike mscale, so that rotated vectors have a factor
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "original_max_position_embeddings": 16,
-}
-
-
-def _deepseek_v3(query_rank: int | None = None, **rope: Any) -> PreTrainedModel:
-    config = DeepseekV3Config(
-        **{**_SIZES, **_EXPERTS, "num_key_value_heads": 4},
-        q_lora_rank=query_rank,
-        kv_lora_rank=12,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        head_dim=4,
-        v_head_dim=6,
-        n_group=2,
-        topk_group=1,
-        n_shared_experts=1,
-        routed_scaling_factor=1.5,
-        first_k_dense_replace=1,
-        scoring_func="sigmoid",
-        topk_method="noaux_tc",
-        **rope,
-    )
-    return DeepseekV3ForCausalLM(config)
-
-
-def _qwen3_stretched() -> PreTrainedModel:
-    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
-    return Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=16, rope_parameters=rope))
-
-
 SPECIAL: dict[str, Callable[[], PreTrainedModel]] = {
-    "qwen3_stretched": _qwen3_stretched,
-    "qwen3_deep": lambda: _qwen3(tied=True, layers=7),
-    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=False)),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**_SIZES, **_EXPERTS)),
-    "deepseek_v3": _deepseek_v3,
-    "deepseek_v3_compressed": lambda: _deepseek_v3(query_rank=20, rope_parameters=_YARN),
+    name: partial(_build, config) for name, config in _CONFIGS["special"].items()
 }
 """Those that a few tests make for themselves."""
 

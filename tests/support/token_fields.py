@@ -1,7 +1,5 @@
 """What tests do to all entries of a batch at once, and entries as plain lists."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

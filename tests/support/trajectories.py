@@ -1,7 +1,5 @@
 """Trajectories for tests of what is made of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any

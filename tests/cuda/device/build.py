@@ -1,7 +1,5 @@
 """Builds stand-ins for NVIDIA's driver, runtime, cuBLAS, NVRTC and NVML with gcc, for machines without a GPU."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sysconfig

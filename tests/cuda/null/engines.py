@@ -1,7 +1,5 @@
 """vLLM's model of an engine with one GPU on the stand-in device, and a refit into it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ where a number of the device becomes a size or a condition of the host, and wher
 attention is cuDNN's, which refuses the device; its *choice* by Transformer Engine runs for real and is recorded.
 """
 
-from __future__ import annotations
-
 import ctypes
 import traceback
 from collections import Counter

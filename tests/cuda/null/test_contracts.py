@@ -1,7 +1,5 @@
 """Every module of ours imports on CUDA, and every use of another library fits what is installed."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import types

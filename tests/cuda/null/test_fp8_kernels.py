@@ -1,7 +1,5 @@
 """Objects of vLLM's FP8 kernels, which CUDA graphs have captured, before and after refits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Numbers mean nothing here; shapes, dtypes, devices, memory and the absence of errors do.
 """
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys
@@ -91,9 +89,7 @@ CASES = {
     "sparse, context, fp8": Case("glm_moe_dsa", layout(context=2, data=2) | fp8("blockwise"), number=1),
     "sparse, recomputed": Case("glm_moe_dsa", {"activation_checkpointing": True}),
     "latent, adapters": Case(
-        "deepseek_v3",
-        {"lora": LoraConfig(rank=8, target_modules=["linear_proj"])},
-        reference=ReferenceConfig(),
+        "deepseek_v3", {"lora": LoraConfig(rank=8, target_modules=["linear_proj"])}, reference=ReferenceConfig()
     ),
     "latent, recomputed": Case("deepseek_v3", fp8("blockwise") | {"activation_checkpointing": True}),
     "latent, recomputed parts": Case(
@@ -148,7 +144,6 @@ CASES = {
 
 
 def trial_of(case: Case, models: Callable[[str], Path]) -> Trial:
-    """The rank of a case."""
     config = PolicyConfig(**({"logprob_kernel": "chunked"} | case.policy))
     return make_trial(models(case.family), config, case.number, case.reference)
 

@@ -1,7 +1,5 @@
 """A layer of a dry run holds as many bytes between its forward and its backward pass as Transformer Engine's layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise

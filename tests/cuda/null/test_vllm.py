@@ -1,7 +1,5 @@
 """vLLM's CUDA build: our engine arguments make a configuration, and a refit fills its models' parameters."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

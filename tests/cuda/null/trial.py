@@ -4,8 +4,6 @@ Collectives go through torch's fake process group: they return at once, and tens
 have any content. Where such content is a size, a plausible one is put there (`_even_experts`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

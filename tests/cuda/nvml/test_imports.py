@@ -1,7 +1,5 @@
 """vLLM recognises the GPU that NVML shows, and the parts that run on it import without a driver."""
 
-from __future__ import annotations
-
 import csv
 import importlib
 from pathlib import Path

@@ -3,8 +3,6 @@
 vLLM's CPU build has no slots for adapters of experts, so these are tested here only.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,7 @@ import pytest
 from transformers import Qwen3MoeConfig
 
 from megatron_grpo.config.schema import LoraConfig, ParallelConfig
-from tests.integration.test_adapter_refit import (
-    Case,
-    ray_cluster,
-)
+from tests.integration.test_adapter_refit import Case, ray_cluster
 from tests.integration.test_adapter_refit import (
     test_engines_compute_what_the_policy_does_after_adapters_alone as expect_equal_numbers,
 )

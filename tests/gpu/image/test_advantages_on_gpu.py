@@ -1,7 +1,5 @@
 """PPO's advantages on a GPU are those on the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A whole run on one GPU, which training and the engine have in turn."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Faults of whole engines on GPUs: the tests of the CPU over NCCL, with two ranks and two engines."""
 
-from __future__ import annotations
-
 from tests.integration.test_refit_faults import (
     folders,
     generation,

@@ -1,25 +1,14 @@
 """The matrix of faults of a refit over NCCL, between processes with a GPU each and without models."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.refit_faults import (
-    DROP,
-    FAIL,
-    FLIP,
-    KILL_RANK,
-    KILL_WORKER,
-    MOMENTS,
-    STALL_RANK,
-    STALL_WORKER,
-)
+from tests.support.refit_faults import DROP, FAIL, FLIP, KILL_RANK, KILL_WORKER, MOMENTS, STALL_RANK, STALL_WORKER
 from tests.support.refit_processes import GREETING, JOINING
-from tests.unit.weight_sync import test_fault_matrix as matrix
+from tests.unit.weight_sync import test_refit_damage as matrix
 
 scene = matrix.scene
 GROUP = "gpus" if torch.cuda.is_available() else "nccl"

@@ -1,7 +1,5 @@
 """Weights from ranks into engines over NCCL and through memory of one GPU: the same bits as from a folder."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

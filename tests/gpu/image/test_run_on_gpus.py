@@ -1,7 +1,5 @@
 """Whole runs on GPUs of their own: one with a policy and an engine, and larger ones where there are more."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What only Transformer Engine's layers do: packed attention, FP8 in each recipe, gradients that products add up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,11 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_grpo.config.schema import Fp8Config
 from tests.gpu.dry import ends_dry
+from tests.parity.fp8_oracle import measure_in_transformers, measure_on_rank, simulate
+from tests.parity.on_rank import load_on_rank, save_on_rank
 from tests.parity.policy_training import gradients_on_rank, make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.test_fp8 import expected, measured_on_rank, model
-from tests.parity.test_training import load_on_rank, save_on_rank
+from tests.parity.test_fp8 import model
 from tests.parity.training import merged
 from tests.support.tiny_models import VOCAB, TinyModel, make_tiny_model
 
@@ -78,10 +77,12 @@ def test_fp8_rounds_as_much_as_its_simulation(
     fp8 = Fp8Config(format="hybrid", recipe=recipe, parameters=parameters)
     require_recipe(fp8)
     ends_dry(ONE, model, fp8=fp8)
-    ((logprobs, gradients),) = run_on_ranks(ONE, measured_on_rank, model, fp8, False, "bfloat16")
+    settings = {"fp8": fp8, "precision": "bfloat16"}
+    ((logprobs, _, gradients),) = run_on_ranks(ONE, measure_on_rank, model, settings)
     assert logprobs is not None
-    plain, of_plain = expected(model, "tensorwise", [])
-    simulated, _ = expected(model, "tensorwise" if recipe == "delayed" else recipe, LAYERS)
+    plain, of_plain = measure_in_transformers(model.load())
+    simulation = simulate(model.load(), "tensorwise" if recipe == "delayed" else recipe, LAYERS)
+    simulated, _ = measure_in_transformers(simulation)
     moved, moved_by_simulation = ((one - plain).abs().mean().item() for one in (logprobs, simulated))
     errors = {name: ((gradients[name] - one).norm() / one.norm()).item() for name, one in of_plain.items()}
     record_property("mean_abs", moved)

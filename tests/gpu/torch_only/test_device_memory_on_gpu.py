@@ -1,7 +1,5 @@
 """A rank's memory on a GPU, given up while others need it and taken back, and how often a step makes the host wait."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The GPUs themselves: torch sees and uses each, and says with which libraries."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

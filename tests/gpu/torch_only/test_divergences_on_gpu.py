@@ -1,13 +1,11 @@
 """Divergences of a student from its teacher on a GPU, against whole distributions in float64 on the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_grpo_kernels.divergence import Divergence, TeacherStates, TeacherTokens, linear_divergence
-from tests.support.divergence_oracle import expected_divergence, with_tail
+from tests.support.fp8_oracle import expected_divergence, with_tail
 
 TOKENS, HIDDEN, VOCAB, TOP = 300, 256, 5000, 16
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.02}

@@ -1,7 +1,5 @@
 """Advantages and returns on a GPU are those on the CPU."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Every family's tiny model on one GPU, in float32 by torch's layers, against transformers on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

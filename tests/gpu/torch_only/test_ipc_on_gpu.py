@@ -1,7 +1,5 @@
 """Memory that two processes have in common, as a refit between engines and ranks on one GPU uses it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The Triton kernels on a GPU: the cases of the interpreter's tests, larger ones, and how much memory they take."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Losses on a GPU in float32, as a run computes them, against their definitions in Python floats on the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """How a refit's group ends over NCCL when a member is gone or silent: how long the other one waits, torch alone."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -3,8 +3,6 @@
 Layers are Transformer Engine's in bfloat16 where it is installed, and torch's else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
@@ -16,6 +14,7 @@ import torch
 
 from megatron_grpo.platform.device import detect_platform
 from megatron_grpo.trainer.parallel import make_deterministic
+from tests.parity.on_rank import load_on_rank, save_on_rank
 from tests.parity.policy_training import OPTIMIZER, expect_gradients_of_transformers, gradients_on_rank
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
 from tests.parity.test_context_parallel import LAYOUTS as CONTEXT
@@ -25,7 +24,7 @@ from tests.parity.test_muon import muon_steps
 from tests.parity.test_muon import steps_on_rank as muon_steps_on_rank
 from tests.parity.test_pipeline import INTERLEAVED
 from tests.parity.test_rank_logprobs import expect_logprobs, logprobs_on_rank
-from tests.parity.test_training import adamw_steps, load_on_rank, save_on_rank, steps_on_rank
+from tests.parity.test_training import adamw_steps, steps_on_rank
 from tests.parity.training import merged
 from tests.support.tiny_models import TinyModel, make_tiny_model
 

@@ -1,7 +1,5 @@
 """Planted defects for the doctor: the table of cases, and how an answer of the doctor is judged."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Engines that compute something else than the policy: choices of tokens, forward passes, changes of the model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs whose rollouts have several versions, several turns or other rare forms, each healthy or with a defect."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

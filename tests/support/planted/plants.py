@@ -1,7 +1,5 @@
 """How a wrong engine, trainer or record is written into a run, and how the rollouts of healthy runs are."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Changes of rollouts after a run: by an edit of the record, or as a healthy run leaves them in another form."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

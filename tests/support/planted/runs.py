@@ -1,7 +1,5 @@
 """Runs in which defects are planted: their models, versions and checkpoints."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

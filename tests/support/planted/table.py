@@ -1,7 +1,5 @@
 """Prints the doctor's answers on planted defects: python -m tests.support.planted.table [PATTERN ...]"""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

@@ -1,7 +1,5 @@
 """Forward passes of wrong trainers, and changes of the log-probabilities that a trainer computes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Changes of a model's weights, as a wrong engine or a wrong trainer has them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -116,7 +114,6 @@ def layers_in_circle(numbers: Sequence[int]) -> Edit:
 
 
 def head_times(factor: float, name: str, head: int, heads: int = 4, dim: int = 0) -> Edit:
-    """One head of a projection times a factor."""
 
     def edit(now: Tensors, _: Tensors) -> Tensors:
         value = now[name].clone()

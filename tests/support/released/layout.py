@@ -1,7 +1,5 @@
 """A released layout: the files beside a model's weights, and its renderings by transformers as the oracle."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The table of released layouts, and conversations that are rendered with each."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from typing import Any

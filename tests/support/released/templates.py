@@ -1,7 +1,5 @@
 """Chat templates of released models: those that TRL and Mistral store, and rebuilt ones in tests/data/released."""
 
-from __future__ import annotations
-
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny vocabularies with the structure of released tokenizer.json files: byte-level BPE, and BPE with byte fallback."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache

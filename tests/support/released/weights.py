@@ -1,7 +1,5 @@
 """Random weights for a released layout, beside its own config.json."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

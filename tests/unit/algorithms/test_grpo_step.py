@@ -18,7 +18,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.families import count_forward_flops
 from megatron_grpo.run.directory import override_values
-from tests.support.documented import undocumented
+from tests.support.documents import undocumented
 from tests.support.fake_rollouts import FakeRay
 from tests.support.grpo_run import EVERYTHING, KL_IN_REWARD, Run
 from tests.support.trajectories import make_trajectory

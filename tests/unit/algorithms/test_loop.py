@@ -17,7 +17,7 @@ from megatron_grpo.config.schema import LossConfig
 from megatron_grpo.weight_sync.refit_calls import PolicyLostError, RefitError
 from tests.support.damage import flip
 from tests.support.loop_run import CHECKPOINTING, LIMITS, SOUND, Run, validating
-from tests.support.recording import make_facts
+from tests.support.recorded_run import make_facts
 from tests.support.trajectories import failed_trajectory, make_trajectory, plain_groups
 
 

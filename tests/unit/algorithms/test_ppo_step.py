@@ -17,7 +17,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.trainer.model_ranks import NonFiniteGradientError, TrainResult
-from tests.support.documented import undocumented
+from tests.support.documents import undocumented
 from tests.support.fake_rollouts import FakeRay, FakeRollouts
 from tests.support.fake_run import make_run as make_fake_run
 from tests.support.ppo_batch import make_trajectories

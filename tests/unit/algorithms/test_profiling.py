@@ -15,7 +15,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoggerConfig
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.loop_run import LIMITS, Run
-from tests.support.recording import RUN
+from tests.support.recorded_run import RUN
 from tests.support.trajectories import make_trajectory, with_learnt
 
 

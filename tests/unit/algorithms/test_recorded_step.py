@@ -15,7 +15,7 @@ from megatron_grpo.algorithms.step_report import StepReport
 from megatron_grpo.batch.rollout_files import locate_rollouts_file, write_rollouts
 from megatron_grpo.config.errors import SamplingError
 from tests.support.grpo_run import EVERYTHING, Run
-from tests.support.recording import make_record
+from tests.support.recorded_run import make_record
 from tests.support.trajectories import make_trajectory
 
 DYNAMIC = ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=2"]

@@ -11,7 +11,7 @@ from megatron_grpo.algorithms.records import RolloutDumps
 from megatron_grpo.batch.rollout_files import StepRecord
 from megatron_grpo.config.schema import LoggerConfig
 from tests.support.fake_rollouts import FakeRollouts
-from tests.support.recording import RUN, make_facts
+from tests.support.recorded_run import RUN, make_facts
 from tests.support.trajectories import make_trajectory
 
 BATCHES: dict[int, Any] = {1: object(), 2: object()}

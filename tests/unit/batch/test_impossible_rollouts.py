@@ -1,7 +1,5 @@
 """Files of rollouts from elsewhere that hold what no run writes: refused with the place, before work is done."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

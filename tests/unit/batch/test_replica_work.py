@@ -1,7 +1,5 @@
 """What a replica computes on, from the arrays of its partitions, against loops; and how it travels to the ranks."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from dataclasses import replace
@@ -166,7 +164,6 @@ def test_a_part_of_a_batch_has_its_shards_and_their_sequences_counted_anew() -> 
     chosen = [1, 4, 2, 5, 6]
     for name, offset in NUMBERS.items():
         assert getattr(part, name).tolist() == [offset + number for number in chosen], name
-    assert part.positive is not None
     assert part.positive.tolist() == [False, True, True, False, True]
     assert part.fields == {"token_ids": ["second", "third"]}
 

@@ -1,14 +1,15 @@
-"""Processes: allocators, logs of forked ones, imports that they do without, pickled values, calls of actors."""
+"""Processes: allocators, logs of forked ones, imports, pickled values, calls of actors and with limits."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -21,26 +22,28 @@ from megatron_grpo.cluster import futures
 from megatron_grpo.cluster.actor_calls import call_actor, call_actor_for_many, stream_actor
 from megatron_grpo.cluster.futures import IN_BAND_BYTES, MAX_NAMES, gather, join_names, wrap_for_pickling
 from megatron_grpo.cluster.heartbeat import HEARTBEATS_FOLDER, read_heartbeats
+from megatron_grpo.cluster.limited_calls import LimitedCalls, LimitError
 from megatron_grpo.cluster.process_log import FOLDER_VARIABLE, LEVEL_VARIABLE, build_log_path, driver_log
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig
 from tests.support.logged_processes import SLEEPS, logged_processes
+from tests.support.programs import read_programs
+from tests.support.text_functions import (
+    backtrack,
+    become_large,
+    compute,
+    concatenate,
+    fail,
+    fail_oddly,
+    make_state,
+    refuse,
+    sleep,
+    tell_process,
+)
 from tests.support.trajectories import make_trajectory, plain
 
-BUFFERS = """
-import ctypes, resource
-libc, size = ctypes.CDLL(None), ctypes.c_size_t(64 << 20)
-libc.malloc.restype = ctypes.c_void_p
-def count_faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(2):
-    before = count_faults()
-    buffer = ctypes.c_void_p(libc.malloc(size))
-    libc.memset(buffer, 1, size)
-    libc.free(buffer)
-    print(count_faults() - before)
-"""
+BUFFERS = read_programs("processes")["buffers"]
 
 
 def count_page_faults(environment: dict[str, str]) -> list[int]:
@@ -65,25 +68,7 @@ def test_by_glibcs_defaults_it_does_not() -> None:
     assert second > first / 2
 
 
-FORKS = """
-import logging, os, time
-from megatron_grpo.cluster.phases import phase
-from megatron_grpo.cluster.process_log import begin_process_log
-
-begin_process_log("parent")
-time.sleep(0.2)  # its heartbeat has wound up the clock of the stacks: a thread that a fork does not take along
-for number in range(3):
-    with phase("fork"):
-        child = os.fork()
-    if child == 0:
-        begin_process_log(f"child {number}")
-        logging.getLogger("megatron_grpo.test").info("child %d speaks", number)
-        with phase("live"):
-            time.sleep(0.2)
-            os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-logging.getLogger("megatron_grpo.test").info("the parent speaks")
-"""
+FORKS = read_programs("processes")["forks"]
 
 
 def test_a_forked_process_has_a_log_and_a_heartbeat_of_its_own(tmp_path: Path) -> None:
@@ -254,3 +239,83 @@ def test_of_many_some_are_named() -> None:
     names = [f"rank {index}" for index in range(100)]
     assert join_names(names) == ", ".join(names[:MAX_NAMES]) + f" and {100 - MAX_NAMES} more"
     assert join_names(["worker 0", "worker 0"]) == "worker 0"
+
+
+@pytest.fixture(scope="module")
+def calls() -> Iterator[LimitedCalls]:
+    calls = LimitedCalls(make_state, cpu_s=0.3, memory_mib=200, processes=4)
+    yield calls
+    calls.close()
+
+
+def test_a_function_gets_the_state_and_answers(calls: LimitedCalls) -> None:
+    assert calls.call(concatenate, "b", "c") == "abc"
+    assert asyncio.run(calls.run(concatenate, "b", "c")) == "abc"
+    began = time.perf_counter()
+    for _ in range(200):
+        calls.call(concatenate, "b", "c")
+    assert (time.perf_counter() - began) / 200 < 0.02
+
+
+@pytest.mark.parametrize("function", [compute, backtrack])
+def test_a_call_that_computes_too_long_is_ended_also_in_c_code(calls: LimitedCalls, function: Any) -> None:
+    began = time.monotonic()
+    with pytest.raises(LimitError, match=r"needs more than 0\.3 s of a processor or 200 MiB"):
+        asyncio.run(calls.run(function))
+    assert time.monotonic() - began < 10
+    assert calls.call(concatenate, "b", "c") == "abc"
+
+
+def test_a_call_that_takes_too_much_memory_fails(calls: LimitedCalls) -> None:
+    with pytest.raises(LimitError, match="200 MiB"):
+        calls.call(become_large, 3_000_000_000)
+    assert calls.call(become_large, 1000) == 1000
+    assert calls.call(concatenate, "b", "c") == "abc"
+
+
+def test_waiting_counts_for_nothing(calls: LimitedCalls) -> None:
+    """The limit is processor time, so a busy machine decides nothing."""
+    assert calls.call(sleep, 0.8) == "rested"
+
+
+def test_errors_are_those_of_the_function(calls: LimitedCalls) -> None:
+    with pytest.raises(ValueError, match="not this"):
+        calls.call(fail, "not this")
+    with pytest.raises(RunError, match="OddError: odd"):
+        calls.call(fail_oddly)
+
+
+def test_a_process_that_died_while_idle_is_no_call_beyond_its_limits(calls: LimitedCalls) -> None:
+    process = calls.call(tell_process)
+    os.kill(process, signal.SIGKILL)
+    time.sleep(0.2)
+    assert calls.call(concatenate, "b", "c") == "abc"
+
+
+def test_ordinary_calls_pass_those_without_end(calls: LimitedCalls) -> None:
+    async def flood() -> int:
+        endless = [asyncio.create_task(calls.run(compute)) for _ in range(8)]
+        await asyncio.sleep(0)
+        assert await calls.run(concatenate, "b", "c") == "abc"
+        ended = sum(call.done() for call in endless)
+        outcomes = await asyncio.gather(*endless, return_exceptions=True)
+        assert all(isinstance(outcome, LimitError) for outcome in outcomes)
+        return ended
+
+    assert asyncio.run(flood()) <= 4
+
+
+def test_the_error_of_the_state_is_raised() -> None:
+    with pytest.raises(ValueError, match="no state"):
+        LimitedCalls(refuse, cpu_s=1)
+
+
+def test_nothing_stays() -> None:
+    calls = LimitedCalls(make_state, cpu_s=1)
+    process = calls.call(tell_process)
+    calls.close()
+    for _ in range(50):
+        if not Path(f"/proc/{process}").exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError("the process is still there")

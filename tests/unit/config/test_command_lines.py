@@ -15,7 +15,7 @@ from megatron_grpo.config.job import read_job_file
 from megatron_grpo.config.outside_files import YAML_BYTES
 from megatron_grpo.config.overrides import read_overrides
 from megatron_grpo.preflight.load import compose_config
-from tests.support.ordinary_user import as_ordinary_user
+from tests.support.forked import as_ordinary_user
 
 
 def problem_of(*overrides: str) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from megatron_grpo.config.overrides import RECIPES, list_config_groups
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import compose_config, load_config
 from tests.support.config_problems import problems_of, setting_problems_of
-from tests.support.documented import PAGE, undocumented
+from tests.support.documents import PAGE, undocumented
 
 
 def test_composed_defaults_are_the_defaults_of_the_schema(given: list[str]) -> None:

@@ -18,7 +18,7 @@ import pytest
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.schema import DataConfig
 from megatron_grpo.data.rows import SetReport, examine_set
-from tests.support.ordinary_user import as_ordinary_user
+from tests.support.forked import as_ordinary_user
 
 ROW = b'{"prompt": "1?", "answer": "1"}\n'
 KINDS = {"math": "math"}

@@ -1,16 +1,22 @@
-"""What results.json makes of scored responses, and of two evaluations of the same prompts, by hand."""
+"""Results of an evaluation by hand; estimates against closed forms, enumeration and scipy."""
 
-from __future__ import annotations
-
+from itertools import combinations
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.evaluation.results import (
     AnsweredSet,
     compare_evaluations,
+    compute_bootstrap_interval,
+    compute_mcnemar_p,
     compute_set_results,
+    compute_wilcoxon_p,
+    estimate_consensus_at_k,
+    estimate_pass_at_k,
     find_vote,
     make_sample_row,
 )
@@ -121,3 +127,99 @@ def test_several_responses_are_compared_by_their_means() -> None:
 def test_other_prompts_are_not_compared() -> None:
     now = [row | {"prompt": "another"} for row in rows_of(answered("r"))]
     assert compare_evaluations(now, rows_of(answered("r"))) == {"set": {"prompts": 0}}
+
+
+@pytest.mark.parametrize("samples", [1, 4, 7])
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one(samples: int) -> None:
+    for right in range(samples + 1):
+        drawn_from = [number < right for number in range(samples)]
+        for k in range(1, samples + 1):
+            draws = [any(draw) for draw in combinations(drawn_from, k)]
+            assert estimate_pass_at_k(samples, right, k) == pytest.approx(fmean(draws))
+
+
+def test_pass_at_k_is_unbiased() -> None:
+    """Of samples that are right with probability p, 1 - (1 - p)^k; the plug-in of c / n is far from it."""
+    generator = np.random.default_rng(0)
+    counts = generator.binomial(8, 0.2, size=40_000)
+    estimate = fmean(estimate_pass_at_k(8, int(right), 4) for right in counts)
+    assert estimate == pytest.approx(1 - 0.8**4, abs=0.006)
+    assert abs(fmean(1 - (1 - right / 8) ** 4 for right in counts) - (1 - 0.8**4)) > 0.05
+
+
+def test_pass_at_k_of_many_samples_does_not_overflow() -> None:
+    assert estimate_pass_at_k(5000, 1, 2500) == pytest.approx(0.5)
+
+
+def test_more_draws_than_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"pass@5 needs at least 5 samples of a prompt, and there are 4"):
+        estimate_pass_at_k(4, 1, 5)
+    with pytest.raises(ValueError, match=r"cons@5 needs at least 5"):
+        estimate_consensus_at_k(["1"] * 4, [True] * 4, 5)
+
+
+def test_consensus_by_hand() -> None:
+    answers = ["7", "8", "8", "7", "7", None, "9"]
+    right = [True, False, False, True, True, False, False]
+    assert estimate_consensus_at_k(answers, right, 1) == pytest.approx(3 / 7)
+    assert estimate_consensus_at_k(answers, right, 3) == 0.5, (
+        "8 wins the first three, 7 the next three; the last is left over"
+    )
+    assert estimate_consensus_at_k(answers, right, 7) == 1.0
+    assert estimate_consensus_at_k(answers[:2], right[:2], 2) == 1.0, "of two that are equally many, the first"
+    assert estimate_consensus_at_k([None, None], [True, True], 2) == 0.0
+
+
+def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(1)
+    hits = []
+    for _ in range(200):
+        found = compute_bootstrap_interval(generator.binomial(1, 0.6, size=80).astype(float).tolist())
+        hits.append(found["low"] <= 0.6 <= found["high"])
+    assert 0.9 <= fmean(hits) <= 0.99
+
+
+def test_the_interval_is_that_of_scipy() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    values = np.random.default_rng(2).normal(size=60)
+    theirs = stats.bootstrap((values,), np.mean, method="percentile", n_resamples=20_000, rng=3).confidence_interval
+    ours = compute_bootstrap_interval(values.tolist())
+    assert (ours["low"], ours["high"]) == pytest.approx((theirs.low, theirs.high), abs=0.02)
+    assert ours == compute_bootstrap_interval(values.tolist()), "the same samples have the same interval"
+
+
+def test_mcnemar_is_the_binomial_test_of_scipy() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    for first, second in [(0, 0), (1, 0), (3, 9), (9, 3), (20, 20), (2, 400)]:
+        theirs = stats.binomtest(first, first + second, 0.5).pvalue if first + second else 1.0
+        assert compute_mcnemar_p(first, second) == pytest.approx(theirs, rel=1e-9)
+
+
+@pytest.mark.parametrize("values", ["normal", "ties", "accuracies"])
+def test_wilcoxon_is_that_of_scipy(values: str) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    generator = np.random.default_rng(4)
+    drawn = {
+        "normal": generator.normal(0.2, 1.0, size=70),
+        "ties": generator.integers(-3, 5, size=90).astype(float),
+        "accuracies": generator.binomial(8, 0.5, 60) / 8 - generator.binomial(8, 0.4, 60) / 8,
+    }[values]
+    theirs = stats.wilcoxon(drawn, zero_method="wilcox", correction=False, method="approx").pvalue
+    assert compute_wilcoxon_p(drawn.tolist()) == pytest.approx(float(theirs), rel=1e-9)
+
+
+def test_known_p_values() -> None:
+    """Without scipy: McNemar by hand; eight positive differences of different size have z = 18 / sqrt(51)."""
+    assert compute_mcnemar_p(1, 5) == pytest.approx(2 * (1 + 6) / 64)
+    assert compute_wilcoxon_p([0.0, 0.0]) == 1.0
+    assert compute_wilcoxon_p([1, 2, 3, 4, 5, 6, 7, 8]) == pytest.approx(0.01171872, rel=1e-5)
+
+
+def test_differences_that_are_equal_but_for_rounding_are_tied() -> None:
+    """With three samples a prompt, one more right answer is 1 - 2/3 or 2/3 - 1/3, which differ in binary."""
+    thirds = [(3, 2)] * 6 + [(0, 1)] * 2 + [(2, 0)]
+    assert len({abs(now / 3 - before / 3) for now, before in thirds}) == 3, "two differences, one of them twice"
+    accuracies = compute_wilcoxon_p([now / 3 - before / 3 for now, before in thirds])
+    assert accuracies == pytest.approx(compute_wilcoxon_p([float(now - before) for now, before in thirds]), rel=1e-9)
+    assert accuracies > 0.05
+    assert compute_wilcoxon_p([0.1 + 0.2 - 0.3]) == 1.0, "no difference"

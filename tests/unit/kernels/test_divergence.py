@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo_kernels.divergence import Divergence, TeacherStates, TeacherTokens, linear_divergence
-from tests.support.divergence_oracle import expected_divergence, with_tail
+from tests.support.fp8_oracle import expected_divergence, with_tail
 
 TOKENS, HIDDEN, THEIRS, VOCAB, PADDING = 11, 6, 9, 23, 3
 CASES = [

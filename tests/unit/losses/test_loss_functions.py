@@ -1,7 +1,5 @@
 """The policy-gradient loss and its variants against loops over tokens, exact expectations and finite differences."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from dataclasses import replace
@@ -204,7 +202,6 @@ def test_absurd_ratios_stay_finite(name: str, far: float) -> None:
     loss, _ = ClippedPGLossFn(CONFIGS[name])(values, tokens, counts_of(tokens))
     loss.backward()
     assert loss.isfinite()
-    assert values.grad is not None
     assert values.grad.isfinite().all()
 
 

@@ -1,7 +1,5 @@
 """Layouts of released models that the package does not train yet, against reshapes of transformers' modelling code."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ from megatron_grpo.models.families.qwen3_5 import DELTA, DELTA_BY_KEY_HEAD, DELT
 from megatron_grpo.models.hf_weights import join_shards, merge_slices
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry, iter_entries, list_experts, map_rows
 from tests.support.coming_layouts import KERNEL, KEY_DIM, PER_KEY, SHAPE, VALUE_DIM
+from tests.support.hf_configs import read_configs
 
 LAYER, EXPERT = 1, 2
 K, V, NV = 4 * KEY_DIM, 4 * PER_KEY * VALUE_DIM, 4 * PER_KEY
@@ -115,11 +114,7 @@ ROWS: dict[str, tuple[str, str, Oracle]] = {
         "{expert}.linear_fc2.weight",
         lambda tensors, size: cut_columns(tensors["down_proj"][EXPERT], size),
     ),
-    "shared gate": (
-        EXPERTS,
-        "gate_weight",
-        lambda tensors, size: [tensors["shared_expert_gate.weight"]] * size,
-    ),
+    "shared gate": (EXPERTS, "gate_weight", lambda tensors, size: [tensors["shared_expert_gate.weight"]] * size),
     "llama4 gate and up": (
         llama4.EXPERTS,
         "{expert}.linear_fc1.weight",
@@ -286,30 +281,7 @@ def test_the_names_of_hybrid_stacks_are_two_constants_away(monkeypatch: pytest.M
     """The map of names that was tried with HybridModel: a mixer is layer 2i, its feed-forward network 2i + 1."""
     monkeypatch.setattr(megatron_names, "HALVES", (("mixer",), ("mlp",)))
     monkeypatch.setattr(megatron_names, "FINAL_NORM", "final_norm")
-    expected = {
-        "input_layernorm.weight": "decoder.layers.{mixer}.input_layernorm.weight",
-        "linear_attn.in_proj_qkvz.weight": "decoder.layers.{mixer}.self_attention.in_proj.weight",
-        "linear_attn.in_proj_ba.weight": "decoder.layers.{mixer}.self_attention.in_proj.weight",
-        "linear_attn.conv1d.weight": "decoder.layers.{mixer}.self_attention.conv1d.weight",
-        "linear_attn.dt_bias": "decoder.layers.{mixer}.self_attention.dt_bias",
-        "linear_attn.A_log": "decoder.layers.{mixer}.self_attention.A_log",
-        "linear_attn.norm.weight": "decoder.layers.{mixer}.self_attention.out_norm.weight",
-        "linear_attn.out_proj.weight": "decoder.layers.{mixer}.self_attention.out_proj.weight",
-        "self_attn.q_proj.weight": "decoder.layers.{mixer}.self_attention.linear_qkv.weight",
-        "self_attn.k_proj.weight": "decoder.layers.{mixer}.self_attention.linear_qkv.weight",
-        "self_attn.v_proj.weight": "decoder.layers.{mixer}.self_attention.linear_qkv.weight",
-        "self_attn.q_norm.weight": "decoder.layers.{mixer}.self_attention.q_layernorm.weight",
-        "self_attn.k_norm.weight": "decoder.layers.{mixer}.self_attention.k_layernorm.weight",
-        "self_attn.o_proj.weight": "decoder.layers.{mixer}.self_attention.linear_proj.weight",
-        "post_attention_layernorm.weight": "decoder.layers.{mlp}.pre_mlp_layernorm.weight",
-        "mlp.gate.weight": "decoder.layers.{mlp}.mlp.router.weight",
-        "mlp.experts.gate_up_proj": "decoder.layers.{mlp}.mlp.experts.local_experts.{expert}.linear_fc1.weight",
-        "mlp.experts.down_proj": "decoder.layers.{mlp}.mlp.experts.local_experts.{expert}.linear_fc2.weight",
-        "mlp.shared_expert.gate_proj.weight": "decoder.layers.{mlp}.mlp.shared_experts.linear_fc1.weight",
-        "mlp.shared_expert.up_proj.weight": "decoder.layers.{mlp}.mlp.shared_experts.linear_fc1.weight",
-        "mlp.shared_expert.down_proj.weight": "decoder.layers.{mlp}.mlp.shared_experts.linear_fc2.weight",
-        "mlp.shared_expert_gate.weight": "decoder.layers.{mlp}.mlp.shared_experts.gate_weight",
-    }
+    expected = read_configs("hybrid_names")
     seen = set()
     for row, layer, local in iter_entries(ROWS_OF_QWEN3_NEXT, SHAPE, [0, 1]):
         assert layer == local, "of the first stage"

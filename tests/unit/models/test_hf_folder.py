@@ -1,7 +1,5 @@
 """The folder that export writes beside the weights, read again by transformers' own loader."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
@@ -20,7 +18,7 @@ from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.hf_folder import save_tensors, write_hf_folder
 from megatron_grpo.trainer.hf_export import find_changed_settings
-from tests.support.ordinary_user import as_ordinary_user
+from tests.support.forked import as_ordinary_user
 from tests.support.tiny_models import make_tiny_model
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

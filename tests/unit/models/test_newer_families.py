@@ -1,8 +1,7 @@
-"""GLM, Kimi-K2, Phi, OLMo 3 and MiniMax-M2: config.json as it is released, what is refused, small copies."""
-
-from __future__ import annotations
+"""GLM, Kimi-K2, Phi, OLMo 3, MiniMax-M2 and Ministral 3: config.json as it is released, small copies, costs."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +9,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Ministral3Config
 
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.families import FAMILIES, count_forward_flops, find_model_type, parse_model_shape
-from megatron_grpo.models.families.full_width import FAMILIES as FULL_WIDTH
-from megatron_grpo.models.families.glm import FAMILIES as GLM
-from megatron_grpo.models.families.phi import FAMILY as PHI
-from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.shape import ModelShape, QueryScale
 from megatron_grpo.preflight.model_file_checks import find_tokenizer_problems
 from megatron_grpo.trainer.hf_export import find_changed_settings
 from megatron_grpo.trainer.model.attention import compute_scaled_rope
 from megatron_grpo.verification.oracle import Oracle
 from megatron_grpo.verification.problem import SMALL, TINY, prepare_model
+from tests.support.hf_configs import read_released
 from tests.support.released_configs import (
     BILLIONS,
     GLM_4_5,
@@ -37,27 +34,14 @@ from tests.support.released_configs import (
     PHI_4_MINI,
     SUPER,
 )
-from tests.unit.models.test_expert_families import parameters
-
-NAMES = tuple(family.name for family in (*GLM, PHI, *FULL_WIDTH))
-
-
-@pytest.mark.parametrize("name", BILLIONS)
-def test_the_table_covers_the_parameters_of_the_released_models(name: str) -> None:
-    raw, billions = BILLIONS[name]
-    assert parameters(raw) / 1e9 == pytest.approx(billions, rel=5e-4)
+from tests.support.tiny_models import SPECIAL
+from tests.unit.models.test_released_models import NEWER, make_short
 
 
 def test_what_released_files_say() -> None:
     glm, air, dense = map(parse_model_shape, (GLM_4_5, GLM_4_5_AIR, GLM_4_9B))
-    assert (glm.rotated_dim, glm.interleaved_rope, glm.qkv_bias, glm.qk_norm, air.qk_norm) == (
-        64,
-        False,
-        True,
-        True,
-        False,
-    )
-    assert glm.experts is not None
+    assert (glm.rotated_dim, glm.interleaved_rope, glm.qkv_bias) == (64, False, True)
+    assert (glm.qk_norm, air.qk_norm) == (True, False)
     assert (sum(glm.experts.layers), glm.experts.scaling, glm.experts.shared_ffn_hidden) == (89, 2.5, 1536)
     assert (dense.rotated_dim, dense.interleaved_rope, dense.post_norms, dense.qkv_bias) == (64, True, True, True)
     kimi = parse_model_shape(KIMI_K2)
@@ -68,7 +52,6 @@ def test_what_released_files_say() -> None:
     assert (olmo.window, olmo.local_rope_theta, olmo.pre_norms, olmo.full_width_qk_norm) == (4096, 5e5, False, True)
     assert compute_scaled_rope(olmo)[1] == 1.2079441541679836
     minimax = parse_model_shape(MINIMAX_M2)
-    assert minimax.experts is not None
     assert (minimax.rotated_dim, minimax.experts.ffn_hidden, minimax.experts.scaling) == (64, 1536, 1.0)
 
 
@@ -85,63 +68,6 @@ def test_a_window_longer_than_the_positions_is_none() -> None:
     assert parse_model_shape(PHI_4 | {"sliding_window": 16384}).window is None
     windowed = parse_model_shape(PHI_4 | {"sliding_window": 2047})
     assert (windowed.window, windowed.windowed) == (2047, (True,) * 40)
-
-
-THETAS = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e4}}
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (GLM_4_5, {"norm_topk_prob": False}, "norm_topk_prob=False is not supported for glm4_moe"),
-    (GLM_4_5, {"tie_word_embeddings": True}, "tie_word_embeddings=true is not supported for glm4_moe"),
-    (GLM_4_5, {"partial_rotary_factor": None}, "partial_rotary_factor=null is not supported"),
-    (GLM_4_5, {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5 rotates 192 of the 128 features"),
-    (GLM_4_5, {"partial_rotary_factor": 0.26}, "partial_rotary_factor=0.26 rotates 33 of the 128 features"),
-    (GLM_4_5, {"rotary_pct": 0.5}, "rotary_pct=0.5 is not supported; write partial_rotary_factor"),
-    (GLM_4_5, {"n_group": 8, "topk_group": 2}, "n_group=8 with topk_group=2 and num_experts_per_tok=8"),
-    (GLM_4_5, {"sliding_window": 4096}, "sliding_window=4096 is not supported for glm4_moe"),
-    (GLM_4_9B, {"attention_bias": None}, "attention_bias=null must be true or false"),
-    (GLM_4_9B, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn is not supported"),
-    (GLM_4_9B, {"model_type": "glm4_moe"}, "model_type=glm4_moe is not that of Glm4ForCausalLM"),
-    (KIMI_K2, {"model_type": "kimi_k3"}, "model_type=kimi_k3 is not that of DeepseekV3ForCausalLM"),
-    (PHI_4_MINI, {"partial_rotary_factor": 1.0}, "short_factor=.* must be 64 numbers above 0"),
-    (PHI_4_MINI, {"head_dim": 64}, "head_dim=64 is not hidden_size / num_attention_heads"),
-    (PHI_4, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type=yarn is not supported"),
-    (PHI_4, {"layer_types": ["sliding_attention"] * 40}, "layer_types with sliding_attention is not supported"),
-    (OLMO_3_7B, {"rope_theta": 1e6}, "rope_theta=1000000.0 is not supported for olmo3"),
-    (OLMO_3_7B, {"attention_bias": True}, "attention_bias=true is not supported for olmo3"),
-    (OLMO_3_7B, {"layer_types": ["full_attention"]}, "for each of 32 layers"),
-    (OLMO_3_7B, {"rope_scaling": OLMO_3_7B["rope_scaling"] | {"truncate": False}}, "truncate=False of the rotary"),
-    (MINIMAX_M2, {"scoring_func": "softmax"}, "scoring_func=softmax is not supported for minimax_m2"),
-    (MINIMAX_M2, {"use_routing_bias": None}, "use_routing_bias=null is not supported for minimax_m2"),
-    (MINIMAX_M2, {"rotary_dim": None}, "rotary_dim is missing"),
-    (MINIMAX_M2, {"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25 contradicts rotary_dim=64"),
-]
-for _key, _value in {"factor": 16.0, "attention_factor": 1.0, "short_mscale": 1.1}.items():
-    REFUSED.append(
-        (PHI_4_MINI, {"rope_scaling": PHI_4_MINI["rope_scaling"] | {_key: _value}}, f"{_key}={_value} is not")
-    )
-
-
-@pytest.mark.parametrize(("raw", "change", "message"), REFUSED)
-def test_what_is_refused(raw: dict[str, Any], change: dict[str, Any], message: str) -> None:
-    parse_model_shape(raw)
-    with pytest.raises(ValueError, match=message):
-        parse_model_shape(raw | change)
-
-
-def test_glm_needs_the_size_of_a_head() -> None:
-    with pytest.raises(ValueError, match="has no head_dim, without which vLLM does not load"):
-        parse_model_shape({key: value for key, value in GLM_4_5.items() if key != "head_dim"})
-
-
-@pytest.mark.parametrize("family", NAMES)
-def test_what_config_json_leaves_out_is_what_transformers_takes(family: str) -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 32}
-    needed = {key: MINIMAX_M2[key] for key in ("scoring_func", "use_routing_bias", "rotary_dim")}
-    short = sizes | {"vocab_size": 61, "model_type": family} | (needed if family == "minimax_m2" else {})
-    short |= {"head_dim": 16} if family == "glm4_moe" else {}
-    short |= {"num_key_value_heads": 32} if family in ("phi3", "olmo3") else {}
-    architectures = {"architectures": [FAMILIES[family].architecture]}
-    filled = AutoConfig.for_model(**short).to_dict()
-    assert parse_model_shape({**architectures, **short}) == parse_model_shape({**filled, **architectures})
 
 
 @pytest.mark.parametrize("name", BILLIONS)
@@ -165,7 +91,7 @@ def read_frequencies(shape: ModelShape) -> torch.Tensor:
     return 1.0 / shape.rope_theta ** (torch.arange(0, rotated, 2).float() / rotated)
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", NEWER)
 def test_operations_are_those_that_torch_counts(family: str) -> None:
     """All but attention's squares, and the look-up of a token's experts."""
     raw = {"model_type": family, **SMALL, **TINY[family]}
@@ -211,3 +137,34 @@ def test_a_tokenizer_of_code_is_named(tmp_path: Path) -> None:
     assert "tokenizer.json first, as docs/layouts.md shows" in problem.text
     (tmp_path / "tokenizer.json").write_text("{}")
     assert find() == []
+
+
+def test_which_layers_have_experts() -> None:
+    assert sum(parse_model_shape(read_released("deepseek_v3")).experts.layers) == 58
+    sparse = parse_model_shape(
+        read_released("qwen3_30b_a3b") | {"decoder_sparse_step": 2, "mlp_only_layers": [1]}
+    ).experts
+    assert [layer for layer, has in enumerate(sparse.layers) if has][:3] == [3, 5, 7]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_operations_of_experts_are_those_that_torch_counts(family: str) -> None:
+    """All but attention's, which torch counts for a whole square, and the look-up of a token's experts."""
+    model = SPECIAL[family]().eval()
+    model.set_experts_implementation("eager")  # torch does not count products of groups of matrices
+    shape = parse_model_shape(model.config.to_dict() | {"architectures": [type(model).__name__]})
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
+    latent = shape.latent
+    per_pair = 4 * shape.head_dim if latent is None else 2 * (latent.plain_dim + latent.rope_dim + latent.value_dim)
+    attention = shape.layers * shape.attention_heads * per_pair
+    assert count_forward_flops(shape, [1]) - attention == pytest.approx(counter.get_total_flops() - attention, rel=0.02)
+
+
+def test_queries_of_ministral_3_grow() -> None:
+    shape = parse_model_shape(make_short("ministral3"))
+    assert shape.query_scale == QueryScale(slope=0.1, length=16384)
+    assert shape.softmax_scale == pytest.approx(128**-0.5)  # both factors of YaRN are equal
+    rope = {**Ministral3Config().rope_parameters, "mscale": None, "mscale_all_dim": None}
+    shape = parse_model_shape({**make_short("ministral3"), "rope_parameters": rope})
+    assert shape.softmax_scale == pytest.approx(128**-0.5 * (0.1 * math.log(16) + 1) ** 2)

@@ -1,6 +1,4 @@
-"""Qwen3.5 and Qwen3-Next: config.json of released models, alone and beside a vision tower; what is refused; costs."""
-
-from __future__ import annotations
+"""Qwen3.5 and Qwen3-Next: config.json of released models, alone and beside a vision tower; costs."""
 
 import json
 from collections import Counter
@@ -24,7 +22,7 @@ from megatron_grpo.models.hf_folder import write_hf_folder
 from megatron_grpo.models.shape import DeltaShape
 from megatron_grpo.preflight.model_file_checks import find_weight_problems
 from megatron_grpo.trainer.hf_export import read_carried_tensors
-from tests.support.released_configs import DELTA_NETS, QWEN3_5_27B, QWEN3_5_35B, QWEN3_NEXT_80B
+from tests.support.released_configs import DELTA_NETS, QWEN3_5_35B, QWEN3_NEXT_80B
 
 CLASSES = {"qwen3_5": Qwen3_5TextConfig, "qwen3_5_moe": Qwen3_5MoeTextConfig, "qwen3_next": Qwen3NextConfig}
 ARCHITECTURES = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
@@ -81,53 +79,10 @@ def test_what_config_json_leaves_out_is_what_transformers_takes(family: str) -> 
         assert shape.delta_layers[-2:] == (True, True)
 
 
-@pytest.mark.parametrize(
-    ("family", "change", "message"),
-    [
-        ("qwen3_5", {"attention_bias": True}, "attention_bias=true is not supported"),
-        ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate=false is not supported"),
-        ("qwen3_5", {"layer_scale": True}, "layer_scale=true is not supported"),
-        ("qwen3_5", {"hidden_act": "gelu"}, "hidden_act=gelu is not supported"),
-        ("qwen3_5", {"sliding_window": 64}, "sliding_window=64 is not supported"),
-        ("qwen3_5", {"linear_num_value_heads": 24}, "linear_num_value_heads=24 is not a multiple of .*heads=16"),
-        ("qwen3_5", {"layer_types": ["full_attention"]}, "for each of 64 layers"),
-        ("qwen3_5", {"layer_types": ["mamba"] * 64}, "must name linear_attention or full_attention"),
-        ("qwen3_5", {"linear_key_head_dim": 0}, "linear_key_head_dim=0 must be a whole number"),
-        ("qwen3_5", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor=1.5 must be at most 1"),
-        ("qwen3_5", {"rope_parameters": {"partial_rotary_factor": 0.004}}, "rotates 1 features; only an even number"),
-        ("qwen3_5", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn .*; only default is"),
-        ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob=false is not supported"),
-        ("qwen3_5_moe", {"num_experts_per_tok": 300}, "num_experts_per_tok=300 is more than the 256 experts"),
-        ("qwen3_5_moe", {"model_type": "qwen3_5_moe"}, "write model_type=qwen3_5_moe_text"),
-        ("qwen3_next", {"tie_word_embeddings": True}, "tie_word_embeddings=true is not supported for qwen3_next"),
-        ("qwen3_next", {"mlp_only_layers": "all"}, "mlp_only_layers=all must be a list"),
-        ("qwen3_next", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 must be"),
-        ("qwen3_next", {"quantization_config": {"quant_method": "awq"}}, "are quantized so cannot be read"),
-    ],
-)
-def test_what_the_layers_cannot_compute_is_refused(family: str, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_model_shape(as_text(family, **change))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"text_config": {}}, "text_config is missing"),
-        ({"quantization_config": {"quant_method": "awq"}}, "are quantized so cannot be read"),
-        ({"model_type": "qwen3_5_moe"}, "model_type=qwen3_5_moe is not that of Qwen3_5ForConditionalGeneration"),
-    ],
-)
-def test_what_a_vision_model_says_beside_its_text_part_counts(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_model_shape({**QWEN3_5_27B, **change})
-
-
 def test_qwen3_next_has_the_experts_of_its_pattern() -> None:
     shape = parse_model_shape(
         {**QWEN3_NEXT_80B, "decoder_sparse_step": 2, "mlp_only_layers": [1], "norm_topk_prob": False}
     )
-    assert shape.experts is not None
     assert [shape.has_experts(layer) for layer in range(5)] == [False, False, False, True, False]
     assert not shape.experts.normalised
 
@@ -178,7 +133,6 @@ def test_experts_are_read_in_the_form_of_the_folder(family: str, packed: bool, t
     raw = as_text(family, **SMALL)
     make_folder(tmp_path, raw, packed=packed)
     shape = read_model_shape(tmp_path)
-    assert shape.experts is not None
     assert shape.experts.packed == packed
     assert list(find_weight_problems(tmp_path, shape)) == []
     names = {tensor.name for entry in build_weight_map(shape) for tensor in entry.hf}
@@ -188,10 +142,7 @@ def test_experts_are_read_in_the_form_of_the_folder(family: str, packed: bool, t
 def make_vision_folder(folder: Path, **text: Any) -> dict[str, torch.Tensor]:
     """A folder with a part that sees images and one that predicts further tokens; returns these parts."""
     raw = {**QWEN3_5_35B, "text_config": {**QWEN3_5_35B["text_config"], **SMALL, **text}, "dtype": "bfloat16"}
-    extra = {
-        "model__visual__blocks__0__norm1__weight": torch.randn(3),
-        "mtp__fc__weight": torch.randn(2, 4).bfloat16(),
-    }
+    extra = {"model__visual__blocks__0__norm1__weight": torch.randn(3), "mtp__fc__weight": torch.randn(2, 4).bfloat16()}
     make_folder(folder, raw, **extra)
     return {name.replace("__", "."): tensor for name, tensor in extra.items()}
 
@@ -225,5 +176,4 @@ def test_a_tensor_that_no_part_has_is_refused(tmp_path: Path) -> None:
 def test_another_familys_number_of_experts_is_ignored_as_by_transformers(family: str) -> None:
     raw = as_text(family, num_local_experts=4)
     shape = parse_model_shape(raw)
-    assert shape.experts is not None
     assert shape.experts.count == AutoConfig.for_model(**raw).num_experts

@@ -1,7 +1,5 @@
 """An exported folder keeps the tokenizer, templates and end tokens of the released layout that a run began with."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,48 +1,30 @@
-"""The weight map of released models has as many numbers as their publishers count."""
-
-from __future__ import annotations
+"""Released models have as many numbers as published; keys left out have the values of transformers."""
 
 from math import prod
+from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
-from megatron_grpo.models.families import build_weight_map, read_model_shape
+from megatron_grpo.models.families import (
+    FAMILIES,
+    build_weight_map,
+    measure_tensors,
+    parse_model_shape,
+    read_model_shape,
+)
+from megatron_grpo.models.families.full_width import FAMILIES as FULL_WIDTH
+from megatron_grpo.models.families.glm import FAMILIES as GLM
+from megatron_grpo.models.families.phi import FAMILY as PHI
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import iter_entries
-from tests.support.hf_configs import HF_CONFIGS, config_folder
-
-PUBLISHED = {
-    "Qwen/Qwen3-0.6B": 751_632_384,  # its safetensors files also hold the head, which is tied to the embedding
-    "Qwen/Qwen3-1.7B": 2_031_739_904,  # as well
-    "Qwen/Qwen3-8B": 8_190_735_360,
-    "models/Qwen3-8B-YaRN": 8_190_735_360,
-    "Qwen/Qwen3-32B": 32_762_123_264,
-    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
-    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
-    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
-    "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
-    "unsloth/DeepSeek-V3-0324-BF16": 671_026_419_200,  # without the layer for multi-token prediction
-    # Of models that see images, the text part alone.
-    "Qwen/Qwen3.5-9B": 8_953_803_264,
-    "Qwen/Qwen3.5-35B-A3B": 34_660_610_688,
-    "Qwen/Qwen3.5-397B-A17B": 396_346_350_336,
-    "openai/gpt-oss-20b": 20_914_757_184,
-    "openai/gpt-oss-120b": 116_829_156_672,
-    "zai-org/GLM-4.5-Air": 106_852_251_264,
-    "zai-org/GLM-4.6": 352_797_829_024,
-    "zai-org/GLM-5": 743_911_218_432,  # 744B; this and the next without the layer for multi-token prediction
-    "deepseek-ai/DeepSeek-V3.2": 671_877_944_064,  # DeepSeek-V3's and 61 indexers
-    "moonshotai/Kimi-K2-Instruct": 1_026_408_232_448,
-    "moonshotai/Moonlight-16B-A3B-Instruct": 15_960_110_208,
-    "MiniMaxAI/MiniMax-M2": 228_689_764_864,  # its hub page counts 13,880,064 scales of FP8 blocks, too
-    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31_577_940_288,
-}
-"""Parameters of each model as its hub page or technical report counts them."""
+from tests.support.hf_configs import PUBLISHED, config_folder
+from tests.support.released_configs import BILLIONS, GEMMA4_26B, GEMMA4_31B, LLAMA4_MAVERICK, LLAMA4_SCOUT, MINIMAX_M2
 
 
-@pytest.mark.parametrize("name", HF_CONFIGS)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_as_many_as_published(name: str) -> None:
-    assert _parameters(read_model_shape(config_folder(name))) == PUBLISHED[name]
+    assert _parameters(read_model_shape(config_folder(name))) == PUBLISHED[name]["parameters"]
 
 
 def _parameters(shape: ModelShape) -> int:
@@ -54,3 +36,48 @@ def _parameters(shape: ModelShape) -> int:
         for entry, _, _ in entries
         for tensor in entry.hf
     )
+
+
+@pytest.mark.parametrize(
+    ("raw", "billions", "accuracy"),
+    [
+        *((raw, billions, 5e-4 * billions) for raw, billions in BILLIONS.values()),
+        *((raw, billions, 0.1) for raw, billions in ((GEMMA4_31B, 30.7), (GEMMA4_26B, 25.2))),
+        *((raw, billions, 0.1) for raw, billions in ((LLAMA4_SCOUT, 107.8), (LLAMA4_MAVERICK, 400.7))),
+    ],
+)
+def test_tensors_have_as_many_numbers_as_published(raw: dict[str, Any], billions: float, accuracy: float) -> None:
+    numbers = sum(prod(size) for size in measure_tensors(parse_model_shape(raw)).values())
+    assert numbers / 1e9 == pytest.approx(billions, abs=accuracy)
+
+
+SIZES = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 99}
+WIDE = SIZES | {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 32}
+NAMED_ALONE = ("mistral", "ministral3", "seed_oss")
+NEWER = tuple(family.name for family in (*GLM, PHI, *FULL_WIDTH))
+SHORT: dict[str, dict[str, Any]] = {
+    "gemma3": SIZES,
+    "gemma4": SIZES | {"num_hidden_layers": 8, "hidden_size_per_layer_input": 0},
+    "llama4": SIZES,
+    "gpt_oss": SIZES | {"num_hidden_layers": 3},
+    "nemotron_h": {"hybrid_override_pattern": "ME*-"},
+    **dict.fromkeys(NAMED_ALONE, SIZES),
+    "mistral": SIZES | {"sliding_window": None},
+    **dict.fromkeys(NEWER, WIDE),
+    "glm4_moe": WIDE | {"head_dim": 16},
+    "phi3": WIDE | {"num_key_value_heads": 32},
+    "olmo3": WIDE | {"num_key_value_heads": 32},
+    "minimax_m2": WIDE | {key: MINIMAX_M2[key] for key in ("scoring_func", "use_routing_bias", "rotary_dim")},
+}
+"""The keys that a file of each family has to have."""
+
+
+def make_short(family: str) -> dict[str, Any]:
+    return {"architectures": [FAMILIES[family].architecture], **SHORT[family]}
+
+
+@pytest.mark.parametrize("family", SHORT)
+def test_what_config_json_leaves_out_is_what_transformers_takes(family: str) -> None:
+    short = make_short(family)
+    whole = AutoConfig.for_model(FAMILIES[family].model_type or family, **short).to_dict()
+    assert parse_model_shape(short) == parse_model_shape(whole | {"architectures": short["architectures"]})

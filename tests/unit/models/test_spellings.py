@@ -1,7 +1,5 @@
 """Settings with several spellings in config.json, or none, are read as transformers and vLLM read them."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path
@@ -14,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatron_grpo.models.families import FAMILIES, parse_model_shape, read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.trainer.model.attention import compute_scaled_rope
+from tests.support.hf_configs import read_configs
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -24,31 +23,8 @@ SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "max_position_embeddings": 512,
 }
-EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
-DEEPSEEK = {
-    "n_routed_experts": 4,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 12,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 8,
-    "n_group": 2,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-}
-OF_FAMILY: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {"head_dim": 32},
-    "gemma3": {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-    "qwen3_moe": {"num_experts": 4, **EXPERTS},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": {**DEEPSEEK, **EXPERTS},
-}
+SPELLINGS = read_configs("config_spellings")
+OF_FAMILY: dict[str, dict[str, Any]] = SPELLINGS["families"]
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
@@ -76,30 +52,7 @@ def vllm_config() -> Any:
     return get_config
 
 
-LINEAR = {"rope_type": "linear", "factor": 4.0}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LENGTH = "original_max_position_embeddings"
-DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
-ROTARY: dict[str, dict[str, Any]] = {
-    "scaling beside parameters": {"rope_parameters": DEFAULT, "rope_scaling": LINEAR},
-    "scaling beside parameters, theta beside both": {
-        "rope_theta": 1e6,
-        "rope_parameters": DEFAULT,
-        "rope_scaling": LINEAR,
-    },
-    "scaling with a theta": {"rope_theta": 1e6, "rope_scaling": {**LINEAR, "rope_theta": 3e3}},
-    "default scaling beside linear parameters": {"rope_parameters": LINEAR, "rope_scaling": {"rope_type": "default"}},
-    "empty scaling": {"rope_parameters": {**LINEAR, "rope_theta": 7e3}, "rope_scaling": {}},
-    "null scaling": {"rope_theta": 2e4, "rope_parameters": None, "rope_scaling": None},
-    "two thetas": {"rope_theta": 1e6, "rope_parameters": DEFAULT},
-    "type": {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 4.0}},
-    "type and rope_type": {"rope_scaling": {"type": "linear", **LINEAR}},
-    "no length": {"rope_scaling": LLAMA3},
-    "length in the scaling": {"rope_scaling": {**LLAMA3, LENGTH: 32}},
-    "length beside the scaling": {"rope_scaling": LLAMA3, LENGTH: 32},
-    "two lengths": {"rope_parameters": {**LLAMA3, LENGTH: 64}, LENGTH: 32},
-    "nothing": {},
-}
+ROTARY: dict[str, dict[str, Any]] = SPELLINGS["rotary"]
 
 
 @pytest.mark.parametrize("case", ROTARY)
@@ -112,12 +65,7 @@ def test_rotary_settings(family: str, case: str, tmp_path: Path) -> None:
     assert told == {**model.config.rope_parameters, **told}
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.8}
-OF_DEEPSEEK: dict[str, dict[str, Any]] = {
-    "scaling beside parameters": {"rope_parameters": DEFAULT, "rope_scaling": {**YARN, LENGTH: 128}},
-    "length beside the scaling": {"rope_theta": 5e4, "rope_scaling": {**YARN, "type": "yarn"}, LENGTH: 64},
-    "no length, no mscale": {"rope_scaling": {"type": "yarn", "factor": 2.0}},
-}
+OF_DEEPSEEK: dict[str, dict[str, Any]] = SPELLINGS["rotary_of_deepseek"]
 
 
 @pytest.mark.parametrize("case", OF_DEEPSEEK)
@@ -131,28 +79,7 @@ def test_rotary_settings_of_deepseek(case: str, tmp_path: Path) -> None:
 
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
-BY_KIND: dict[str, dict[str, Any]] = {
-    "scaling over parameters": {
-        "rope_theta": 1e5,
-        "rope_parameters": {GLOBAL: {"rope_type": "default", "rope_theta": 7e5}, LOCAL: {"rope_theta": 3e3}},
-        "rope_scaling": LINEAR,
-    },
-    "thetas beside parameters without": {
-        "rope_theta": 1e5,
-        "rope_local_base_freq": 55.0,
-        "rope_parameters": {GLOBAL: {"rope_type": "default"}, LOCAL: {"rope_type": "default"}},
-    },
-    "thetas beside parameters with": {
-        "rope_theta": 1e5,
-        "rope_local_base_freq": 55.0,
-        "rope_parameters": {GLOBAL: {"rope_theta": 9e5}, LOCAL: {"rope_theta": 8e3}},
-    },
-    "one kind": {"rope_parameters": {GLOBAL: LINEAR}},
-    "old names": {"rope_theta": 1e5, "rope_local_base_freq": 99.0, "rope_scaling": LINEAR},
-    "nothing": {},
-    "pattern": {"layer_types": None, "sliding_window_pattern": 2},
-    "pattern that transformers does not read": {"layer_types": None, "_sliding_window_pattern": 2},
-}
+BY_KIND: dict[str, dict[str, Any]] = SPELLINGS["rotary_of_gemma3"]
 
 
 @pytest.mark.parametrize("case", BY_KIND)
@@ -223,52 +150,6 @@ def transformers_config(raw: dict[str, Any], folder: Path) -> Any:
 def test_two_numbers_of_experts(family: str, counts: dict[str, Any], tmp_path: Path) -> None:
     raw = {name: value for name, value in config_of(family, **counts).items() if value is not None}
     assert parse_model_shape(raw).experts.count == transformers_config(raw, tmp_path).num_local_experts == 8
-
-
-@pytest.mark.parametrize(
-    ("family", "change", "text"),
-    [
-        # vLLM refuses the first two, transformers goes by rope_type.
-        ("llama", {"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}}, "type=linear .* differ"),
-        ("gemma3", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "rope_type=default and type=linear"),
-        ("gemma3", {"rope_parameters": {}, "rope_scaling": LINEAR}, "rope_parameters={} must have"),
-        ("qwen3", {"rope_parameters": {GLOBAL: DEFAULT}}, "rope_parameters has settings by kind of layer"),
-        ("llama", {"rope_theta": None}, "rope_theta=null is not supported"),
-        ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "rope_theta=null"),
-        # transformers computes another model than vLLM.
-        ("llama", {"rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-        ("qwen2", {"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25"),
-        ("gemma3", {"rotary_pct": 0.5}, "rotary_pct=0.5"),
-        ("llama", {"sliding_window": 128}, "sliding_window=128 is not supported for llama"),
-        ("deepseek_v3", {"sliding_window": 128}, "sliding_window=128 is not supported for deepseek_v3"),
-        ("llama", {"layer_types": [LOCAL, GLOBAL], "sliding_window": None}, "layer_types with sliding_attention"),
-        ("qwen3", {"layer_types": [LOCAL, GLOBAL], "sliding_window": 8}, "layer_types with sliding_attention"),
-        ("llama", {"qkv_bias": True}, "qkv_bias=true .* vLLM would compute another model"),
-        ("llama", {"bias": True}, "bias=true"),
-        ("llama", {"logit_scale": 0.5}, "logit_scale=0.5"),
-        ("qwen2", {"is_causal": False}, "is_causal=false"),
-        ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config="),
-        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=false"),
-        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
-        ("deepseek_v3", {"index_topk": 64}, "index_topk=64"),
-        ("deepseek_v3", {"tie_word_embeddings": True}, "tie_word_embeddings=true"),
-        ("deepseek_v3", {"rope_scaling": {**YARN, "mscale": None}}, "mscale=null and mscale_all_dim=0.8"),
-        ("deepseek_v3", {"rope_scaling": {**YARN, "attention_factor": 1.0}}, "attention_factor=1.0"),
-        # transformers refuses these, or cannot compute them.
-        ("qwen3", {"head_dim": None}, "head_dim=null is not supported"),
-        ("qwen3_moe", {"head_dim": None}, "head_dim=null"),
-        ("qwen3_moe", {"num_key_value_heads": None}, "num_key_value_heads=null"),
-        ("gemma3", {"rms_norm_eps": None}, "rms_norm_eps=null"),
-        ("qwen3", {"tie_word_embeddings": "false"}, "tie_word_embeddings=false must be true or false"),
-        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob=1 must be true or false"),
-        ("deepseek_v3", {"n_group": 4}, "a group needs two experts"),
-        ("llama", {"model_type": "qwen2"}, "model_type=qwen2 is not that of LlamaForCausalLM"),
-        ("llama", {"per_layer_config": {"0": {"hidden_size": 8}}}, "per_layer_config="),
-    ],
-)
-def test_files_that_are_read_in_two_ways_are_refused(family: str, change: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        parse_model_shape(config_of(family, **change))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The weight map against definitions written out head by head, and what it says about damaged folders."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import math
@@ -20,24 +18,9 @@ from megatron_grpo.models.hf_weights import bind_entries, merge_slices, split_pa
 from megatron_grpo.models.megatron_names import name_parameter
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, iter_entries, pad_vocab
+from tests.support.coming_layouts import SIZES
 
-SHAPE = ModelShape(
-    family="qwen2",
-    layers=4,
-    hidden=6,
-    ffn_hidden=10,
-    attention_heads=8,
-    key_value_heads=4,
-    head_dim=3,
-    vocab=13,
-    tied_embeddings=False,
-    norm_eps=1e-6,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    max_positions=32,
-    qkv_bias=True,
-    qk_norm=False,
-)
+SHAPE = ModelShape(**SIZES, family="qwen2", layers=4, ffn_hidden=10, qkv_bias=True, qk_norm=False)
 
 
 def entry(name: str, shape: ModelShape = SHAPE) -> WeightEntry:

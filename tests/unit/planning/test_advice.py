@@ -1,7 +1,5 @@
 """Advice for runs that do not fit, on a planner whose memory is arithmetic: it fits, and no smaller change does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -131,7 +129,6 @@ def test_advice_fits_and_no_single_key_does_where_it_has_several(
     plan = planned(config, DENSE, gpu)
     assert plan.shortages
     found = with_advice(plan, None).advice  # type: ignore[arg-type]
-    assert found is not None
     assert found.overrides, found.text
     assert not applied(config, found, gpu).shortages
     if len(found.overrides) > 1:
@@ -151,7 +148,6 @@ def test_changes_that_cannot_be_planned_are_left_out(refused: str, monkeypatch: 
     plan = planned(config, DENSE)
     assert plan.shortages
     first = with_advice(plan, None).advice  # type: ignore[arg-type]
-    assert first is not None
     assert first.overrides == ("policy.microbatch_tokens=2048",)
 
     def submit(config: Config, shape: ModelShape, pool: Any, *, brief: bool = False) -> Pending:
@@ -162,7 +158,6 @@ def test_changes_that_cannot_be_planned_are_left_out(refused: str, monkeypatch: 
 
     monkeypatch.setattr(advice_module, "submit_plan", submit)
     found = with_advice(plan, None).advice  # type: ignore[arg-type]
-    assert found is not None
     assert found.overrides
     assert found.overrides != first.overrides
     assert not applied(config, found, H100).shortages
@@ -190,7 +185,6 @@ def test_of_single_keys_that_fit_the_one_that_frees_most_is_advised() -> None:
     kept_reference(config)
     plan = planned(config, DENSE, replace(H100, memory_gib=72.0))
     found = with_advice(plan, None).advice  # type: ignore[arg-type]
-    assert found is not None
     freed = {}
     for one in (*iterate_single_changes(plan), *iterate_layout_changes(plan, "policy", DENSE)):
         made = apply_changes(config, one)
@@ -206,7 +200,6 @@ def test_a_model_that_no_layout_holds_is_called_that_and_the_nodes_are_named(pla
     planner["gpu"] = gpu
     plan = planned(config, EXPERTS, gpu)
     found = with_advice(plan, None).advice  # type: ignore[arg-type]
-    assert found is not None
     assert "nothing makes it fit on 1 x 8 h100: in every layout weights, gradients and optimizer state" in found.text
     assert "cluster.num_nodes=" in " ".join(found.overrides)
     assert not applied(config, found, gpu, EXPERTS).shortages
@@ -215,7 +208,6 @@ def test_a_model_that_no_layout_holds_is_called_that_and_the_nodes_are_named(pla
 def test_too_little_memory_for_libraries_is_said() -> None:
     plan = planned(run(), DENSE, replace(H100, memory_gib=2.0))
     found = with_advice(plan, None).advice  # type: ignore[arg-type]
-    assert found is not None
     assert not found.overrides
     assert "nothing makes it fit: CUDA and its libraries alone take 2.5 GiB of a GPU" in found.text
 
@@ -227,7 +219,6 @@ def test_a_host_without_room_takes_less_of_the_optimizer() -> None:
     plan = planned(config, DENSE)
     assert "a node's host keeps" in plan.problems[0]
     found = with_advice(plan, None).advice  # type: ignore[arg-type]
-    assert found is not None
     assert found.overrides[0].startswith("policy.optimizer.cpu_offload=")
     assert not applied(config, found, H100).shortages
 

@@ -1,7 +1,5 @@
 """Seconds of operators and messages against closed forms."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

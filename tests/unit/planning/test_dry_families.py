@@ -1,7 +1,5 @@
 """Dry runs of newer families: layers and their memory are the same on fake and on real tensors."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

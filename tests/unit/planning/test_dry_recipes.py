@@ -1,8 +1,6 @@
 """Every recipe for GPUs at its true size, in every precision: all phases of a rank of each distinct pipeline stage run
 dry, and fit in 80 GB."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Dry runs: the tracked memory is the same on fake and on real tensors, and what arithmetic says it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
@@ -137,13 +135,7 @@ def muon(config: Config) -> None:
             for rank in (0, 1)
         ),
         pytest.param(EXPERTS, {"expert": 2, "data": 2}, 1, unfused_permutation, id="experts"),
-        pytest.param(
-            OSS,
-            {"tensor": 2, "sequence": True, "expert": 2},
-            1,
-            unfused_permutation,
-            id="biases_and_sinks",
-        ),
+        pytest.param(OSS, {"tensor": 2, "sequence": True, "expert": 2}, 1, unfused_permutation, id="biases_and_sinks"),
         pytest.param(EXPERTS, {"tensor": 2, "sequence": True, "expert": 2, "data": 2}, 1, muon, id="muon"),
         pytest.param(
             EXPERTS,

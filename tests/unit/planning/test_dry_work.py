@@ -1,7 +1,5 @@
 """The work that a dry run records is what arithmetic says: operations, messages, passes."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -89,7 +87,6 @@ def test_context_parallel_ranks_share_operations() -> None:
 def test_experts_get_the_tokens_of_all_ranks() -> None:
     report = run_dry(small_run(expert=2, data=2), EXPERTS, 1)
     experts = EXPERTS.experts
-    assert experts is not None
     numbers = 3 * EXPERTS.hidden * experts.ffn_hidden
     forward = flops(report, "train", kind="grouped_matmul", is_backward=False)
     assert forward == EXPERTS.layers * 2 * TOKENS * experts.top_k * numbers

@@ -1,7 +1,5 @@
 """Generation: lengths, memory of engines, and the batch while responses end."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Layouts of a search: all legal ones and no other, the reasons of the others, GPUs of policy and engines."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -142,7 +140,6 @@ def test_engines_without_room_are_refused_with_the_sizes() -> None:
     assert "leaves a cache of 0 tokens" in " ".join(refusals.render_lines())
     assert problem.subject.startswith("generation.parallel.tensor=")
     found = find_best_engines(recipe(), DENSE, load_hardware("h100"), 4, 4, Refusals())
-    assert found is not None
     assert found.generation.parallel.ranks_per_engine * found.generation.parallel.data == 4
 
 
@@ -150,7 +147,6 @@ def test_engines_share_samples_out_unevenly() -> None:
     """Prompts go to the idlest engine, so 64 samples need not divide by the engines of three nodes."""
     config = recipe(nodes=3)
     found = find_best_engines(config, DENSE, load_hardware("h100"), 12, 12, Refusals())
-    assert found is not None
     assert found.generation.parallel.ranks_per_engine * found.generation.parallel.data == 12
 
 

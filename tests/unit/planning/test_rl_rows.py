@@ -1,7 +1,5 @@
 """Plans of steps of reinforcement learning that others have measured (benchmarks/plan_rows.yaml)."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import sys

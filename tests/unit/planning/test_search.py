@@ -1,7 +1,5 @@
 """A search leaves layouts out that take as much memory as one that does not fit, or more: dry runs say that they do."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_grpo.models.shape import ModelShape

@@ -1,7 +1,5 @@
 """GPUs of policy and engines in a search: layouts on any number of nodes, or reasons that the run's checks confirm."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

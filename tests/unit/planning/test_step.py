@@ -1,7 +1,5 @@
 """The seconds of a step, from ranks with known work."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import replace
@@ -207,7 +205,7 @@ def test_overlaps_are_those_of_the_configuration() -> None:
 def test_a_step_has_only_the_phases_of_the_run() -> None:
     config, lengths = run_config(), make_log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
     assert list(build_step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths).phase_s) == [
-        *("generation", "train", "optimizer", "refit"),
+        *("generation", "train", "optimizer", "refit")
     ]
     config.generation.server.urls = ["http://server:8000"]
     times = build_step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths)

@@ -12,7 +12,7 @@ from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape
 from megatron_grpo.preflight.model_checks import find_adapter_problems
 from megatron_grpo.preflight.remarks import find_unused_settings
 from tests.support.config_problems import SMALL, problems_of
-from tests.support.moe_config import QWEN3_MOE
+from tests.support.hf_configs import QWEN3_MOE
 
 DENSE = parse_model_shape(SMALL)
 EXPERTS = replace(DENSE, experts=ExpertShape(count=4, ffn_hidden=32, top_k=2, layers=(True,) * DENSE.layers))

@@ -14,7 +14,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.models.source import compute_vocabulary_digest
 from megatron_grpo.preflight.load import check_overrides, compose_config, load_config, summarize_run
 from tests.support.config_problems import problems_of
-from tests.support.recording import RUN, make_facts, make_record
+from tests.support.recorded_run import RUN, make_facts, make_record
 from tests.support.trajectories import make_trajectory, with_learnt
 
 SIZES = ["grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2"]

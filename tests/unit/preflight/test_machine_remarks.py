@@ -21,7 +21,7 @@ from megatron_grpo.preflight.machine_checks import find_login_problems
 from megatron_grpo.preflight.node_checks import find_node_remarks, read_cuda_release
 from megatron_grpo.run.directory import record_start
 from tests.support.config_problems import problems_of
-from tests.support.ordinary_user import as_ordinary_user
+from tests.support.forked import as_ordinary_user
 
 UNLIMITED = resource.RLIM_INFINITY
 

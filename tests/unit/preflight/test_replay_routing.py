@@ -13,7 +13,7 @@ from megatron_grpo.preflight.layout_checks import find_layout_problems
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.preflight.routed_memory import count_routed_bytes, find_routed_remarks
 from tests.support.config_problems import SMALL
-from tests.support.moe_config import QWEN3_MOE
+from tests.support.hf_configs import QWEN3_MOE
 
 REPLAY = "policy.moe.replay_routing=true"
 ON_GPUS = ["cluster.gpus_per_node=8"]

@@ -152,7 +152,7 @@ def is_read(key: str, config: Config, changed: Config) -> bool:
     section, _, name = key.partition(".")
     samples = not config.training_loop.is_supervised
     if section == "loss_fn":
-        # The divergence is computed by the ranks, from these two; test_distillation_loss.py has their values.
+        # The divergence is computed by the ranks, from these two; test_loss_metrics.py has their values.
         if key in ("loss_fn.kl_type", "loss_fn.mixed_kl_weight"):
             return config.algorithm == "distillation"
         return samples and any(

@@ -1,9 +1,8 @@
-"""Decisions that are made for a GPU, on a made-up platform: which layers, which fused kernels, what is moved."""
-
-from __future__ import annotations
+"""Decisions for CUDA, and calls into Megatron-Core that fit its installed version."""
 
 import importlib.util
 import os
+import pkgutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +15,15 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import distrib_optimizer
+from megatron.core.parallel_state import RankGenerator
 from torch import Tensor
 
+from megatron_grpo import models, planning, trainer
 from megatron_grpo.cluster.allocators import choose_cuda_settings
+from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import Config, Fp8Config, ReferenceConfig
 from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer import actor, offload, parallel
 from megatron_grpo.trainer.actor import RankActor
@@ -29,8 +32,9 @@ from megatron_grpo.trainer.model.attention import RotaryTable, TorchCoreAttentio
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.trainer.model.megatron_config import build_transformer_fields
 from megatron_grpo.trainer.model.packed_sequences import build_packed_sequences, lay_out
+from tests.cuda import contracts
 from tests.support.config_problems import SMALL
-from tests.support.moe_config import QWEN3_MOE
+from tests.support.hf_configs import QWEN3_MOE
 
 CPU, CUDA = Platform("cpu", torch.device("cpu"), "gloo"), Platform("cuda", torch.device("cpu"), "nccl")
 SHAPE = parse_model_shape(SMALL)
@@ -269,3 +273,44 @@ def test_a_deterministic_rank_asks_torch_cublas_and_nccl(
     assert asked == [deterministic]
     found = [environment.get(name) for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")]
     assert found == ([":4096:8", "Ring"] if deterministic else [None, None])
+
+
+def test_calls_and_overridden_methods_fit_the_installed_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contracts, "LIBRARIES", ("megatron",))
+    monkeypatch.setattr(contracts, "NCCL", "(none)")
+    findings = contracts.Findings()
+    for package in (models, planning, trainer):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            contracts.check_module(module.name, findings)
+    assert findings.problems == []
+    assert findings.checked > 60
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor": 2, "expert": 2},
+        {"tensor": 2, "expert": 4, "data": 2},
+        {"tensor": 2, "expert": 2, "expert_tensor": 2, "data": 2},
+        {"tensor": 4, "expert": 2, "expert_tensor": 2},
+        {"context": 2, "expert": 2, "data": 2, "pipeline": 2},
+        {"data": 4, "expert": 2, "pipeline": 2},
+    ],
+    ids=str,
+)
+def test_ranks_hold_the_parts_that_megatron_core_gives_them(sizes: dict[str, int]) -> None:
+    layout, shape = ParallelConfig(sequence=True, **sizes), parse_model_shape(QWEN3_MOE)
+    stages: dict[str, Any] = {"pp": layout.pipeline, "order": "tp-cp-ep-dp-pp"}
+    dense = RankGenerator(tp=layout.tensor, ep=1, cp=layout.context, dp=layout.data, **stages)
+    replicas = layout.world_size // (layout.pipeline * layout.expert * layout.expert_tensor)
+    sparse = RankGenerator(tp=layout.expert_tensor, ep=layout.expert, cp=1, dp=replicas, **stages)
+
+    def find_index(ranks: RankGenerator, axis: str, rank: int) -> int:
+        return next(group.index(rank) for group in ranks.get_ranks(axis) if rank in group)
+
+    per_rank = shape.experts.count // layout.expert
+    for rank, shard in enumerate(split_policy(layout, shape)):
+        assert shard.tensor.index == find_index(dense, "tp", rank)
+        assert shard.expert_tensor.index == find_index(sparse, "tp", rank)
+        assert shard.experts[0] == per_rank * find_index(sparse, "ep", rank)
+        assert shard.has_embedding == (find_index(dense, "pp", rank) == 0)

@@ -1,7 +1,5 @@
 """Where packed tokens stand, and attention over them, against attention with a mask over the whole microbatch."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mamba-2's recurrence in chunks against one token after the other, each sequence from an empty state."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

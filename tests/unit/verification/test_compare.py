@@ -1,7 +1,5 @@
 """Comparisons of two sides of a step: what counts as rounding, and where the sides first differ."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -138,13 +136,11 @@ def test_hidden_states_of_tokens_that_predict_nothing_are_left_out(record: Recor
     prompt = side(record)
     prompt.hidden["embedding"][0] += 5.0
     first = compare(("a", "b"), record, (prompt, side(record)), limits).first_difference
-    assert first is not None
     assert (first["sequence"], first["token"]) == (0, 0), "the response attends to the prompt"
     between = record.trajectories[1].spans[0].end
     turns = side(record)
     turns.hidden["embedding"][int(ends[0]) + between] += 5.0
     second = compare(("a", "b"), record, (turns, side(record)), limits).first_difference
-    assert second is not None
     assert (second["sequence"], second["token"]) == (1, between), "so does a second turn to the words between"
 
 
@@ -186,7 +182,6 @@ def test_a_tie_of_experts_is_rounding_and_a_router_that_differs_is_not(record: R
     half = TOLERANCES["bfloat16"]
     assert compare(("a", "b"), record, (routed(3), routed(0)), half).agrees
     place = compare(("a", "b"), record, (routed(len(tokens) // 4), routed(0)), half).first_difference
-    assert place is not None
     assert (place["layer"], place["point"]) == (1, "layers.1.mlp.router")
     assert not compare(("a", "b"), record, (routed(3), routed(0)), LIMITS).agrees, "float32 has no such ties"
 
@@ -274,14 +269,12 @@ def test_the_update_is_compared_as_a_whole(record: RecordedStep) -> None:
 
 def test_log_probabilities_and_numbers_of_the_step(record: RecordedStep) -> None:
     logprobs = side(record).logprobs
-    assert logprobs is not None
     logprobs[int(record.lengths[0]) + 5] += 1e-3
     found = apart(record, side(record, logprobs=logprobs, result=TrainResult(0.5 + 1e-4, 2.0 + 1e-3, 0.1)))
     assert (found["log-probabilities"].sequence, found["log-probabilities"].token) == (1, 5)
     assert found["loss"].difference == pytest.approx(1e-4), "absolute below 1"
     assert found["gradient norm"].difference == pytest.approx(5e-4)
     place = compare(("a", "b"), record, (side(record, logprobs=logprobs), side(record)), LIMITS).first_difference
-    assert place is not None
     assert (place["quantity"], place["sequence"], place["token"]) == ("log-probabilities", 1, 5)
 
 
@@ -301,7 +294,6 @@ def test_values_of_sampled_tokens_come_to_their_places(record: RecordedStep, tmp
         places = [place for span in one.spans for place in range(span.start, span.end)]
         assert torch.nonzero(sampled)[:, 0].tolist() == places
     generation = tokens.fields.generation_logprobs
-    assert generation is not None
     first = record.trajectories[0]
     assert generation[first.spans[0].start : first.spans[0].end].tolist() == first.logprobs.tolist()
     with pytest.raises(ValueError, match="has no such values"):

@@ -1,7 +1,5 @@
 """Planted defects are named, and healthy runs have nothing; the engine of every run is transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

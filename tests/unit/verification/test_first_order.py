@@ -1,10 +1,21 @@
-"""Effects of changes on log-probabilities to first order, compared with small changes that are really made."""
+"""The doctor on further defects, the loop that ran, and effects of changes to first order."""
 
-from __future__ import annotations
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from megatron_grpo import doctor
+from megatron_grpo.config.compose import compose_typed
+from megatron_grpo.config.schema import Config
+from megatron_grpo.observability.run_files import read_lines
+from megatron_grpo.run.directory import load_run_config, record_start
+from megatron_grpo.verification.doctor import evidence, examination
 from megatron_grpo.verification.doctor.evidence import read_rollout
 from megatron_grpo.verification.doctor.law import Law
 from megatron_grpo.verification.doctor.suspects.effects import compute_effects, make_part_probe
@@ -12,7 +23,9 @@ from megatron_grpo.verification.doctor.suspects.parts import list_heads
 from megatron_grpo.verification.doctor.suspects.reordered import Axis, list_axes
 from megatron_grpo.verification.doctor.suspects.side import Side
 from megatron_grpo.verification.oracle import Oracle
-from tests.support.recorded_runs import make_run, sampled
+from tests.support.planted.cases import CASES, DEFECTS, HEALTHY, Case, examine, fresh, verdict
+from tests.support.planted.runs import RUNS
+from tests.support.recorded_runs import RecordedRun, make_run, sampled
 
 STEP = 1e-3
 """Share of a change that is made."""
@@ -24,11 +37,7 @@ def side(tmp_path_factory: pytest.TempPathFactory) -> Side:
     run = make_run(tmp_path_factory.mktemp("run"), "qwen3_moe")
     drawn = sampled(run.versions[0], run.prompts()[:2], samples=1)
     rows = [
-        {
-            "token_ids": one.token_ids,
-            "logprobs": one.logprobs,
-            "spans": [tuple(span) for span in one.spans],
-        }
+        {"token_ids": one.token_ids, "logprobs": one.logprobs, "spans": [tuple(span) for span in one.spans]}
         for one in drawn
     ]
     rollouts = [rollout for row in rows if (rollout := read_rollout(row, 0, recomputed=False))]
@@ -92,3 +101,148 @@ def test_units_that_the_record_does_not_show_stay() -> None:
     axis = Axis("rows", {"weight": 0}, 6, (1, 4, 5))
     value = {"weight": torch.arange(6.0)[:, None]}
     assert axis.reorder(value, (4, 1, 5))["weight"].flatten().tolist() == [0.0, 4.0, 2.0, 3.0, 1.0, 5.0]
+
+
+def cases_of(cases: Sequence[Any]) -> list[Any]:
+    """Parameters of a test."""
+    return [pytest.param(one, id=one.name, marks=[] if one.fast else pytest.mark.slow) for one in cases]
+
+
+MakeRun = Callable[..., RecordedRun]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RecordedRun]:
+    """Runs by name, each made once."""
+    runs: dict[str, RecordedRun] = {}
+
+    def of_name(name: str) -> RecordedRun:
+        if name not in runs:
+            runs[name] = RUNS[name](tmp_path_factory.mktemp("run"))
+        return runs[name]
+
+    return of_name
+
+
+@pytest.fixture
+def make(made: Callable[[str], RecordedRun], tmp_path: Path) -> MakeRun:
+    """Makes a run with an empty record, by its name and changes of its configuration."""
+    return lambda name, *overrides: fresh(made(name), tmp_path, *overrides)
+
+
+@pytest.mark.parametrize("case", cases_of(DEFECTS))
+def test_a_defect_is_named(case: Case, make: MakeRun) -> None:
+    run = make(case.run, *case.overrides)
+    case.plant(run)
+    answer = examine(run)
+    judged = verdict(case, answer)
+    assert judged == "named" or (judged.startswith("unnamed") and not case.must), f"{judged}: {answer.texts}"
+    assert answer.code in (1, 2)
+    assert (answer.code == 1) == bool(answer.found), "a refusal has no object, and a finding has one"
+    assert "Traceback" not in answer.errors
+
+
+@pytest.mark.parametrize("case", cases_of(HEALTHY))
+def test_a_healthy_run_is_clean(case: Case, make: MakeRun) -> None:
+    run = make(case.run, *case.overrides)
+    case.plant(run)
+    answer = examine(run)
+    assert answer.code == 0, answer.texts
+    assert answer.found["findings"] == []
+
+
+def test_rollouts_of_a_version_that_is_gone_are_counted(make: MakeRun) -> None:
+    """Nothing is wrong in the rollouts that can be scored, and the exit code says that these are not all."""
+    run = make("dense")
+    newest = len(run.versions) - 1
+    drawn = sampled(run.versions[newest], run.prompts(), version=newest)
+    gone = [replace(one, spans=[span._replace(version=7) for span in one.spans]) for one in drawn[:3]]
+    run.write(newest + 1, [*gone, *drawn[3:]])
+    answer = examine(run)
+    assert (answer.code, answer.found["findings"], answer.found["unseen_rollouts"]) == (3, [], 3)
+    assert any("of version 7; 3 rollouts have no other tokens" in remark for remark in answer.found["remarks"])
+
+
+def test_the_engine_of_the_rollouts_that_differ_is_named(make: MakeRun) -> None:
+    run = make("dense")
+    newest = len(run.versions) - 1
+    right, behind = (sampled(run.versions[number], run.prompts(), version=newest) for number in (newest, newest - 1))
+    run.write(
+        newest + 1, [replace(one, engine=1) for one in behind[:4]] + [replace(one, engine=0) for one in right[4:]]
+    )
+    assert "(in 4 of 8 rollouts: all of engine 1)" in examine(run).texts
+
+
+def test_there_are_enough_kinds() -> None:
+    assert len({one.name for one in DEFECTS}) == len(DEFECTS) >= 20
+    assert sum(one.must for one in DEFECTS) >= 0.8 * len(DEFECTS)
+    assert len({one.name for one in HEALTHY}) == len(HEALTHY) >= 12
+
+
+def test_a_recomputed_figure_has_not_the_name_of_the_recorded_one(
+    make: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (leak,) = [one for one in CASES["trainers"] if one.name == "packed sequences leak"]
+    run = make(leak.run)
+    leak.plant(run)
+    recorded = read_lines(run.run_dir / "metrics.jsonl")[-1]["token_mult_prob_error"]
+    assert recorded > 1.1, "the leak shows"
+    doctor.main([str(run.run_dir)])
+    text = capsys.readouterr().out
+    figures = [float(one) for one in re.findall(r"token_mult_prob_error[ =:]+([\d.]+\d)", text)]
+    assert figures, text
+    assert figures == pytest.approx([recorded] * len(figures), rel=1e-3)
+
+
+ROW = {
+    "spans": [[1, 3, 4], [3, 5, 3], [5, 6, 4]],
+    "token_ids": [7] * 6,
+    "logprobs": [0.0] * 5,
+    "prev_logprobs": [0.0] * 5,
+    "prompt_idx": 0,
+    "group": 0,
+    "sample": 0,
+}
+
+
+@pytest.fixture(params=["ppo", "grpo", "distillation"])
+def recorded(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Config]:
+    """The configuration of a run of each algorithm, as it is read from its folder."""
+    recipe = {"grpo": "quickstart"}.get(request.param, f"quickstart_{request.param}")
+    loop = {"distillation": "grpo"}.get(request.param, request.param)
+
+    def read(**keys: Any) -> Config:
+        settings = [f"{loop}.async_grpo.{name}={value}" for name, value in keys.items()]
+        config = compose_typed([f"+exp={recipe}", f"run_dir={tmp_path}", *settings]).require()
+        record_start(tmp_path, config)
+        assert yaml.safe_load((tmp_path / "config.yaml").read_text())["algorithm"] == request.param
+        return load_run_config(tmp_path, [])
+
+    return read
+
+
+@pytest.mark.parametrize("is_recomputed", [True, False])
+def test_tokens_behind_an_old_cache_are_scored_only_if_it_was_recomputed(
+    recorded: Callable[..., Config], is_recomputed: bool
+) -> None:
+    config = recorded(enabled=True, recompute_kv_cache_after_weight_updates=is_recomputed)
+    (rollout,) = evidence.select_scored([ROW], 4, config, most_tokens=100)
+    assert rollout.indices.tolist() == ([0, 1, 4] if is_recomputed else [0, 1])
+
+
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+def test_steps_are_judged_by_the_limits_of_their_loop(
+    recorded: Callable[..., Config], is_asynchronous: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class SeenError(Exception):
+        pass
+
+    def judge(*_: Any, has_older_tokens: bool) -> None:
+        raise SeenError(has_older_tokens)
+
+    config = recorded(enabled=is_asynchronous)
+    monkeypatch.setattr(examination, "find_suspicious_steps", judge)
+    monkeypatch.setattr(examination, "read_model_shape", lambda model: None)
+    with pytest.raises(SeenError) as seen:
+        examination.examine_run(tmp_path, config, tmp_path, tmp_path)
+    assert seen.value.args == (is_asynchronous,)

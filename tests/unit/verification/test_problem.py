@@ -1,20 +1,29 @@
-"""The model that layouts compute, and transformers' results, where its defaults fail or differ."""
-
-from __future__ import annotations
+"""Command lines of verify, damaged rollouts, the model that layouts compute, and results of transformers."""
 
 import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GlmMoeDsaConfig
 
+from megatron_grpo import doctor, replay, report, verify
+from megatron_grpo.batch.rollout_files import locate_rollouts_file, read_recorded_rollouts, read_rollouts
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.planning.generation_cost import read_recorded_lengths
 from megatron_grpo.verification.problem import EXPERTS, SMALL, compute_truth, make_batch, prepare_model
-from tests.support.gemma3_config import OLD, in_the_new_spelling
+from megatron_grpo.verify import read_layouts, read_request
 from tests.support.hf_configs import read_released
+from tests.support.message_table import read_rows
+from tests.support.recorded_run import make_recorded_run
+from tests.support.released_configs import GEMMA3_1B, in_the_new_spelling
 
 PADDING = 20
 
@@ -54,7 +63,7 @@ def test_a_failure_of_transformers_is_one_message(tmp_path: Path) -> None:
         compute_truth(folder, make_batch(SMALL["vocab_size"], 4, 16, 0))
 
 
-@pytest.mark.parametrize("raw", [OLD, in_the_new_spelling(OLD)], ids=["old", "new"])
+@pytest.mark.parametrize("raw", [GEMMA3_1B, in_the_new_spelling(GEMMA3_1B)], ids=["old", "new"])
 def test_a_small_copy_has_layers_with_a_window_and_without(raw: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": "gemma3_text"}))
     small = read_model_shape(prepare_model(str(tmp_path), True, tmp_path / "small", 0))
@@ -78,8 +87,6 @@ def test_a_small_glm_shares_indexers_as_the_large_one(keys: dict[str, Any], tmp_
     (tmp_path / "config.json").write_text(json.dumps({**read_released("glm_5"), **keys, "indexer_types": types}))
     large = read_model_shape(tmp_path)
     small = read_model_shape(prepare_model(str(tmp_path), True, tmp_path / "small", 0))
-    assert large.indexer is not None
-    assert small.indexer is not None
     assert set(small.indexer.layers) == set(large.indexer.layers)
     assert small.indexer.layers[-1] == large.indexer.layers[-1]
 
@@ -90,5 +97,111 @@ def test_a_small_copy_has_one_group_of_experts_if_the_model_has(groups: int, top
     raw |= {"num_experts_per_tok": 8, "n_routed_experts": 64}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     small = read_model_shape(prepare_model(str(tmp_path), True, tmp_path / "small", 0))
-    assert small.experts is not None
     assert (small.experts.groups > 1) == (groups > 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("tp2", ParallelConfig(tensor=2)),
+        ("TP2pp2", ParallelConfig(tensor=2, pipeline=2)),
+        ("tp4cp2sp", ParallelConfig(tensor=4, context=2, sequence=True)),
+        ("dp2cp2", ParallelConfig(data=2, context=2)),
+    ],
+)
+def test_a_layout_is_read_from_its_name(name: str, expected: ParallelConfig) -> None:
+    assert read_layouts("layouts", name) == [(name, expected)]
+
+
+def test_a_request_says_what_is_verified() -> None:
+    request = read_request(
+        ["model=tiny:llama", "layouts=[tp2, cp2dp2]", "packing=both", "steps=2", "timeout_s=9.5", "--json"]
+    )
+    assert (request.model, request.packing, request.steps, request.timeout_s, request.json) == (
+        "tiny:llama",
+        (True, False),
+        2,
+        9.5,
+        True,
+    )
+    assert [name for name, _ in request.layouts] == ["tp2", "cp2dp2"]
+    assert read_request([]).packing == (True,)
+
+
+@pytest.mark.parametrize(("argument", "text"), read_rows("problem", "what_means_nothing_is_said_so"))
+def test_what_means_nothing_is_said_so(argument: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        read_request([argument])
+    assert verify.main([argument]) == 2
+    assert capsys.readouterr().err.startswith("verify: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"), read_rows("problem", "what_the_model_does_not_bear_is_refused_before_a_process_starts")
+)
+def test_what_the_model_does_not_bear_is_refused_before_a_process_starts(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verify.main(arguments) == 2
+    assert text in capsys.readouterr().err
+
+
+def cut_off(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def overwritten(file: Path) -> None:
+    """The contents of a column are gone, the metadata at the end is not."""
+    content = bytearray(file.read_bytes())
+    content[4 : len(content) // 3] = bytes(len(content) // 3 - 4)
+    file.write_bytes(content)
+
+
+def without_a_column(file: Path) -> None:
+    pq.write_table(pq.read_table(file).drop_columns(["logprobs"]), file)
+
+
+@pytest.fixture(scope="module")
+def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_recorded_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture
+def run_dir(recorded_run: Path, tmp_path: Path) -> Path:
+    shutil.copytree(recorded_run, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("damage", [cut_off, empty, overwritten, without_a_column])
+@pytest.mark.parametrize(
+    ("command", "arguments"), [(doctor.main, ["step=1"]), (replay.main, ["step=1", "device=cpu"]), (report.main, [])]
+)
+def test_commands_name_a_damaged_file(
+    damage: Callable[[Path], None],
+    command: Callable[[Sequence[str]], int],
+    arguments: list[str],
+    run_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = locate_rollouts_file(run_dir, 1)
+    damage(file)
+    assert command([str(run_dir), *arguments]) == 2
+    told = capsys.readouterr().err
+    assert f"{file} is damaged or was not written to its end: " in told
+    assert "copy it again from where the run wrote it, or move it out" in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("damage", [cut_off, empty, overwritten, without_a_column])
+def test_functions_name_a_damaged_file(damage: Callable[[Path], None], run_dir: Path) -> None:
+    file = locate_rollouts_file(run_dir, 1)
+    damage(file)
+    for read in (lambda: list(read_rollouts(run_dir, 1)), lambda: read_recorded_lengths(run_dir, 8)):
+        with pytest.raises(ValueError, match=f"^{file} is damaged or was not written to its end: "):
+            read()
+    with pytest.raises(ValueError, match=r"^(is damaged or was not written to its end: |was written by )"):
+        read_recorded_rollouts(file)

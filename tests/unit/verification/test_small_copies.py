@@ -1,7 +1,5 @@
 """Small copies of models as their publishers and others wrote config.json: the same options, or the same refusal."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -15,8 +13,8 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.preflight.model_file_checks import find_model_problems
 from megatron_grpo.verification.problem import prepare_model
-from tests.support.gemma3_config import OLD as GEMMA3
 from tests.support.hf_configs import list_released, read_released
+from tests.support.released_configs import GEMMA3_1B as GEMMA3
 from tests.support.released_configs import GLM_4_5_AIR, PHI_4_MINI
 
 IMAGES = ("kimi_k2_5", "qwen3_vl_4b")

@@ -1,8 +1,6 @@
 """Broadcasts over real groups, each member in a thread of its own: whole tensors come, and a member that fails keeps
 nobody waiting."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """When the checks after a refit are due, what prompt and limits they have, and what a failed one does to the refit."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Faults that fewer than half of the canary's tokens show, and rounding of healthy families, by transformers alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A converted layer of vLLM that is loaded anew: with every version, in part, and given up in the middle."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

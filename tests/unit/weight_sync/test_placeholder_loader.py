@@ -1,7 +1,5 @@
 """Engines that begin with placeholders, after a refit, against engines that have read the folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any

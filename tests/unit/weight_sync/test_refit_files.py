@@ -3,8 +3,6 @@
 What vLLM makes of the tensors is shown in tests/integration/test_refit_files.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

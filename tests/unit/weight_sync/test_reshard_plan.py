@@ -1,8 +1,6 @@
 """Plans of refits shard to shard, carried out on real tensors, against vLLM's layout written out; and large ones by
 arithmetic."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -26,13 +24,9 @@ from megatron_grpo.weight_sync.boxes import count_elements, to_slices
 from megatron_grpo.weight_sync.model_writer import ModelWriter
 from megatron_grpo.weight_sync.pieces import Pieces, align, find_ranges, lay_out_pieces, read_ranges, split_messages
 from megatron_grpo.weight_sync.shard_sender import pack_piece
-from megatron_grpo.weight_sync.transfer_plan import (
-    choose_wire_dtypes,
-    plan_messages,
-    schedule_messages,
-)
+from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages, schedule_messages
 from tests.support.engine_table import table_boxes
-from tests.support.moe_config import QWEN3_MOE
+from tests.support.hf_configs import QWEN3_MOE, read_configs
 from tests.support.refit_models import DENSE, LATENT, SHAPES, full_tensor, model_of, vllm_parameters
 from tests.support.released_configs import NANO, QWEN3_5_27B
 
@@ -201,38 +195,9 @@ def test_no_circle_of_ranks_that_wait_for_each_other(case: Any) -> None:
 
 PLANNED = ("source", "target", "entry", "tensor", "section", "ranges", "box", "bytes")
 
-DEEPSEEK_V3: dict[str, Any] = LATENT | {
-    "num_hidden_layers": 61,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_attention_heads": 128,
-    "n_routed_experts": 256,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "first_k_dense_replace": 3,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
-QWEN3_235B: dict[str, Any] = QWEN3_MOE | {
-    "num_hidden_layers": 94,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-}
+_CONFIGS = read_configs("model_configs")
+DEEPSEEK_V3 = LATENT | _CONFIGS["large_deepseek_v3"]
+QWEN3_235B = QWEN3_MOE | _CONFIGS["large_qwen3_moe"]
 LARGE = {
     "deepseek_v3": (
         DEEPSEEK_V3,

@@ -1,7 +1,5 @@
 """Messages of a policy rank, packed from parameters that Megatron-Core lays out, against the full tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

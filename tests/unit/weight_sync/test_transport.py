@@ -1,7 +1,5 @@
 """The attempts of a refit, with links and transfers that are made up: what is tried again, and what is replaced."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Traced loaders against the same loaders on tensors whose elements are their own numbers, and against a table."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -131,11 +129,7 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], Loader]] = {
         (6, 5),
         lambda parameters, _, tensor: parameters["a"].data.copy_(tensor.view(2, 3, 5).transpose(0, 1)),
     ),
-    "convolution": (
-        {"a": (6, 1, 4)},
-        (8, 1, 4),
-        lambda parameters, _, tensor: parameters["a"].data.copy_(tensor[1:7]),
-    ),
+    "convolution": ({"a": (6, 1, 4)}, (8, 1, 4), lambda parameters, _, tensor: parameters["a"].data.copy_(tensor[1:7])),
 }
 
 

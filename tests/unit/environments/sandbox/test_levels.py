@@ -14,7 +14,7 @@ import pytest
 from megatron_grpo.config.data_schema import SandboxConfig
 from megatron_grpo.environments.sandbox import kernel
 from megatron_grpo.environments.sandbox.sandbox import Sandbox, SandboxUnavailableError, open_sandbox
-from tests.support.ordinary_user import as_ordinary_user
+from tests.support.forked import as_ordinary_user
 from tests.support.sandboxed import CONFIG, STRONGEST, filtered, isolated
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from megatron_grpo.config.data_schema import LEVELS, IsolationLevel
 from megatron_grpo.environments.sandbox.sandbox import MemoryCgroup, ProgramResult, Sandbox, find_cgroup_parent
+from tests.support.forked import as_ordinary_user
 from tests.support.held_memory import HOLDING, peak_of
-from tests.support.ordinary_user import as_ordinary_user
 from tests.support.rare import rare
 from tests.support.sandboxed import CONFIG, STRONGEST, filtered, require_level
 

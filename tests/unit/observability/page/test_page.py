@@ -1,7 +1,5 @@
 """What a page is made of, without a browser: the data in it, its escapes, what it leaves out."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib
@@ -28,7 +26,7 @@ from megatron_grpo.observability.page.write import (
     write_report,
 )
 from megatron_grpo.report import main
-from tests.support.ordinary_user import as_ordinary_user
+from tests.support.forked import as_ordinary_user
 from tests.support.report_runs import PROMPT, byte_tokenizer, make_run, metrics_of, spoken
 from tests.support.trajectories import make_trajectory
 
