@@ -43,6 +43,6 @@ def test_only_tests_of_gpus_are_skipped_without_one(monkeypatch: pytest.MonkeyPa
 def test_a_run_that_skips_everything_fails(tmp_path: Path, source: str, workers: str, code: int) -> None:
     (tmp_path / "test_these.py").write_text(source)
     command = [sys.executable, "-m", "pytest", "-p", "tests.support.nothing_shown", "-n", workers, "-c", "/dev/null"]
-    found = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert found.returncode == code, found.stdout
-    assert ("every test was skipped" in found.stdout) is (code != pytest.ExitCode.OK)
+    process = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == code, process.stdout
+    assert ("every test was skipped" in process.stdout) is (code != pytest.ExitCode.OK)

@@ -142,7 +142,7 @@ def webdataset(path: Path, canary: Canary) -> Path:
     return path
 
 
-@pytest.mark.parametrize("forge", [parquet, arrow, script, pandas, webdataset], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("forge", [parquet, arrow, script, pandas, webdataset], ids=lambda forge: forge.__name__)
 def test_rows_run_no_code(
     tmp_path: Path, canary: Canary, forge: Callable[[Path, Canary], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

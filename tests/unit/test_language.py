@@ -177,11 +177,11 @@ def test_a_function_without_a_verb_is_noticed() -> None:
 def test_code_outside_the_configuration_reads_the_loop_that_runs() -> None:
     """`config.grpo` holds defaults in a PPO run: the shared keys are in the section of the algorithm that runs."""
     pattern = re.compile(r"\bconfig\.(?:grpo|ppo|sft|dpo)\b")
-    places = [
+    lines = [
         f"{file.relative_to(PACKAGE)}:{number}"
         for file in sorted(PACKAGE.rglob("*.py"))
         if file.relative_to(PACKAGE).parts[0] != "config"
         for number, line in enumerate(file.read_text().splitlines(), start=1)
         if pattern.search(line)
     ]
-    assert not places, f"use config.training_loop: {places}"
+    assert not lines, f"use config.training_loop: {lines}"

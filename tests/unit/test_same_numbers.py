@@ -62,7 +62,7 @@ def compared(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> Compared
     """Calls the script; returns its exit code and the cases by name."""
 
     def call(*arguments: object) -> tuple[int, dict[str, Any]]:
-        code = script.main([*(str(one) for one in arguments), f"--steps={STEPS}"])
+        code = script.main([*(str(argument) for argument in arguments), f"--steps={STEPS}"])
         return code, {case["name"]: case for case in json.loads(capsys.readouterr().out)["cases"]}
 
     return call
@@ -106,9 +106,9 @@ def test_the_last_digit_and_the_type_count(
     rows = [row(step, inner={"one": 1.0}) for step in (1, 2, 3)]
     before = written(tmp_path / "a", *rows)
     after = written(tmp_path / "b", rows[0], rows[1] | changed, rows[2] | {"loss": 7.0})
-    found = script.compare_folders(before, after)
-    assert not found["identical"]
-    assert repr(found["first_difference"]) == repr(
+    folders = script.compare_folders(before, after)
+    assert not folders["identical"]
+    assert repr(folders["first_difference"]) == repr(
         {"file": "metrics.jsonl", "step": 2, "key": key, "before": old, "after": new}
     )
     assert script.compare_folders(before, after, ignore=[key, "loss"])["identical"]
@@ -138,8 +138,8 @@ def test_steps_that_are_missing_or_too_many(
 
 
 def test_no_steps_are_not_the_same_steps(script: ModuleType, tmp_path: Path) -> None:
-    found = script.compare_folders(written(tmp_path / "a"), written(tmp_path / "b"))
-    assert not found["identical"]
+    folders = script.compare_folders(written(tmp_path / "a"), written(tmp_path / "b"))
+    assert not folders["identical"]
 
 
 def test_every_preset_is_a_case(script: ModuleType) -> None:
@@ -150,13 +150,13 @@ def test_every_preset_is_a_case(script: ModuleType) -> None:
 
 def test_a_baseline_is_run_once(compared: Compared, tmp_path: Path) -> None:
     """The first call runs both sides and keeps what they wrote; the others run one side, and then none."""
-    same, other = checkout(tmp_path / "same"), checkout(tmp_path / "other", loss=0.25)
-    code, cases = compared(same, same, "--only", "defaults", "ppo", "--keep", tmp_path / "kept")
+    same_loss, other_loss = checkout(tmp_path / "same"), checkout(tmp_path / "other", loss=0.25)
+    code, cases = compared(same_loss, same_loss, "--only", "defaults", "ppo", "--keep", tmp_path / "kept")
     assert code == 0
     assert [(case["steps"], case["identical"]) for case in cases.values()] == [(STEPS, True)] * 2
     assert (tmp_path / "kept" / "after" / "ppo" / "log.txt").read_text() == "training\n"
     baseline = tmp_path / "kept" / "before"
-    code, cases = compared(baseline, other, "--only", "defaults", "rloo", "--keep", tmp_path / "new")
+    code, cases = compared(baseline, other_loss, "--only", "defaults", "rloo", "--keep", tmp_path / "new")
     assert code == 1
     assert cases["defaults"]["first_difference"]["after"] == 0.25
     assert cases["rloo"]["skipped"] == "before: not recorded"

@@ -30,12 +30,12 @@ def folder(tmp_path: Path) -> Path:
 
 def started(folder: Path, *command: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     assert not (folder / "canary").exists(), (folder / "canary").read_text()
-    return done.stdout
+    return process.stdout
 
 
 def test_commands_find_the_standard_library_first(folder: Path) -> None:

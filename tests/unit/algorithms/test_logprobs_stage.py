@@ -53,7 +53,7 @@ PENALTY = {"reference_policy_kl_penalty": 0.1}
 
 
 @pytest.mark.parametrize(
-    ("loss", "grpo", "asked"),
+    ("loss", "grpo", "models"),
     [
         ({}, {}, []),
         ({}, {"num_iterations": 2}, ["policy says"]),
@@ -63,14 +63,14 @@ PENALTY = {"reference_policy_kl_penalty": 0.1}
     ],
 )
 def test_what_nobody_looks_at_is_not_computed(
-    loss: dict[str, Any], grpo: dict[str, Any], asked: list[str], tmp_path: Path
+    loss: dict[str, Any], grpo: dict[str, Any], models: list[str], tmp_path: Path
 ) -> None:
     stage = Stage(tmp_path, LossConfig(**{"reference_policy_kl_penalty": 0.0, **loss}), **grpo)
     batch, _ = stage.run()
-    assert stage.policy.log == asked
+    assert stage.policy.log == models
     entries = {"policy says": "prev_logprobs", "reference says": "reference_logprobs"}
-    assert stored_names(batch) - {"token_ids", "sampled", "generation_logprobs"} == {entries[line] for line in asked}
-    assert ("logprobs" in stage.timer.seconds) == bool(asked)
+    assert stored_names(batch) - {"token_ids", "sampled", "generation_logprobs"} == {entries[line] for line in models}
+    assert ("logprobs" in stage.timer.seconds) == bool(models)
 
 
 @pytest.mark.parametrize(("in_reward", "top_p"), [(True, 0.9), (True, 1.0), (False, 0.9)])

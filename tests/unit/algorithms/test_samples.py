@@ -66,8 +66,8 @@ def drawn(run: SamplingRun, prompts: Iterator[Any]) -> StepSamples:
 
 
 def prompts_of(outcomes: list[Outcome]) -> list[int]:
-    assert [one.sample for one in outcomes] == list(range(SAMPLES)) * (len(outcomes) // SAMPLES)
-    return [one.prompt_idx for one in outcomes[::SAMPLES]]
+    assert [outcome.sample for outcome in outcomes] == list(range(SAMPLES)) * (len(outcomes) // SAMPLES)
+    return [outcome.prompt_idx for outcome in outcomes[::SAMPLES]]
 
 
 def trajectories_of(groups: list[SampledGroup]) -> list[list[dict[str, Any]]]:
@@ -80,7 +80,7 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     prompts: list[int] = []
 
     def counted(config: Config, outcomes: list[Outcome]) -> Any:
-        prompts.extend(one.prompt_idx for one in outcomes[::SAMPLES])
+        prompts.extend(outcome.prompt_idx for outcome in outcomes[::SAMPLES])
         return score(config, outcomes)
 
     monkeypatch.setattr(stage, "score", counted)
@@ -114,7 +114,7 @@ def test_dynamic_sampling_fills_a_step_from_several_batches(tmp_path: Path) -> N
     prompts = batches([0, 1, 2], [3, 5, 7], [4, 6, 8], [10, 12, 14])
     samples = drawn(run, prompts)
     assert prompts_of(samples.outcomes) == [0, 2, 4]
-    assert [one.group for one in samples.outcomes] == [0, 0, 1, 1, 2, 2]
+    assert [outcome.group for outcome in samples.outcomes] == [0, 0, 1, 1, 2, 2]
     assert prompts_of(samples.sampled) == [0, 1, 2, 3, 5, 7, 4, 6, 8]
     assert samples.metrics == {
         "dynamic_sampling_gen_batches": 3.0,
@@ -159,7 +159,7 @@ def test_what_waits_when_the_data_ends_is_there_after_a_restart(tmp_path: Path, 
     waiting = run.batch_cache
     assert sample(run, batches([0, 1, 2]), StepTimer()) is None
     assert waiting is run.batch_cache, "whoever saves it holds the list"
-    saved = json.dumps([[one.to_row() for one in group] for group in rollouts.fetch(run.batch_cache)])
+    saved = json.dumps([[trajectory.to_row() for trajectory in group] for group in rollouts.fetch(run.batch_cache)])
     resumed, again = make(tmp_path, use_dynamic_sampling=True)
     resumed.state = json.loads(json.dumps(run.state))
     resumed.batch_cache[:] = again.put([[Trajectory.from_row(row) for row in group] for group in json.loads(saved)])
@@ -205,18 +205,18 @@ def test_samples_that_were_drawn_ahead(dynamic: bool, tmp_path: Path) -> None:
     loop = replace(run.config.training_loop, num_generations_per_prompt=SAMPLES, max_num_steps=9, async_grpo=options)
     run.buffer = OrderedBuffer(pool, loader, loop, SETTINGS, 0)
     prompts, in_turn = batches(*rows), batches(*rows)
-    expected, taken = drawn(plain, in_turn), drawn(run, prompts)
-    assert taken.outcomes == expected.outcomes
+    expected, ahead = drawn(plain, in_turn), drawn(run, prompts)
+    assert ahead.outcomes == expected.outcomes
     assert run.state == plain.state
     assert len(rollouts.asked) == run.state["generation_batches"] + 1
-    assert taken.metrics.items() >= expected.metrics.items()
-    assert taken.metrics["trajectory_age_max"] == 0
-    assert taken.metrics["buffer_depth"] == 3
-    assert taken.metrics["exposed_generation_s"] >= 0
+    assert ahead.metrics.items() >= expected.metrics.items()
+    assert ahead.metrics["trajectory_age_max"] == 0
+    assert ahead.metrics["buffer_depth"] == 3
+    assert ahead.metrics["exposed_generation_s"] >= 0
     run.state["total_steps"] = plain.state["total_steps"] = 1
-    expected, taken = drawn(plain, in_turn), drawn(run, prompts)
-    assert taken.outcomes == expected.outcomes
-    assert taken.metrics["trajectory_age_max"] == 1
+    expected, ahead = drawn(plain, in_turn), drawn(run, prompts)
+    assert ahead.outcomes == expected.outcomes
+    assert ahead.metrics["trajectory_age_max"] == 1
 
 
 def test_a_step_has_the_engines_counts_from_before_a_validation_and_none_of_it(tmp_path: Path) -> None:
@@ -265,6 +265,6 @@ def test_a_rollout_that_failed_makes_no_difference(tmp_path: Path) -> None:
         [failed, make_trajectory(prompt_idx=1, reward=0.0), make_trajectory(prompt_idx=1, reward=1.0)],
     ]
     samples = drawn(run, batches([0, 1]))
-    assert [one.prompt_idx for one in samples.outcomes] == [0, 1, 1]
-    assert [one.failure for one in samples.outcomes] == ["it raised twice", None, None]
+    assert [outcome.prompt_idx for outcome in samples.outcomes] == [0, 1, 1]
+    assert [outcome.failure for outcome in samples.outcomes] == ["it raised twice", None, None]
     assert samples.metrics["dynamic_sampling_groups_without_signal"] == 1

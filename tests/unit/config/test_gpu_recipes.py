@@ -65,8 +65,8 @@ def test_engines_may_be_pipelines(
 
 
 def test_latent_attention_can_be_trained_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = problems(recipe_config("+exp=deepseek_v3_64nodes", FP8), monkeypatch)
-    assert said.startswith("this machine has no CUDA GPU")
+    refusals = problems(recipe_config("+exp=deepseek_v3_64nodes", FP8), monkeypatch)
+    assert refusals.startswith("this machine has no CUDA GPU")
 
 
 def test_every_model_has_a_recipe() -> None:

@@ -142,23 +142,23 @@ def test_the_rest_of_a_stream_is_its_own() -> None:
 def test_the_command_line_prints_everything(tmp_path: Path, encoding: str) -> None:
     command = [sys.executable, "-m", "megatron_grpo.train", "--cfg", "job", "+exp=quickstart", f"run_dir={tmp_path}/→"]
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    done = subprocess.run(command, capture_output=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    assert yaml.safe_load(done.stdout)["run_dir"] == f"{tmp_path}/\\u2192"
+    process = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert process.returncode == 0, process.stderr
+    assert yaml.safe_load(process.stdout)["run_dir"] == f"{tmp_path}/\\u2192"
 
 
 def test_a_command_whose_reader_is_gone_says_nothing(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "megatron_grpo.train", "--help"]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    process = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
     os.close(write)
-    assert (done.returncode, done.stderr) == (0, b"")
-    done = subprocess.run(
+    assert (process.returncode, process.stderr) == (0, b"")
+    process = subprocess.run(
         [sys.executable, "-m", "megatron_grpo.report", f"{tmp_path}/→"],
         capture_output=True,
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
         check=False,
     )
-    assert done.returncode == MISTAKE
-    assert b"Traceback" not in done.stderr
+    assert process.returncode == MISTAKE
+    assert b"Traceback" not in process.stderr

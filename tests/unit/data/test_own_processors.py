@@ -41,14 +41,14 @@ def prompt_of(process: Callable[..., Any], row: dict[str, Any], **options: bool)
 
 def changed(**changes: Any) -> Callable[..., Any]:
     def process(*arguments: Any) -> dict[str, Any]:
-        given = {**nemo_rl(*arguments), **changes}
-        return {key: value for key, value in given.items() if not isinstance(value, str) or value != "ABSENT"}
+        fields = {**nemo_rl(*arguments), **changes}
+        return {key: value for key, value in fields.items() if not isinstance(value, str) or value != "ABSENT"}
 
     return process
 
 
-def picky(row: dict[str, Any], *others: Any) -> Any:
-    return None if row["prompt"] == "no" else nemo_rl(row, *others)
+def picky(row: dict[str, Any], *more_arguments: Any) -> Any:
+    return None if row["prompt"] == "no" else nemo_rl(row, *more_arguments)
 
 
 def test_a_processor_of_nemo_rl_gives_what_ours_give() -> None:
@@ -64,8 +64,8 @@ def test_a_processor_of_nemo_rl_gives_what_ours_give() -> None:
 
 
 def test_further_fields_of_a_processor_reach_the_environment() -> None:
-    found = prompt_of(changed(level="hard", __extra__={"source": "web", "ground_truth": "lost"}), ROW)
-    assert found["extra_env_info"] == {
+    prompt = prompt_of(changed(level="hard", __extra__={"source": "web", "ground_truth": "lost"}), ROW)
+    assert prompt["extra_env_info"] == {
         "level": "hard",
         "source": "web",
         "ground_truth": "two",
@@ -159,7 +159,10 @@ def test_a_task_name_of_null_is_none() -> None:
 
 def test_a_processor_that_cannot_be_imported_is_found_before_the_run() -> None:
     data = DataConfig(processor="no_mod.f", tasks={"math": TaskConfig(processor="json.JSON"), "code": TaskConfig()})
-    assert [(one.subject, one.text.partition(":")[0]) for one in find_processor_problems(data)] == [
+    assert [
+        (processor_problem.subject, processor_problem.text.partition(":")[0])
+        for processor_problem in find_processor_problems(data)
+    ] == [
         ("data.processor=no_mod.f", "cannot be imported"),
         ("data.tasks.math.processor=json.JSON", "cannot be imported"),
     ]

@@ -109,19 +109,19 @@ TABLES = ["rows.parquet", "rows.arrow", "saved"]
 @pytest.mark.parametrize("name", [*TABLES, "as_datasets_writes.jsonl"])
 @pytest.mark.parametrize("template", [PRINTS_KEYS, NULL_CONTENT, ITEMS])
 def test_prompts_are_those_of_the_rows_as_they_were_written(tmp_path: Path, name: str, template: str) -> None:
-    own = tokenizer(template)
-    expected = [own.apply_chat_template(row["prompt"], tokenize=False) for row in ROWS]
+    own_tokenizer = tokenizer(template)
+    expected = [own_tokenizer.apply_chat_template(row["prompt"], tokenize=False) for row in ROWS]
     for file in ("rows.jsonl", name):
-        made = prompts(written(tmp_path / file), template)
-        assert [prompt["message_log"][0]["content"] for prompt in made] == expected
+        rendered = prompts(written(tmp_path / file), template)
+        assert [prompt["message_log"][0]["content"] for prompt in rendered] == expected
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_environments_get_the_same_from_every_file(tmp_path: Path, name: str) -> None:
     by_file = []
     for file in ("rows.jsonl", name):
-        made = prompts(written(tmp_path / file), PRINTS_KEYS)
-        by_file.append([(prompt["prompt"], prompt["extra_env_info"]) for prompt in made])
+        rendered = prompts(written(tmp_path / file), PRINTS_KEYS)
+        by_file.append([(prompt["prompt"], prompt["extra_env_info"]) for prompt in rendered])
     assert by_file[0] == by_file[1]
     assert by_file[1][0][0] == ROWS[0]["prompt"]
     assert [info["hint"] for _, info in by_file[1]] == [None, "think", None], "a column may be null"

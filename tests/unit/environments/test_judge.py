@@ -62,21 +62,21 @@ class Judge:
 
 @pytest.fixture
 def judge() -> Iterator[Judge]:
-    made = Judge()
-    threading.Thread(target=made.server.serve_forever, daemon=True).start()
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
+    judge = Judge()
+    threading.Thread(target=judge.server.serve_forever, daemon=True).start()
+    yield judge
+    judge.server.shutdown()
+    judge.server.server_close()
 
 
 def scored(judge: Judge, *responses: str, **options: Any) -> list[EnvironmentReturn]:
-    given = {"model": "judge", "url": judge.url, "request_timeout_s": 1, "requests_at_once": 1, **options}
-    environment = create_environment(EnvironmentConfig(type="judge", options=given))
+    settings = {"model": "judge", "url": judge.url, "request_timeout_s": 1, "requests_at_once": 1, **options}
+    environment = create_environment(EnvironmentConfig(type="judge", options=settings))
     extra = {REFERENCE: "{prompt} 42"}
     return environment.score(
         [
-            EnvironmentRequest(prompt="6 * 7?", response=one, stop_reason="stop", extra_env_info=extra)
-            for one in responses
+            EnvironmentRequest(prompt="6 * 7?", response=response, stop_reason="stop", extra_env_info=extra)
+            for response in responses
         ]
     )
 
@@ -114,17 +114,17 @@ def test_what_it_is_asked(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None
     judge.answers = ["Score: 5", "Score: 1"]
     options = {"question": "{prompt}|{response}|{answer}|{lowest}-{highest}", "lowest": 1, "highest": 5}
     results = scored(judge, "{answer} of 41", "42", **options, correct_from=0.5, api_key_variable="JUDGE_KEY")
-    assert [(one.reward, one.correct) for one in results] == [(1.0, True), (0.0, False)]
-    asked = judge.asked[0]
-    assert asked["path"] == "/v1/chat/completions"
-    assert asked["key"] == "Bearer secret"
-    assert (asked["model"], asked["temperature"]) == ("judge", 0.0)
-    (message,) = asked["messages"]
-    found = re.fullmatch(
+    assert [(result.reward, result.correct) for result in results] == [(1.0, True), (0.0, False)]
+    request = judge.asked[0]
+    assert request["path"] == "/v1/chat/completions"
+    assert request["key"] == "Bearer secret"
+    assert (request["model"], request["temperature"]) == ("judge", 0.0)
+    (message,) = request["messages"]
+    match = re.fullmatch(
         r"6 \* 7\?\|(----- \w{16}) \(.*\)\n\{answer\} of 41\n\1\|\{prompt\} 42\|1-5", message["content"]
     )
-    assert found, message
-    assert found[1] not in judge.asked[1]["messages"][0]["content"], "a response could close what it guesses"
+    assert match, message
+    assert match[1] not in judge.asked[1]["messages"][0]["content"], "a response could close what it guesses"
 
 
 def test_a_key_that_is_not_there_is_told_at_the_start(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:

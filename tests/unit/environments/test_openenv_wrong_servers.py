@@ -106,12 +106,12 @@ def score(environment: OpenEnvEnvironment, state: Any) -> Any:
 )
 def test_a_wrong_answer_fails_the_rollout_alone(server: Server, script: list[Any], text: str) -> None:
     environment = open_environment(server, observation="text")
-    state, other = environment.reset("", {}), environment.reset("", {})
+    state, other_state = environment.reset("", {}), environment.reset("", {})
     server.script = script
     with pytest.raises(RunError, match=rf"OpenEnv server ws://127\.0\.0\.1:\d+:? .*{text}"):
         environment.step(state, "a")
     server.script = [answer()]
-    assert environment.step(other, "a").reward == 0.5
+    assert environment.step(other_state, "a").reward == 0.5
 
 
 @pytest.mark.parametrize(

@@ -210,11 +210,11 @@ def test_a_reward_model_may_be_one_of_the_hub(folder: Path, monkeypatch: pytest.
     assert find_model_problem("org/gone") == (
         "is not a folder here, nor in the Hugging Face cache, and the hub says: no org/gone"
     )
-    made: list[Any] = []
-    actor = SimpleNamespace(remote=lambda *arguments: made.append(arguments))
+    environments: list[Any] = []
+    actor = SimpleNamespace(remote=lambda *arguments: environments.append(arguments))
     monkeypatch.setattr(reward_model.ray, "remote", lambda **_: lambda _: actor)
     client, _ = reward_model.start_reward_model("org/there", RewardModelConfig(num_workers=2))
-    assert [arguments[0] for arguments in made] == [str(folder)] * 2
+    assert [arguments[0] for arguments in environments] == [str(folder)] * 2
     assert client.path == "org/there"
 
 

@@ -92,8 +92,8 @@ def answered(port: int, method: str, path: str, headers: dict[str, str], body: s
 )
 def test_requests_get_the_right_status(port: int, method: str, path: str, headers: dict[str, str], status: int) -> None:
     body = None if method != "POST" else "{}"
-    found, text = answered(port, method, path, headers, body)
-    assert found == status
+    actual, text = answered(port, method, path, headers, body)
+    assert actual == status
     if status != 200:
         assert json.loads(text)["error"]["message"]
 
@@ -133,18 +133,18 @@ def test_a_huge_head_that_comes_complete_gets_431(port: int) -> None:
 
 
 @BOTH_PARSERS
-@pytest.mark.parametrize("place", ["first head", "second head", "nothing"])
-def test_a_slow_head_is_closed_and_others_are_served(port: int, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slow_at", ["first head", "second head", "nothing"])
+def test_a_slow_head_is_closed_and_others_are_served(port: int, slow_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_grpo.generation.http_access.REQUEST_S", 0.5)
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
-        if place == "second head":
+        if slow_at == "second head":
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b"200" in connection.recv(1000)
         begun = time.monotonic()
-        connection.sendall(b"" if place == "nothing" else b"GET /weight_info HTTP/1.1\r\nHost: localhost\r\n")
+        connection.sendall(b"" if slow_at == "nothing" else b"GET /weight_info HTTP/1.1\r\nHost: localhost\r\n")
         while not select.select([connection], [], [], 0.05)[0]:
             assert time.monotonic() - begun < 10
-            connection.sendall(b"" if place == "nothing" else b"X: x\r\n")
+            connection.sendall(b"" if slow_at == "nothing" else b"X: x\r\n")
         with suppress(ConnectionResetError):
             assert connection.recv(100) == b"", "it is closed without an answer"
     assert answered(port, "GET", "/weight_info", KEY)[0] == 200

@@ -31,7 +31,7 @@ class Request:
     request_id: str
     tokens: list[int]
     num_prompt_tokens: int
-    done: int = 0
+    computed: int = 0
     """Tokens that are in the cache."""
     block_hashes: list[bytes] = field(default_factory=list)
     sampling_params: Any = field(default_factory=lambda: SimpleNamespace(routed_experts_prompt_start=0))
@@ -56,24 +56,24 @@ class Engine:
 
     def step(self, *names: str) -> None:
         """Compute all tokens of these requests that are not in the cache, and sample one of each."""
-        counts = {name: len(self.requests[name].tokens) - self.requests[name].done for name in names}
+        counts = {name: len(self.requests[name].tokens) - self.requests[name].computed for name in names}
         old = [name for name in names if self.requests[name].num_output_tokens]
         scheduled = SimpleNamespace(
             num_scheduled_tokens=counts,
             total_num_scheduled_tokens=sum(counts.values()),
             scheduled_cached_reqs=SimpleNamespace(
-                req_ids=old, num_computed_tokens=[self.requests[name].done for name in old]
+                req_ids=old, num_computed_tokens=[self.requests[name].computed for name in old]
             ),
         )
         scheduled.aux_output_connector_metadata = self.connector.build_connector_meta(scheduled, self.requests)  # type: ignore[arg-type]  # made-up requests
-        flat = [token for name in names for token in self.requests[name].tokens[self.requests[name].done :]]
+        flat = [token for name in names for token in self.requests[name].tokens[self.requests[name].computed :]]
         for layer in LAYERS:
             padded = [*experts_of(flat, layer, self.version), [7, 7]]
             self.recorder._capture(layer, torch.tensor(padded))
         output = self.recorder.end_pass(scheduled, ["gone", *names])
         for name in names:
             request = self.requests[name]
-            request.done = len(request.tokens)
+            request.computed = len(request.tokens)
             request.tokens.append(10 * len(request.tokens))
             self.returned[name].append(self.connector.take_output(request, output))  # type: ignore[arg-type]  # as above
 
@@ -81,7 +81,7 @@ class Engine:
         """As a refit does under requests in flight; the next step computes all of their tokens."""
         self.connector.reset()
         for request in self.requests.values():
-            request.done = 0
+            request.computed = 0
 
     def read(self, name: str) -> list[Any]:
         """[tokens but the last, layers, 2]."""

@@ -107,8 +107,8 @@ def test_a_commit_that_fails_leaves_nothing_of_it_under_way(engine: VllmEngine) 
 
 def test_prompts_cached_under_earlier_weights_are_not_used(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that outlasts refits is kept apart by the version of the weights."""
-    kept = AsyncGRPOConfig(enabled=True, recompute_kv_cache_after_weight_updates=False)
-    engine._settings = replace(engine._settings, in_flight=kept)
+    async_settings = AsyncGRPOConfig(enabled=True, recompute_kv_cache_after_weight_updates=False)
+    engine._settings = replace(engine._settings, in_flight=async_settings)
     salts: list[str | None] = []
 
     def record(tokens: list[int], cache_salt: str | None = None) -> None:
@@ -162,10 +162,10 @@ def test_an_engine_sleeps_under_responses_in_flight_if_weights_may_change_under_
         assert engine._gate.is_closed("memory")
         late = GenerationRequest(prompt_ids=np.array([2, 3], dtype=np.int32), seed=0, max_new_tokens=2)
         calls = engine.generate([late], SamplingSettings(max_new_tokens=2), "late")
-        asked: asyncio.Future[Any] = asyncio.ensure_future(anext(calls))
+        future: asyncio.Future[Any] = asyncio.ensure_future(anext(calls))
         await asyncio.sleep(0.05)
-        assert not asked.done(), "it waits"
-        asked.cancel()
+        assert not future.done(), "it waits"
+        future.cancel()
         await engine.wake("weights")
         assert engine._gate.is_closed("memory")
         await engine.wake("kv_cache")

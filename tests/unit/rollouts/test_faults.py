@@ -117,7 +117,7 @@ def run(
         )
         client = EnvironmentClient(handle, RolloutClock())
         await client.start()
-        done = []
+        finished = []
         for number, texts in enumerate(groups):
             settings = RolloutSettings(
                 samples_per_prompt=len(texts),
@@ -131,8 +131,8 @@ def run(
             engine: Any = Engine(*texts, seconds=engine_s)
             group = GroupRollout(number, DATUM, settings, engine, client)
             await group.sample(engine)
-            done.append(await group.score())
-        return done
+            finished.append(await group.score())
+        return finished
 
     return asyncio.run(scene())
 
@@ -205,9 +205,9 @@ def test_a_server_that_is_down_is_nobodys_fault() -> None:
                 raise ValueError("no verdict") from error
         return [1.0] * len(completions)
 
-    (group, more) = run(scored_by(ask), ["a", "b"], ["a", "x"])
+    (group, next_group) = run(scored_by(ask), ["a", "b"], ["a", "x"])
     assert verdicts(group) == [(1.0, False, False)] * 2
-    assert verdicts(more) == [(None, False, True)] * 2
+    assert verdicts(next_group) == [(None, False, True)] * 2
 
 
 def test_a_sample_alone_is_compared_with_other_prompts() -> None:

@@ -33,8 +33,8 @@ def draw(seed: int, tokens: int, sure: float) -> Trajectory:
 
 def flagged(group: list[Trajectory], temperature: float = 1.0) -> list[int]:
     record_repeated_samples(group, temperature)
-    copies = [id(one) for one in find_copies(group)]
-    return [number for number, one in enumerate(group) if id(one) in copies]
+    copies = [id(copy) for copy in find_copies(group)]
+    return [number for number, copy in enumerate(group) if id(copy) in copies]
 
 
 def test_one_seed_for_all_samples_is_noticed() -> None:
@@ -60,15 +60,15 @@ def test_a_sure_policy_repeats_itself_but_not_its_exceptions() -> None:
     assert not group[0].response_ids.any()
     assert flagged(group) == []
     odd = make_trajectory(40, token_ids=[7, *[3] * 40], logprobs=[math.log(0.001 / 49)] * 40)
-    assert flagged([*(replace(one) for one in group[:6]), odd, replace(odd)]) == [6, 7]
+    assert flagged([*(replace(sample) for sample in group[:6]), odd, replace(odd)]) == [6, 7]
 
 
 def test_other_observations_or_failures_are_no_copies() -> None:
-    same = draw(1, 30, 0.5)
-    other = replace(same, token_ids=np.array([8, *same.token_ids[1:]], np.int32))
-    assert flagged([same, other]) == [], "the context differs"
+    sample = draw(1, 30, 0.5)
+    other_sample = replace(sample, token_ids=np.array([8, *sample.token_ids[1:]], np.int32))
+    assert flagged([sample, other_sample]) == [], "the context differs"
     assert flagged([failed_trajectory(), failed_trajectory()]) == []
-    nothing = [replace(same, logprobs=np.full(30, np.nan, np.float32)) for _ in range(3)]
+    nothing = [replace(sample, logprobs=np.full(30, np.nan, np.float32)) for _ in range(3)]
     assert flagged(nothing) == []
 
 
@@ -76,13 +76,13 @@ def test_other_observations_or_failures_are_no_copies() -> None:
 def test_the_bound_is_above_the_probability_of_chance(probabilities: tuple[float, ...]) -> None:
     """Over all outcomes of three draws of two tokens."""
     sequences = list(itertools.product(range(len(probabilities)), repeat=2))
-    chance = {one: math.prod(probabilities[token] for token in one) for one in sequences}
+    chance = {sequence: math.prod(probabilities[token] for token in sequence) for sequence in sequences}
     for equal, samples in ((2, 2), (2, 3), (3, 3)):
         for p in sorted(set(chance.values())):
             exact = 0.0
             for outcome in itertools.product(sequences, repeat=samples):
-                if any(chance[one] <= p and outcome.count(one) == equal for one in set(outcome)):
-                    exact += math.prod(chance[one] for one in outcome)
+                if any(chance[sequence] <= p and outcome.count(sequence) == equal for sequence in set(outcome)):
+                    exact += math.prod(chance[sequence] for sequence in outcome)
             assert exact <= math.exp(bound_probability([math.log(p)] * equal, samples)) + 1e-9
 
 
@@ -97,8 +97,8 @@ def test_short_answers_of_many_groups_show_together_what_none_shows_alone(copies
     groups = [make_group(number, 3, copies=copies) for number in range(64)]
     for group in groups:
         record_repeated_samples(group, 1.0)
-    sure = [one for group in groups for one in group if one.logprobs.sum() > -2.0]
-    alone = [one for one in sure if one.reward_metrics.get(REPEATED, 0.0) < -9]
+    sure = [response for group in groups for response in group if response.logprobs.sum() > -2.0]
+    alone = [response for response in sure if response.reward_metrics.get(REPEATED, 0.0) < -9]
     assert alone == []
     assert (len(find_copies(sure)) > 50) == copies
 
@@ -123,10 +123,10 @@ class OneSeed(FakeEngine):
 def test_a_rollout_of_an_engine_that_ignores_seeds_is_flagged() -> None:
     trajectories = run(OneSeed(), FakeEnvironment())
     expected = (math.log(2) - 2 * 17) / math.log(10)
-    assert [one.reward_metrics[REPEATED] for one in trajectories] == [pytest.approx(expected)] * 3
-    assert not any(REPEATED in one.reward_metrics for one in run(FakeEngine(), FakeEnvironment()))
+    assert [trajectory.reward_metrics[REPEATED] for trajectory in trajectories] == [pytest.approx(expected)] * 3
+    assert not any(REPEATED in trajectory.reward_metrics for trajectory in run(FakeEngine(), FakeEnvironment()))
     greedy = replace(BATCH_SETTINGS, sampling=replace(BATCH_SETTINGS.sampling, temperature=0.0))
-    assert not any(REPEATED in one.reward_metrics for one in run(OneSeed(), FakeEnvironment(), greedy))
+    assert not any(REPEATED in trajectory.reward_metrics for trajectory in run(OneSeed(), FakeEnvironment(), greedy))
 
 
 def test_the_share_is_a_metric_and_no_figure_of_an_environment() -> None:

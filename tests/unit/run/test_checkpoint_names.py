@@ -39,8 +39,8 @@ def test_every_setting_resolves_it(run_dir: Path, tmp_path: Path, name: str, ste
 
 def test_a_reward_model_is_resolved_among_functions(run_dir: Path, tmp_path: Path) -> None:
     functions = f"env.addition.reward_funcs=[my.rewards.length,{run_dir}/checkpoints/best]"
-    others = ("env.addition.type=reward_functions", "checkpointing.metric_name=val_reward")
-    config = compose_config(["+exp=quickstart", f"run_dir={tmp_path}/new", functions, *others])
+    settings = ("env.addition.type=reward_functions", "checkpointing.metric_name=val_reward")
+    config = compose_config(["+exp=quickstart", f"run_dir={tmp_path}/new", functions, *settings])
     assert config.env["addition"].reward_funcs == ["my.rewards.length", f"{run_dir}/checkpoints/step_2"]
 
 

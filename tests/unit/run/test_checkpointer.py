@@ -41,13 +41,13 @@ def resuming(run_dir: Path, resume: object) -> Path | None:
 
 def test_what_was_written_is_found_whole(tmp_path: Path) -> None:
     checkpointer = saved(tmp_path, {2: 0.5, 10: 0.4})
-    found = checkpointer.find_start()
-    assert found == tmp_path / "checkpoints" / "step_10"
-    assert (read_state(found), read_loader_state(found)) == (
+    start = checkpointer.find_start()
+    assert start == tmp_path / "checkpoints" / "step_10"
+    assert (read_state(start), read_loader_state(start)) == (
         {"save_state": {"total_steps": 10}, "metrics": {"val_accuracy": 0.4}},
         {"position": 10},
     )
-    assert (found / "megatron" / "common.pt").read_text().startswith("common.pt of step 10")
+    assert (start / "megatron" / "common.pt").read_text().startswith("common.pt of step 10")
 
 
 def test_a_write_that_breaks_off_leaves_no_checkpoint(tmp_path: Path) -> None:
@@ -90,10 +90,10 @@ def test_a_removal_that_breaks_off_leaves_whole_checkpoints(tmp_path: Path, monk
     assert sorted(entry.name for entry in checkpointer.folder.iterdir()) == ["step_2", "step_5"]
 
 
-@pytest.mark.parametrize(("higher_is_better", "kept"), [(True, [2, 4, 5]), (False, [1, 3, 5])])
-def test_the_best_and_the_newest_are_kept(tmp_path: Path, higher_is_better: bool, kept: list[int]) -> None:
+@pytest.mark.parametrize(("higher_is_better", "steps"), [(True, [2, 4, 5]), (False, [1, 3, 5])])
+def test_the_best_and_the_newest_are_kept(tmp_path: Path, higher_is_better: bool, steps: list[int]) -> None:
     scores = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.8, 5: None}
-    assert saved(tmp_path, scores, keep_top_k=2, higher_is_better=higher_is_better).list_steps() == kept
+    assert saved(tmp_path, scores, keep_top_k=2, higher_is_better=higher_is_better).list_steps() == steps
 
 
 @pytest.mark.parametrize("higher_is_better", [True, False])
@@ -123,15 +123,15 @@ def test_without_a_metric_the_newest_are_kept(tmp_path: Path) -> None:
 
 def test_a_run_that_began_from_another_goes_on_from_its_own(tmp_path: Path) -> None:
     """A job that is queued again has the same command line, and must not fall back to where it once began."""
-    other = saved(tmp_path / "other", {5: None}).locate(5)
-    assert resuming(tmp_path / "new", other) == other
-    own = saved(tmp_path / "new", {7: None}).locate(7)
-    assert resuming(tmp_path / "new", other) == own
+    first_run = saved(tmp_path / "other", {5: None}).locate(5)
+    assert resuming(tmp_path / "new", first_run) == first_run
+    new_run = saved(tmp_path / "new", {7: None}).locate(7)
+    assert resuming(tmp_path / "new", first_run) == new_run
 
 
 def test_where_another_run_began_may_be_gone(tmp_path: Path) -> None:
-    own = saved(tmp_path / "new", {7: None}).locate(7)
-    assert resuming(tmp_path / "new", tmp_path / "pruned" / "checkpoints" / "step_5") == own
+    new_run = saved(tmp_path / "new", {7: None}).locate(7)
+    assert resuming(tmp_path / "new", tmp_path / "pruned" / "checkpoints" / "step_5") == new_run
 
 
 def test_an_own_checkpoint_may_have_any_name(tmp_path: Path) -> None:

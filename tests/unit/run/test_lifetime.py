@@ -23,8 +23,8 @@ ROW = {"step": 1, "reward": 0.5, "timing": {"generation": 0.5, "total": 1.0}, "t
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return found
+    figures: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return figures
 
 
 def recorded(folder: Path, *, report: bool = False, write: Any = None) -> AbstractContextManager[None]:

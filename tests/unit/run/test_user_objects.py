@@ -52,8 +52,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
 
 
 def train(folder: Path, rows: Any, *overrides: str, **arguments: Any) -> None:
-    given = ["+exp=quickstart", f"run_dir={folder}", "checkpointing=none", *overrides]
-    megatron_grpo.train(given, train_dataset=rows, **arguments)
+    settings = ["+exp=quickstart", f"run_dir={folder}", "checkpointing=none", *overrides]
+    megatron_grpo.train(settings, train_dataset=rows, **arguments)
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -182,8 +182,8 @@ def test_null_filled_messages_of_a_script_are_those_that_were_written(
     ]
     rows = [{"prompt": [turn], "answer": "2", "extra": extra} for turn, extra in kinds * 32]
     for form in FORMS:
-        given = [f"policy.model.path={model}", f"run_dir={tmp_path / form}"]
-        megatron_grpo.train(given, train_dataset=FORMS[form](rows))
+        settings = [f"policy.model.path={model}", f"run_dir={tmp_path / form}"]
+        megatron_grpo.train(settings, train_dataset=FORMS[form](rows))
         source = open_source(DatasetConfig(path=started[-1].data.train_path))
         assert list(source.read_all()) == rows
 
