@@ -18,7 +18,7 @@ SKIPPED = "import pytest\n\n@pytest.mark.skip\ndef test_nothing(): pass\n"
 PASSED = "\ndef test_something(): pass\n"
 
 
-def collected(path: Path) -> Any:
+def make_item(path: Path) -> Any:
     """A collected test, of which only the path counts and the markers that it gets."""
     markers: list[pytest.MarkDecorator] = []
     return SimpleNamespace(path=path, markers=markers, add_marker=markers.append, get_closest_marker=lambda name: None)
@@ -27,7 +27,7 @@ def collected(path: Path) -> Any:
 def test_only_tests_of_gpus_are_skipped_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv(gpu.DRY, raising=False)
-    items = [collected(ROOT / "tests/gpu/torch_only/test_one.py"), collected(ROOT / "tests/parity/test_other.py")]
+    items = [make_item(ROOT / "tests/gpu/torch_only/test_one.py"), make_item(ROOT / "tests/parity/test_other.py")]
     gpu.pytest_collection_modifyitems(items)
     assert [[marker.name for marker in item.markers] for item in items] == [["skip"], []]
 

@@ -98,7 +98,7 @@ def call(tmp_path: Path) -> Call:
 
 
 def row(file: Path, text: str, settings: str = "") -> str:
-    """A row of the table, which has the name of the file of tests that it runs and that is written."""
+    """A row of the table by the name of its file of tests, which is written."""
     file.write_text(text)
     return f"Check(name={file.stem.removeprefix('test_')!r}, part='image', run={str(file)!r}, {settings})"
 

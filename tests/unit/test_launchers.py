@@ -158,7 +158,7 @@ done
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def submitted(tmp_path: Path, *arguments: str, nodes: int = 2, **variables: str) -> list[list[str]]:
+def submit_job(tmp_path: Path, *arguments: str, nodes: int = 2, **variables: str) -> list[list[str]]:
     """The commands that the Slurm script gives to srun."""
     with job(tmp_path, *arguments, nodes=nodes, **variables) as script:
         _, errors = script.communicate(timeout=60)
@@ -174,7 +174,7 @@ def mounts_of(command: list[str]) -> list[str]:
 
 def test_what_a_run_writes_outlives_its_containers(tmp_path: Path) -> None:
     run, refit, data = tmp_path / "runs" / "one", tmp_path / "scratch" / "refit", tmp_path / "data"
-    commands = submitted(
+    commands = submit_job(
         tmp_path,
         "+exp=quickstart",
         f"refit.directory={refit}",
@@ -195,7 +195,7 @@ def test_what_a_run_writes_outlives_its_containers(tmp_path: Path) -> None:
 
 def test_a_folder_within_the_submission_folder_is_mounted_with_it(tmp_path: Path) -> None:
     models = tmp_path / "models"
-    (command,) = submitted(tmp_path, nodes=1, CONTAINER_IMAGE="image.sqsh", RUN_DIR="runs/one", HF_HOME=str(models))
+    (command,) = submit_job(tmp_path, nodes=1, CONTAINER_IMAGE="image.sqsh", RUN_DIR="runs/one", HF_HOME=str(models))
     folders = tmp_path / "submit", models, tmp_path / "home" / ".cache" / "megatron_grpo"
     assert mounts_of(command) == [f"{folder}:{folder}" for folder in folders]
     assert f"run_dir={tmp_path / 'submit' / 'runs' / 'one'}" in command
@@ -258,7 +258,7 @@ def test_nodes_meet_at_the_address_of_the_first_name(
 
 def test_every_node_removes_the_folder_of_its_ray(tmp_path: Path) -> None:
     """The other nodes' Ray takes the folder of the head's."""
-    for command in submitted(tmp_path, PYTHON=sys.executable):
+    for command in submit_job(tmp_path, PYTHON=sys.executable):
         script = command[command.index("-c") + 1]
         assert 'rm -rf "$temp"' in script
         assert "/tmp/ray_7" in command

@@ -127,7 +127,7 @@ def test_an_unknown_family_is_called_that_as_by_check(
     assert "architecture MambaForCausalLM is not supported; supported: Qwen3ForCausalLM" in problem.text
     assert plan.main([*overrides, "cluster.gpu=h100"]) == MISTAKE
     assert " ".join(problem.text.split()) in " ".join(capsys.readouterr().err.split())
-    assert [problem.text for problem in check_fit(compose_config([*overrides, "cluster.gpu=h100"]))] == [problem.text]
+    assert [misfit.text for misfit in check_fit(compose_config([*overrides, "cluster.gpu=h100"]))] == [problem.text]
 
 
 def small_gpu(folder: Path, memory_gib: float) -> str:
@@ -164,7 +164,7 @@ def test_the_advice_of_a_run_that_does_not_fit_makes_it_fit(
 
 @pytest.fixture
 def run_dir(overrides: list[str], tmp_path: Path) -> Path:
-    """The folder of a run on H100s with one step of rollouts, of a model whose layers take longer than their launch."""
+    """The folder of a run on H100s with one step of rollouts, whose layers take longer than their launch."""
     model = tmp_path / "model" / "config.json"
     wide = {"hidden_size": 8192, "intermediate_size": 32768, "num_attention_heads": 64, "head_dim": 128}
     model.write_text(json.dumps(json.loads(model.read_text()) | wide))

@@ -68,7 +68,7 @@ def compared(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> Compared
     return call
 
 
-def written(folder: Path, *rows: dict[str, Any], validation: tuple[dict[str, Any], ...] = ()) -> Path:
+def write_steps(folder: Path, *rows: dict[str, Any], validation: tuple[dict[str, Any], ...] = ()) -> Path:
     folder.mkdir(parents=True)
     for name, lines in (("metrics.jsonl", rows), ("validation.jsonl", validation)):
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -80,8 +80,8 @@ def row(step: int, **values: Any) -> dict[str, Any]:
 
 
 def test_only_the_clock_and_what_is_new_may_differ(script: ModuleType, tmp_path: Path) -> None:
-    before = written(tmp_path / "a", row(1, timing={"total": 1.5}, throughput={"samples_per_s": 3.0}), row(2))
-    after = written(tmp_path / "b", row(1, timing={"total": 2.5}), row(2, fresh={"one": 1.0}))
+    before = write_steps(tmp_path / "a", row(1, timing={"total": 1.5}, throughput={"samples_per_s": 3.0}), row(2))
+    after = write_steps(tmp_path / "b", row(1, timing={"total": 2.5}), row(2, fresh={"one": 1.0}))
     assert script.compare_folders(before, after) == {
         "steps": 2,
         "identical": True,
@@ -104,8 +104,8 @@ def test_the_last_digit_and_the_type_count(
     script: ModuleType, tmp_path: Path, changed: dict[str, Any], key: str, old: object, new: object
 ) -> None:
     rows = [row(step, inner={"one": 1.0}) for step in (1, 2, 3)]
-    before = written(tmp_path / "a", *rows)
-    after = written(tmp_path / "b", rows[0], rows[1] | changed, rows[2] | {"loss": 7.0})
+    before = write_steps(tmp_path / "a", *rows)
+    after = write_steps(tmp_path / "b", rows[0], rows[1] | changed, rows[2] | {"loss": 7.0})
     folders = script.compare_folders(before, after)
     assert not folders["identical"]
     assert repr(folders["first_difference"]) == repr(
@@ -115,8 +115,8 @@ def test_the_last_digit_and_the_type_count(
 
 
 def test_validation_counts_too(script: ModuleType, tmp_path: Path) -> None:
-    before = written(tmp_path / "a", row(1), validation=({"step": 0, "val_accuracy": 0.25},))
-    after = written(tmp_path / "b", row(1), validation=({"step": 0, "val_accuracy": 0.5},))
+    before = write_steps(tmp_path / "a", row(1), validation=({"step": 0, "val_accuracy": 0.25},))
+    after = write_steps(tmp_path / "b", row(1), validation=({"step": 0, "val_accuracy": 0.5},))
     difference = script.compare_folders(before, after)["first_difference"]
     assert difference == {
         "file": "validation.jsonl",
@@ -131,14 +131,14 @@ def test_validation_counts_too(script: ModuleType, tmp_path: Path) -> None:
 def test_steps_that_are_missing_or_too_many(
     script: ModuleType, tmp_path: Path, new_steps: int, old: object, new: object
 ) -> None:
-    before = written(tmp_path / "a", *(row(step) for step in range(1, 4)))
-    after = written(tmp_path / "b", *(row(step) for step in range(1, new_steps + 1)))
+    before = write_steps(tmp_path / "a", *(row(step) for step in range(1, 4)))
+    after = write_steps(tmp_path / "b", *(row(step) for step in range(1, new_steps + 1)))
     difference = script.compare_folders(before, after)["first_difference"]
     assert (difference["key"], difference["before"], difference["after"]) == ("step", old, new)
 
 
 def test_no_steps_are_not_the_same_steps(script: ModuleType, tmp_path: Path) -> None:
-    folders = script.compare_folders(written(tmp_path / "a"), written(tmp_path / "b"))
+    folders = script.compare_folders(write_steps(tmp_path / "a"), write_steps(tmp_path / "b"))
     assert not folders["identical"]
 
 
@@ -168,7 +168,7 @@ def test_a_baseline_is_run_once(compared: Compared, tmp_path: Path) -> None:
 
 def test_records_of_another_command_line_are_no_baseline(compared: Compared, tmp_path: Path) -> None:
     code = checkout(tmp_path / "code")
-    record = written(tmp_path / "records" / "defaults", row(1))
+    record = write_steps(tmp_path / "records" / "defaults", row(1))
     command = ["python", "-m", "megatron_grpo.train", "+exp=quickstart", "grpo.max_num_steps=7", "run_dir=somewhere"]
     (record / "command.txt").write_text(shlex.join(command))
     status, cases = compared(record.parent, code, "--only", "defaults")

@@ -38,7 +38,7 @@ def times(parts: SimpleNamespace, **changed: float) -> Any:
     return parts.parts.Times(**{**defaults, **changed})
 
 
-def decoded(parts: SimpleNamespace, tokens: list[int], limit: int = 8) -> list[tuple[int, float]]:
+def decode_requests(parts: SimpleNamespace, tokens: list[int], limit: int = 8) -> list[tuple[int, float]]:
     """Numbers of responses with their seconds, in the order in which they end."""
 
     async def run() -> list[tuple[int, float]]:
@@ -58,8 +58,8 @@ def decoded(parts: SimpleNamespace, tokens: list[int], limit: int = 8) -> list[t
 
 
 def test_responses_share_the_steps_of_a_decoder(parts: SimpleNamespace) -> None:
-    """10 steps of two responses take 0.2 s, then 20 steps of the one that is left take 0.2 s more."""
-    (first, first_s), (second, second_s) = decoded(parts, [30, 10])
+    """10 steps of two responses take 0.2 s, then 20 steps of the longer take 0.2 s more."""
+    (first, first_s), (second, second_s) = decode_requests(parts, [30, 10])
     assert (first, second) == (1, 0)
     assert first_s >= 0.2
     assert second_s >= 0.4
@@ -67,7 +67,7 @@ def test_responses_share_the_steps_of_a_decoder(parts: SimpleNamespace) -> None:
 
 def test_a_full_decoder_lets_responses_wait(parts: SimpleNamespace) -> None:
     """One after the other: 20 steps of one response each."""
-    (first, _), (second, second_s) = decoded(parts, [10, 10], limit=1)
+    (first, _), (second, second_s) = decode_requests(parts, [10, 10], limit=1)
     assert (first, second) == (0, 1)
     assert second_s >= 0.2
 

@@ -208,7 +208,7 @@ def test_a_response_without_a_reward_is_in_no_figure(tmp_path: Path) -> None:
 
 
 def test_what_dynamic_sampling_dropped_is_in_the_figures_of_sampling(tmp_path: Path) -> None:
-    """By hand: two pairs of three tokens, one right in each, are trained on; a right pair of five was dropped."""
+    """By hand: two pairs of three tokens with one right each are trained on; a right pair was dropped."""
     run = Run(tmp_path, "grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5")
     run.dropped = [
         make_trajectory(5, prompt_idx=2, group=2, sample=i, reward=1.0, stop_reason="length") for i in range(2)

@@ -57,7 +57,7 @@ NO_LOSS: Any = loss_fn
 
 
 def make_batch(shards: int = 2) -> StepBatch:
-    """Six sequences of six tokens; the tokens of sequence i are all i, and its last i are sampled and in the loss."""
+    """Six sequences of six tokens, all i in sequence i, whose last i are sampled and in the loss."""
     rollouts: Any = FakeRollouts()
     trajectories = [make_trajectory(i, prompt_tokens=6 - i, token_ids=[i] * 6) for i in range(6)]
     numbers = [np.arange(shard, 6, shards) for shard in range(shards)]

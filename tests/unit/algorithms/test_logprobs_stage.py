@@ -75,7 +75,7 @@ def test_what_nobody_looks_at_is_not_computed(
 
 @pytest.mark.parametrize(("in_reward", "top_p"), [(True, 0.9), (True, 1.0), (False, 0.9)])
 def test_a_penalty_in_the_reward_compares_whole_distributions(in_reward: bool, top_p: float, tmp_path: Path) -> None:
-    """Which with a filter of sampling costs a further pass, and without one are those of the pass before the step."""
+    """A filter of sampling costs a further pass; without it they are those of the pass before the step."""
     stage = Stage(tmp_path, LossConfig(**PENALTY, use_kl_in_reward=in_reward), num_iterations=2)
     stage.config.generation.top_p = top_p
     batch, _ = stage.run()
@@ -89,7 +89,7 @@ def test_a_penalty_in_the_reward_compares_whole_distributions(in_reward: bool, t
 def test_where_they_have_to_be_finite(
     entry: str, in_reward: bool, number: int, tmp_path: Path, fake_ray: FakeRay
 ) -> None:
-    """In the loss; a penalty in the reward looks at every response, also at the third, which is not in the loss."""
+    """In the loss; a penalty in the reward also looks at the third, which is not in the loss."""
     stage = Stage(tmp_path, LossConfig(**PENALTY, use_kl_in_reward=in_reward), num_iterations=2)
     compute = stage.policy.add_field
 

@@ -193,7 +193,7 @@ def test_a_last_validation_that_fails_loses_no_step(tmp_path: Path, monkeypatch:
 
 
 def test_the_last_validation_is_in_the_checkpoint_it_is_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The data ends at step 4, which is saved by then; what dynamic sampling drew since is not in that checkpoint."""
+    """The data ends at step 4, which is saved by then, without what dynamic sampling drew since."""
     validating(monkeypatch, {"val_accuracy": 0.7, "val_reward": 0.6})
     run = Run(tmp_path, replace(LIMITS, val_at_end=True, early_stop=EarlyStopConfig(enabled=True, threshold=0.9)))
     run.train(steps=4)

@@ -57,7 +57,7 @@ def test_bad_samples(tmp_path: Path, field: str, text: str, value: float) -> Non
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_bad_sampling_logprobs(tmp_path: Path, value: float) -> None:
-    """Not a matter of sampling alone, whatever the rewards are: the weights may be broken, and are not to be saved."""
+    """Whatever the rewards are, the weights may be broken, and are not to be saved."""
     with pytest.raises(
         RunError, match=r"step 5: a sampling log-probability is not finite for 1 .* prompt\(s\) 9"
     ) as bad:

@@ -70,7 +70,7 @@ class Model:
         self._events.happens(f"{self._name} onloads")
 
 
-def colocated(events: Any) -> Placement:
+def make_colocated(events: Any) -> Placement:
     models: Any = Model(events, "policy"), Model(events, "value")
     return Placement(events, models)
 
@@ -81,7 +81,7 @@ def publish_with(placement: Placement, events: Any, timer: StepTimer | None = No
 
 def test_a_run_in_turns() -> None:
     events = Events()
-    placement, timer = colocated(events), StepTimer()
+    placement, timer = make_colocated(events), StepTimer()
     assert publish_with(placement, events) == 7
     assert events.take() == REFIT, "the start"
     placement.wake_engines(timer)
@@ -122,7 +122,7 @@ def test_apart_nothing_happens_but_the_refit() -> None:
 def test_what_was_learnt_can_be_saved_after_a_refit_that_failed(fails: str) -> None:
     """Engines that do not go to sleep then are no obstacle."""
     events = Events(fails)
-    placement = colocated(events)
+    placement = make_colocated(events)
     with pytest.raises(RefitError, match=f"{fails}: failed"):
         publish_with(placement, events)
     assert events.take()[-1] == fails
@@ -135,7 +135,7 @@ def test_what_was_learnt_can_be_saved_after_a_refit_that_failed(fails: str) -> N
 def test_weights_are_compared_after_a_failed_canary_with_both_models_on_the_devices(shared: bool) -> None:
     events = Events("canary")
     with pytest.raises(RefitError, match=r"^engine 0 must not serve; model\.norm\.weight differs$"):
-        publish_with(colocated(events) if shared else Placement(), events)
+        publish_with(make_colocated(events) if shared else Placement(), events)
     compared = ["comparison" if event == "refit" else event for event in REFIT]
     assert events.take() == ([*REFIT, *TO_TRAINING, *compared] if shared else ["refit", "comparison"])
 
@@ -147,12 +147,12 @@ def test_a_comparison_that_fails_hides_nothing() -> None:
 
     events = Broken("canary")
     with pytest.raises(RefitError, match=r"^engine 0 must not serve; the weights could not be compared: no memory$"):
-        publish_with(colocated(events), events)
+        publish_with(make_colocated(events), events)
 
 
 def test_finished_steps_can_be_saved_when_an_engine_does_not_go_to_sleep() -> None:
     events = Events()
-    placement = colocated(events)
+    placement = make_colocated(events)
     publish_with(placement, events)
     events.take()
     events.fails = "engines sleep"
@@ -166,13 +166,13 @@ def test_finished_steps_can_be_saved_when_an_engine_does_not_go_to_sleep() -> No
 def test_a_rank_that_is_gone_is_no_failure_of_the_refit() -> None:
     events = Events("policy offloads", ModelLostError)
     with pytest.raises(ModelLostError):
-        publish_with(colocated(events), events)
+        publish_with(make_colocated(events), events)
 
 
 def test_what_was_learnt_can_be_saved_when_an_engine_has_died() -> None:
     """It has given up its memory by that, and is as good as asleep."""
     events = Events()
-    placement = colocated(events)
+    placement = make_colocated(events)
     publish_with(placement, events)
     events.take()
     events.fails, events.cause = "engines sleep", ActorDiedError()

@@ -168,7 +168,7 @@ def test_without_prompts_there_is_no_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("replicas", [(1, 1), (3, 1), (1, 3), (2, 3), (2, 6), (6, 2)], ids=str)
 def test_the_layouts_change_no_figure(replicas: tuple[int, int], tmp_path: Path) -> None:
-    """Of the policy and of the value model: the same lessons as in one process, on minibatches of each their own."""
+    """Policy and value model have the lessons of one process, on minibatches of their own."""
     options = [
         "ppo.policy_training_start_step=0",
         "ppo.skip_reference_policy_logprobs_calculation=false",

@@ -51,7 +51,7 @@ def step(**changes: Any) -> list[Outcome]:
     ]
 
 
-def scaled(reward: float, keys: RewardScalingConfig) -> float:
+def scale_reward(reward: float, keys: RewardScalingConfig) -> float:
     """By the definition, on numbers."""
     if not keys.enabled:
         return reward
@@ -59,7 +59,7 @@ def scaled(reward: float, keys: RewardScalingConfig) -> float:
     return keys.target_min + share * (keys.target_max - keys.target_min)
 
 
-def shaped(reward: float, outcome: Outcome, keys: RewardShapingConfig) -> float:
+def shape_reward(reward: float, outcome: Outcome, keys: RewardShapingConfig) -> float:
     """By the definition, on numbers."""
     if not keys.enabled:
         return reward
@@ -116,9 +116,9 @@ def test_rewards_and_signals_against_loops(
     for group, rewards, differs, has_signal in zip(
         groups, scores.rewards, scores.differs, scores.has_signal, strict=True
     ):
-        before = [None if outcome.reward is None else scaled(outcome.reward, scaling) for outcome in group]
+        before = [None if outcome.reward is None else scale_reward(outcome.reward, scaling) for outcome in group]
         after = [
-            None if value is None else shaped(value, outcome, shaping)
+            None if value is None else shape_reward(value, outcome, shaping)
             for outcome, value in zip(group, before, strict=True)
         ]
         expected = [NAN if value is None else value for value in after]

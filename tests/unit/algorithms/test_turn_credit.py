@@ -61,14 +61,14 @@ def compute_expected(discount: float, leave_one_out: bool, normalize: bool) -> l
                 peers = [
                     peer_returns[t] for peer_returns in returns if peer_returns is not None and len(peer_returns) > t
                 ]
-                peer_returns = [
+                other_returns = [
                     peer_returns[t]
                     for peer_returns in returns
                     if peer_returns is not None and len(peer_returns) > t and peer_returns is not rollout_returns
                 ]
                 advantage = 0.0
-                if peer_returns and len({*peers}) > 1:
-                    advantage = rollout_returns[t] - fmean(peer_returns if leave_one_out else peers)
+                if other_returns and len({*peers}) > 1:
+                    advantage = rollout_returns[t] - fmean(other_returns if leave_one_out else peers)
                     advantage /= (stdev(peers) + 1e-6) if normalize else 1
                 row += [0.0] + [advantage] * count
             expected.append(row or [0.0])

@@ -90,7 +90,7 @@ def weigh_ranks(ranks: list[list[Box]], shape: ModelShape, fp8_blocks: bool) -> 
 
 
 def cache_of_a_token(shape: ModelShape, tensor: int) -> int:
-    """Bytes of a layer's cache for a token on one rank, in bfloat16: keys and values of its heads, of at least one; or
+    """Bytes of a layer's cache for a token on one rank, in bfloat16: keys and values of its heads; or
     the short vector of latent attention, which every rank holds."""
     if shape.latent is not None:
         return 2 * (shape.latent.rank + shape.latent.rope_dim)

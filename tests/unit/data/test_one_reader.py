@@ -271,7 +271,7 @@ def test_paths_agree_with_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_and_pairs_learn_the_same_turns(name: str) -> None:
-    """The tokens of a row are those of transformers, and those in the loss are of the turns that the row names."""
+    """Tokens are those of transformers, and those in the loss are of the turns that the row names."""
     layout, learnt_titles = BY_NAME[name], set()
     for title, case in CASES.items():
         full_text = render(layout, case, len(case.messages), add_generation_prompt=False)

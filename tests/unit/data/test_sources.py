@@ -47,7 +47,7 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     return path
 
 
-def looked(path: Path, data: DataConfig | None = None, **config: Any) -> SetReport:
+def examine_rows(path: Path, data: DataConfig | None = None, **config: Any) -> SetReport:
     return examine_set(DatasetConfig(path=str(path), **config), data or DataConfig(), KINDS)
 
 
@@ -61,7 +61,7 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path: Path, name: str) -> None
     assert len(source) == 12
     assert [source[number] for number in (7, 0, 11)] == [ROWS[7], ROWS[0], ROWS[11]]
     assert list(source.read_all()) == ROWS
-    report = looked(path)
+    report = examine_rows(path)
     assert (report.rows, report.bad_count, report.problems, report.duplicates) == (12, 0, [], 0)
     assert report.columns == {"math": {"prompt", "answer", "level"}}
     assert str(path) in source.locate(4)
@@ -70,14 +70,14 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path: Path, name: str) -> None
 def test_a_split_of_a_folder(tmp_path: Path) -> None:
     path = write(tmp_path / "splits")
     assert list(open_source(DatasetConfig(path=str(path), split="other")).read_all()) == ROWS[3:5]
-    (problem,) = looked(path, split="train[").problems
+    (problem,) = examine_rows(path, split="train[").problems
     assert "has no split 'train['" in problem.text
 
 
 def test_a_quoted_line_break_is_part_of_a_value(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", [{"prompt": "a\nb", "answer": "007"}, {"prompt": 'say "x"', "answer": ""}])
     assert next(iter(open_source(DatasetConfig(path=str(path))).read_all())) == {"prompt": "a\nb", "answer": "007"}
-    (problem,) = looked(path).problems
+    (problem,) = examine_rows(path).problems
     assert (problem.subject, problem.text[:22]) == (f"{path}:4", "column 'answer' (data.")
 
 
@@ -86,7 +86,7 @@ def test_bad_rows_are_named_counted_and_left_out(tmp_path: Path, policy: str) ->
     path = tmp_path / "a.jsonl"
     good = [json.dumps(row) for row in ROWS]
     path.write_text("\n".join([*good[:2], "{broken", "", *good[2:4], *["[]"] * 7, *good[:2]]) + "\n")
-    report = looked(path, DataConfig(bad_rows=policy))  # type: ignore[arg-type]
+    report = examine_rows(path, DataConfig(bad_rows=policy))  # type: ignore[arg-type]
     named = report.problems if policy == "fail" else report.remarks
     assert [problem.subject for problem in named[:5]] == [f"{path}:{line}" for line in (3, 7, 8, 9, 10)]
     assert named[0].text.startswith("is not valid JSON")
@@ -102,7 +102,7 @@ def test_bad_rows_are_named_counted_and_left_out(tmp_path: Path, policy: str) ->
 def test_lines_of_a_csv_with_other_columns_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("prompt,answer\n1?,1\n2?,2,3\n\n3?,3\n")
-    report = looked(path, DataConfig(bad_rows="skip"))
+    report = examine_rows(path, DataConfig(bad_rows="skip"))
     assert report.remarks[0].subject == f"{path}:3"
     assert report.remarks[0].text == "has 3 values, and the header names 2 columns"
     assert report.rows == 2
@@ -136,7 +136,7 @@ def test_a_value_that_python_cannot_hold_makes_a_bad_row(tmp_path: Path, name: s
     else:
         with pa.ipc.new_file(path, table.schema) as sink:
             sink.write_table(table)
-    report = looked(path, DataConfig(bad_rows="skip"))
+    report = examine_rows(path, DataConfig(bad_rows="skip"))
     assert report.usable.tolist() == [0, 2]
     assert report.remarks[0].subject == f"{path}, row 1"
     assert report.remarks[0].text.startswith("has a value that cannot be read: days=-2147483648")

@@ -66,7 +66,7 @@ def test_an_honest_program_keeps_its_reward_and_a_wrong_one_loses_it(program: Ho
 @isolated
 @pytest.mark.parametrize("program", params(HOSTILE))
 def test_a_hostile_program_gets_nothing_and_leaves_nothing(program: Hostile) -> None:
-    result = scored(program.program, program.tests, reward="share")
+    result = score_program(program.program, program.tests, reward="share")
     assert (result.reward, result.correct) == (0.0, False)
     assert result.metrics["suspect/touched_harness"] == float(program.touches)
 
@@ -92,7 +92,7 @@ def test_the_attacks_of_the_table_are_real(kind: str) -> None:
     exec(f"def run(text):\n    exec(text)\nrun({text!r})", names)
 
 
-def scored(program: str, tests: Sequence[Any], **options: Any) -> EnvironmentReturn:
+def score_program(program: str, tests: Sequence[Any], **options: Any) -> EnvironmentReturn:
     settings = EnvironmentSettings(sandbox=SandboxConfig(required="limits", wall_time_s=5, cpu_time_s=2, memory_mb=200))
     environment = CodeEnvironment(settings, **options)
     extra = {"answer": list(tests), REFERENCE: ""}
@@ -108,16 +108,16 @@ COMPARED = ["assert f(P(1, 2)) == P(2, 1)", "assert P(1, 2) < P(1, 3)", "assert 
 
 
 def test_tests_that_compare_live_objects_are_refused_or_allowed(caplog: pytest.LogCaptureFixture) -> None:
-    refused = scored(POINT, COMPARED, reward="share")
+    refused = score_program(POINT, COMPARED, reward="share")
     assert refused.reward == pytest.approx(1 / 3)
     assert refused.metrics["untrusted_tests"] == 1.0
     assert refused.notes == {"untrusted tests": "__eq__ of a live object; __lt__ of a live object"}
     logged = "a test of a program fails: it depends on __eq__ of a live object"
     assert [record.message for record in caplog.records].count(logged) == 1
-    allowed = scored(POINT, COMPARED, reward="share", untrusted_tests="allow")
+    allowed = score_program(POINT, COMPARED, reward="share", untrusted_tests="allow")
     assert (allowed.reward, allowed.metrics["untrusted_tests"]) == (1.0, 1.0)
     wrong = POINT.replace("p.y, p.x", "p.x, p.y")
-    assert scored(wrong, COMPARED, reward="share", untrusted_tests="allow").reward == pytest.approx(1 / 3)
+    assert score_program(wrong, COMPARED, reward="share", untrusted_tests="allow").reward == pytest.approx(1 / 3)
 
 
 def test_a_test_without_its_own_process_would_see_the_state_of_another() -> None:
@@ -136,7 +136,7 @@ def test_the_tests_before_an_endless_one_count() -> None:
 
 
 def test_suspicious_figures() -> None:
-    honest = scored("def f(x): return 2 * x", EQUAL)
+    honest = score_program("def f(x): return 2 * x", EQUAL)
     assert honest.metrics == {
         "suspect/touched_harness": 0.0,
         "suspect/idle_tests": 0.0,
@@ -144,15 +144,15 @@ def test_suspicious_figures() -> None:
         "untrusted_tests": 0.0,
     }
     asserts = ["assert f(1)", "assert f(2)", "assert f(3)"]
-    assert scored("def f(x): return True", asserts).metrics["suspect/equal_outputs"] == 1.0
-    assert scored("def f(x): return x", asserts).metrics["suspect/equal_outputs"] == 0.0
-    idle = scored("def f(x): return x", ["assert f(1) == 1", "assert 1 + 1 == 2"])
+    assert score_program("def f(x): return True", asserts).metrics["suspect/equal_outputs"] == 1.0
+    assert score_program("def f(x): return x", asserts).metrics["suspect/equal_outputs"] == 0.0
+    idle = score_program("def f(x): return x", ["assert f(1) == 1", "assert 1 + 1 == 2"])
     assert (idle.reward, idle.metrics["suspect/idle_tests"]) == (1.0, 0.5)
     hidden = "def f(x): return getattr(__import__('g' + 'c'), 'get_' + 'objects')() and 2 * x"
-    assert scored(hidden, EQUAL).metrics["suspect/touched_harness"] == 1.0
+    assert score_program(hidden, EQUAL).metrics["suspect/touched_harness"] == 1.0
     cases = [{"input": str(number), "output": "1"} for number in range(3)]
-    assert scored("print(1)", cases).metrics["suspect/equal_outputs"] == 1.0
-    assert scored("print(int(input()) and 1)", cases).metrics["suspect/equal_outputs"] == 0.0
+    assert score_program("print(1)", cases).metrics["suspect/equal_outputs"] == 1.0
+    assert score_program("print(int(input()) and 1)", cases).metrics["suspect/equal_outputs"] == 0.0
 
 
 @pytest.mark.parametrize("line", ['[7,true,true,""]', "[0]", "no JSON", "1", '["0",true,true,""]'])
@@ -162,7 +162,7 @@ def test_a_report_of_the_tests_that_makes_no_sense_is_no_pass(
     right = '[0,true,true,""]'
     program_result = ProgramResult(ending="exited", exit_code=0, stdout=f"{right}\n{line}\n", stderr="", seconds=0.0)
     monkeypatch.setattr(Sandbox, "run_tests", lambda *base_overrides, **options: program_result)
-    assert scored("", EQUAL[:1]).reward == 0.0
+    assert score_program("", EQUAL[:1]).reward == 0.0
     assert "none of its tests counts" in caplog.text
 
 

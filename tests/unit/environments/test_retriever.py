@@ -99,7 +99,7 @@ def test_every_language_is_found(query: str, document: str) -> None:
 
 @pytest.mark.parametrize("language", SENTENCES)
 def test_every_piece_of_a_text_finds_it(language: str) -> None:
-    """A piece of two characters or more of a text without blanks ranks this text before those that lack its letters."""
+    """Two characters or more of a text without blanks rank it before those that lack its letters."""
     sentences = SENTENCES[language]
     retriever = Retriever(sentences)
     for number, sentence in enumerate(sentences):

@@ -250,7 +250,7 @@ def test_a_column_that_no_row_of_a_prompt_has_is_none_too() -> None:
     """Others of the same data have it: the check before the run has seen them."""
 
     def needs(completions: list[str], x: list[Any], y: list[Any], z: int = 3) -> list[float]:
-        return [1.0 if (left, right, z) == (None, 2, 3) else 0.0 for left, right in zip(x, y, strict=True)]
+        return [1.0 if (first, second, z) == (None, 2, 3) else 0.0 for first, second in zip(x, y, strict=True)]
 
     environment = RewardFunctionEnvironment({"needs": needs}, {"needs": 1.0}, None)
     assert [score.reward for score in environment.score([request("a", "b", y=2), request("a", "c", y=2)])] == [1.0, 1.0]
@@ -264,7 +264,7 @@ def one_too_few(completions: list[str], **_: Any) -> list[float]:
     return [1.0] * (len(completions) - 1)
 
 
-def gives_nothing(completions: list[str], **_: Any) -> None:
+def give_nothing(completions: list[str], **_: Any) -> None:
     return None
 
 
@@ -309,7 +309,7 @@ def as_scalar(completions: list[str], **_: Any) -> Any:
     [
         (raises_on_c, r"raised ZeroDivisionError: .* \(test_reward_environment.py:\d+\)"),
         (one_too_few, "returned 1 reward for 2 completions"),
-        (gives_nothing, "returned NoneType for 2 completions, and no list of rewards"),
+        (give_nothing, "returned NoneType for 2 completions, and no list of rewards"),
         (
             words,
             "returned 2 rewards for 2 completions, and among them something that is neither a number nor None: .*'b'",
@@ -385,7 +385,7 @@ async def slow(completions: list[str], **_: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
-def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+def wrapped_reward(function: Callable[..., Any]) -> Callable[..., Any]:
     """An ordinary function around another one, as many decorators make it."""
 
     @functools.wraps(function)
@@ -395,7 +395,7 @@ def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-wrapped_slow = wrapped(slow)
+wrapped_slow = wrapped_reward(slow)
 
 
 class Settings:
@@ -510,7 +510,7 @@ async def stuck_coroutine(completions: list[str], **_: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
-@pytest.mark.parametrize("function", [stuck, stuck_coroutine, wrapped(stuck_coroutine)])
+@pytest.mark.parametrize("function", [stuck, stuck_coroutine, wrapped_reward(stuck_coroutine)])
 def test_a_function_that_is_late_is_ended(function: Any) -> None:
     requests = [request("a", "b"), request("a", "c")]
     limited = RewardFunctionEnvironment({"one": function}, {"one": 1.0}, None, timeout_s=0.1)

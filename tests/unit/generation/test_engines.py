@@ -110,7 +110,7 @@ def test_all_kinds_of_shared_memory_that_vllm_leaves_are_found() -> None:
         assert find_shared_files(process, with_semaphores=True) & {*files} == {*files[:2]}
 
 
-def passed(running: int, waiting: int, usage: float, looked_up: int = 0, hits: int = 0) -> SchedulerStats:
+def make_statistics(running: int, waiting: int, usage: float, looked_up: int = 0, hits: int = 0) -> SchedulerStats:
     prefix = PrefixCacheStats(queries=looked_up, hits=hits)
     return SchedulerStats(
         num_running_reqs=running, num_waiting_reqs=waiting, kv_cache_usage=usage, prefix_cache_stats=prefix
@@ -119,9 +119,9 @@ def passed(running: int, waiting: int, usage: float, looked_up: int = 0, hits: i
 
 def test_peaks_and_sums_since_the_last_look() -> None:
     statistics = EngineStatistics()
-    statistics.record(passed(3, 5, 0.25, looked_up=40, hits=10), None)
+    statistics.record(make_statistics(3, 5, 0.25, looked_up=40, hits=10), None)
     statistics.record(None, None)
-    statistics.record(passed(8, 0, 0.125, looked_up=20, hits=20), None, mm_cache_stats=None, engine_idx=0)
+    statistics.record(make_statistics(8, 0, 0.125, looked_up=20, hits=20), None, mm_cache_stats=None, engine_idx=0)
     statistics.count_tokens(7)
     statistics.count_tokens(4)
     figures = statistics.take()
@@ -133,7 +133,7 @@ def test_peaks_and_sums_since_the_last_look() -> None:
 def test_proposed_tokens() -> None:
     statistics, drafts = EngineStatistics(), SpecDecodingStats.new(4)
     drafts.observe_draft(num_draft_tokens=4, num_accepted_tokens=1)
-    stats = passed(1, 0, 0.0)
+    stats = make_statistics(1, 0, 0.0)
     stats.spec_decoding_stats = drafts
     statistics.record(stats, None)
     figures = statistics.take()

@@ -95,7 +95,7 @@ def experts_of(tokens: list[int], layer: int, version: int) -> list[list[int]]:
     return [[token + layer, 100 + 50 * version + layer] for token in tokens]
 
 
-def expected(tokens: list[int], versions: list[int]) -> list[Any]:
+def expected_routing(tokens: list[int], versions: list[int]) -> list[Any]:
     """[tokens, layers, 2]."""
     pairs = zip(tokens, versions, strict=True)
     return [[experts_of([token], layer, version)[0] for layer in LAYERS] for token, version in pairs]
@@ -106,8 +106,8 @@ def test_passes_are_shared_out_over_requests() -> None:
     engine.step("a", "b")
     engine.step("b", "a")
     engine.step("b")
-    assert engine.read("a") == expected([1, 2, 3, 30], [0] * 4)
-    assert engine.read("b") == expected([9, 10, 20], [0] * 3)
+    assert engine.read("a") == expected_routing([1, 2, 3, 30], [0] * 4)
+    assert engine.read("b") == expected_routing([9, 10, 20], [0] * 3)
 
 
 def test_tokens_keep_the_experts_of_the_pass_that_drew_the_next_one() -> None:
@@ -119,8 +119,8 @@ def test_tokens_keep_the_experts_of_the_pass_that_drew_the_next_one() -> None:
     engine.version = 1
     engine.step("b", "a")
     engine.step("a")
-    assert engine.read("a") == expected([1, 2, 3, 30, 40, 50], [0, 0, 0, 0, 1, 1])
-    assert engine.read("b") == expected([4, 5, 20, 30], [0, 0, 0, 1])
+    assert engine.read("a") == expected_routing([1, 2, 3, 30, 40, 50], [0, 0, 0, 0, 1, 1])
+    assert engine.read("b") == expected_routing([4, 5, 20, 30], [0, 0, 0, 1])
 
 
 def test_a_cache_that_is_kept_continues_the_record() -> None:
@@ -128,7 +128,7 @@ def test_a_cache_that_is_kept_continues_the_record() -> None:
     engine.step("a")
     engine.version = 1
     engine.step("a")
-    assert engine.read("a") == expected([1, 2, 3, 30], [0, 0, 0, 1])
+    assert engine.read("a") == expected_routing([1, 2, 3, 30], [0, 0, 0, 1])
 
 
 def test_a_record_with_a_gap_makes_no_response() -> None:

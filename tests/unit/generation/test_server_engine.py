@@ -147,7 +147,7 @@ def use(tiny_models: dict[str, TinyModel], tmp_path: Path) -> Callable[..., Any]
     return run
 
 
-async def sampled(engine: ServerEngine) -> list[GenerationOutput]:
+async def sample_all(engine: ServerEngine) -> list[GenerationOutput]:
     outputs = {index: output async for part in engine.generate(REQUESTS, SETTINGS, "c") for index, output in part.value}
     return [outputs[index] for index in range(len(REQUESTS))]
 
@@ -161,7 +161,7 @@ async def publish(engine: ServerEngine, version: int, mode: Any = "files") -> No
 def test_a_version_is_received_while_paused_and_served_under_a_name_of_its_own(use: Any) -> None:
     async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
         with pytest.raises(RuntimeError, match="the weights are incomplete"):
-            await sampled(engine)
+            await sample_all(engine)
         server.calls.clear()
         await publish(engine, 4)
         calls = list(server.calls)
@@ -169,7 +169,7 @@ def test_a_version_is_received_while_paused_and_served_under_a_name_of_its_own(u
         assert calls[-2:] == ["/reset_prefix_cache", "/resume"]
         assert server.served.endswith(":4")
         assert len(server.served) > 10
-        outputs = await sampled(engine)
+        outputs = await sample_all(engine)
         assert [output.token_ids.tolist() for output in outputs] == [[0, 0], [1, 1], [2, 2]]
         assert all(output.spans[0].version == 4 and output.logprobs.tolist() == [-0.5, -0.5] for output in outputs)
         assert server.bodies[0]["token_ids"] == [1, 2]
@@ -189,16 +189,16 @@ def test_a_server_serves_a_guarded_version_only_if_the_canary_is_right(use: Any)
             await engine.commit_weights(version, True)
             assert "/resume" not in server.calls
             with pytest.raises(RuntimeError, match="the weights are incomplete"):
-                await sampled(engine)
+                await sample_all(engine)
             prompt = CanaryPrompt(version, ((3, 4, 5), (4, 3)), ((expected, expected), (expected,)), limit=0.1)
             if version == 4:
                 assert (await engine.check_canary(prompt)).error == 0
-                assert len(await sampled(engine)) == 3
+                assert len(await sample_all(engine)) == 3
         with pytest.raises(CanaryError, match=r"http://.*: with version 5 of the weights .* by 0.2 "):
             await engine.check_canary(prompt)
         assert server.calls[-1] == "/pause"
         with pytest.raises(RuntimeError, match="the weights are incomplete"):
-            await sampled(engine)
+            await sample_all(engine)
 
     use(act)
 
@@ -207,10 +207,10 @@ def test_a_server_that_has_lost_its_weights_is_given_them_again_and_asked_again(
     async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
         await publish(engine, 4)
         server.served = "default"  # between two calls
-        assert all(output.spans[0].version == 4 for output in await sampled(engine))
+        assert all(output.spans[0].version == 4 for output in await sample_all(engine))
         server.restarts_before = len(server.bodies) + 2  # in the middle of one
         server.calls.clear()
-        assert all(output.spans[0].version == 4 for output in await sampled(engine))
+        assert all(output.spans[0].version == 4 for output in await sample_all(engine))
         assert "receive_refit" in server.calls
         assert "connect_refit" in server.calls
 
@@ -226,9 +226,9 @@ def test_a_server_that_was_started_anew_before_the_commit_has_not_the_version(us
             await engine.commit_weights(4)
         assert server.served == "default"
         with pytest.raises(RuntimeError, match="the weights are incomplete"):
-            await sampled(engine)
+            await sample_all(engine)
         await publish(engine, 4)
-        assert all(output.spans[0].version == 4 for output in await sampled(engine))
+        assert all(output.spans[0].version == 4 for output in await sample_all(engine))
 
     use(act)
 
@@ -240,7 +240,7 @@ def test_weights_that_only_a_step_brings_cannot_be_given_again(use: Any) -> None
         with pytest.raises(
             RuntimeError, match=r"has lost version 4, which refit.mode=broadcast sends .* refit.mode=files"
         ):
-            await sampled(engine)
+            await sample_all(engine)
 
     use(act)
 
@@ -250,7 +250,7 @@ def test_another_run_at_the_same_server_is_found_out(use: Any) -> None:
         await publish(engine, 4)
         server.served = "0123456789abcdef:4"
         with pytest.raises(RuntimeError, match="was given weights by another run"):
-            await sampled(engine)
+            await sample_all(engine)
 
     use(act)
 
@@ -262,7 +262,7 @@ def test_a_server_that_stays_away_is_told(use: Any) -> None:
         with pytest.raises(
             RuntimeError, match=r"no vLLM server answers within generation.server.timeout_s=0.5 s: http"
         ):
-            await sampled(engine)
+            await sample_all(engine)
 
     use(act, timeout_s=0.5)
 
@@ -272,7 +272,7 @@ def test_a_cache_of_other_weights_is_not_served_from(use: Any) -> None:
         with pytest.raises(RuntimeError, match="could not empty its prefix cache, which is of other weights"):
             await publish(engine, 1)
         with pytest.raises(RuntimeError, match="the weights are incomplete"):
-            await sampled(engine)
+            await sample_all(engine)
 
     use(act, cache_is_free=False)
 
@@ -280,7 +280,7 @@ def test_a_cache_of_other_weights_is_not_served_from(use: Any) -> None:
 def test_a_probability_that_is_no_number_stays_none(use: Any) -> None:
     async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
         await publish(engine, 1)
-        assert math.isnan((await sampled(engine))[0].logprobs[0])
+        assert math.isnan((await sample_all(engine))[0].logprobs[0])
 
     use(act, logprob=-9999.0)
 
@@ -320,10 +320,10 @@ def test_experts_come_with_the_tokens(use: Any) -> None:
 
     async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
         await publish(engine, 1)
-        for output in await sampled(engine):
+        for output in await sample_all(engine):
             assert FORM.unpack(output.routed).tolist() == chosen[:, 1:].tolist()
         server.experts = chosen[1:]
-        assert {*await sampled(engine)} == {"vLLM recorded the experts of 2 tokens, and 3 were processed"}
+        assert {*await sample_all(engine)} == {"vLLM recorded the experts of 2 tokens, and 3 were processed"}
 
     use(act, routed=FORM, experts=chosen)
 

@@ -40,7 +40,9 @@ def laws(factor: float, cap: float | None, their_cap: float | None, scale: float
     return hidden, weight, student, teacher, factors
 
 
-def compared(name: str, weight: float, k: int | None, *, cap: float | None = None, chunk: int = 4, scale: float = 1.0):
+def compare_kernels(
+    name: str, weight: float, k: int | None, *, cap: float | None = None, chunk: int = 4, scale: float = 1.0
+):
     """Values and gradients from the function, and as the definition has them."""
     factor, their_cap = 1.3, None if cap is None else 2 * cap
     hidden, head, student, teacher, factors = laws(factor, cap, their_cap, scale)
@@ -68,7 +70,7 @@ def compared(name: str, weight: float, k: int | None, *, cap: float | None = Non
 @pytest.mark.parametrize(("name", "weight"), CASES)
 def test_values_and_gradients_are_those_of_the_definition(name: str, weight: float, k: int | None) -> None:
     for cap in (None, 2.0):
-        for actual, expected in zip(*compared(name, weight, k, cap=cap), strict=True):
+        for actual, expected in zip(*compare_kernels(name, weight, k, cap=cap), strict=True):
             torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-10)
 
 
@@ -76,16 +78,16 @@ def test_values_and_gradients_are_those_of_the_definition(name: str, weight: flo
 @pytest.mark.parametrize(("name", "weight"), CASES)
 def test_certain_models_stay_finite(name: str, weight: float, k: int | None) -> None:
     # Logits of a spread of some hundreds: most probabilities are 0 in float64.
-    for actual, expected in zip(*compared(name, weight, k, scale=12.0), strict=True):
+    for actual, expected in zip(*compare_kernels(name, weight, k, scale=12.0), strict=True):
         assert actual.isfinite().all()
         if name != "jensen_shannon" and k is None:
             torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-7)
 
 
 def test_chunks_change_nothing() -> None:
-    full, _ = compared("mixed", 0.3, None, chunk=TOKENS)
+    full, _ = compare_kernels("mixed", 0.3, None, chunk=TOKENS)
     for chunk in (1, 3):
-        for actual, expected in zip(compared("mixed", 0.3, None, chunk=chunk)[0], full, strict=True):
+        for actual, expected in zip(compare_kernels("mixed", 0.3, None, chunk=chunk)[0], full, strict=True):
             torch.testing.assert_close(actual, expected, atol=1e-13, rtol=1e-12)
 
 

@@ -12,7 +12,7 @@ from tests.support.interpreter import interpreted, interpreted_on_ranks
 from tests.support.logprob_cases import CASES, Case, Results, by_float64, by_kernel, by_ranks, expect_equal
 
 
-def fused(case: Case, programs: int) -> Results:
+def compute_fused(case: Case, programs: int) -> Results:
     """By the fused kernel, which splits the vocabulary so that it starts about so many programs."""
     from megatron_grpo_kernels import fused_logprob
 
@@ -28,7 +28,7 @@ def fused(case: Case, programs: int) -> Results:
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_equal_those_of_the_whole_logits(name: str, programs: int) -> None:
     case = CASES[name]
-    actual = interpreted(fused, case, programs)
+    actual = interpreted(compute_fused, case, programs)
     expect_equal(actual, by_float64(case), case)
     assert (actual.of_weight[case.vocab :] == 0).all(), "padding rows got a gradient"
 

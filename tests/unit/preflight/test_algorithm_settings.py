@@ -129,7 +129,7 @@ def test_a_value_model_with_too_few_positions_is_refused(tmp_path: Path) -> None
 
 
 def test_schedules_count_the_optimizer_steps_that_there_are() -> None:
-    """400 steps of 2 epochs over 256 samples: the value model in 4 minibatches, the policy whole and 10 steps late."""
+    """400 steps of 2 epochs over 256 samples: 4 minibatches of the value model, the policy 10 steps late."""
     config = compose_config(
         [PPO, "ppo.ppo_epochs=2", "ppo.policy_training_start_step=10", "value.train_global_batch_samples=64"]
     )

@@ -210,11 +210,11 @@ def own_adam(config: Config) -> None:
     config.policy.optimizer.precision_aware = True
 
 
-def adapters(config: Config) -> None:
+def set_adapters(config: Config) -> None:
     config.policy.lora.rank = 8
 
 
-def fp8_weights(config: Config) -> None:
+def set_fp8_weights(config: Config) -> None:
     config.policy.fp8.parameters = True
 
 
@@ -227,8 +227,8 @@ def split_heads(config: Config) -> None:
     [
         (offload, "excludes policy.optimizer.cpu_offload"),
         (own_adam, "excludes policy.optimizer.precision_aware"),
-        (adapters, "policy.lora.rank=8 trains adapters alone; use adamw"),
-        (fp8_weights, "excludes policy.fp8.parameters"),
+        (set_adapters, "policy.lora.rank=8 trains adapters alone; use adamw"),
+        (set_fp8_weights, "excludes policy.fp8.parameters"),
         (split_heads, "orthogonalizes queries, keys and values apart"),
     ],
 )

@@ -308,7 +308,7 @@ def test_a_call_whose_message_the_template_leaves_out_is_refused(
 
 
 def test_a_call_that_ends_in_the_assistants_turn_is_continued(talk: Any, tokenizer: Any) -> None:
-    """As a prompt of the data that ends so; the tokens of later calls go on from those that were sampled."""
+    """As a prompt of the data; the tokens of later calls go on from those that were sampled."""
     conversation, engine = talk([7, END], [8, END])
     opened = [user("hi"), {"role": "assistant", "content": "a"}]
 

@@ -297,7 +297,7 @@ def test_an_address_that_is_taken_is_told(model: str) -> None:
     asyncio.run(twice())
 
 
-async def sent(port: int, *pieces: bytes, pause_s: float = 0.0) -> tuple[int | None, float]:
+async def send_pieces(port: int, *pieces: bytes, pause_s: float = 0.0) -> tuple[int | None, float]:
     """Send a request in pieces; the answer's status and seconds. None: the connection was closed without an answer."""
     began = time.monotonic()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -354,7 +354,7 @@ def test_malformed_and_foreign_requests_are_refused(model: str, headers: list[st
     async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
         path = f"{access.base_url.partition(str(endpoint.port))[2]}/chat/completions"
         key = [] if any("Authorization" in header for header in headers) else [f"Authorization: Bearer {access.token}"]
-        return await sent(endpoint.port, head(path, *headers, *key, length=len(body)) + body)
+        return await send_pieces(endpoint.port, head(path, *headers, *key, length=len(body)) + body)
 
     assert ask(model, agent)[0] == status
 
@@ -364,7 +364,7 @@ def test_another_method_gets_405(model: str, method: str) -> None:
     async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
         path = f"{access.base_url.partition(str(endpoint.port))[2]}/chat/completions"
         answer_head = head(path, f"Authorization: Bearer {access.token}", length=0)
-        return await sent(endpoint.port, answer_head.replace(b"POST", method.encode(), 1))
+        return await send_pieces(endpoint.port, answer_head.replace(b"POST", method.encode(), 1))
 
     assert ask(model, agent)[0] == 405
 
@@ -377,9 +377,9 @@ def test_a_huge_request_gets_413(model: str, length: str, monkeypatch: pytest.Mo
         path = f"{access.base_url.partition(str(endpoint.port))[2]}/chat/completions"
         key = f"Authorization: Bearer {access.token}"
         if length == "header":
-            return await sent(endpoint.port, head(path, key, length=5000) + b"x" * 5000)
+            return await send_pieces(endpoint.port, head(path, key, length=5000) + b"x" * 5000)
         chunked = head(path, key, length=0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
-        return await sent(endpoint.port, chunked, *[b"1f4\r\n" + b"x" * 500 + b"\r\n"] * 10, b"0\r\n\r\n")
+        return await send_pieces(endpoint.port, chunked, *[b"1f4\r\n" + b"x" * 500 + b"\r\n"] * 10, b"0\r\n\r\n")
 
     assert ask(model, agent)[0] == 413
 
@@ -393,7 +393,7 @@ def test_a_slow_request_is_ended(model: str, part: str, status: int | None, monk
         request_head = head(path, f"Authorization: Bearer {access.token}", length=1000)
         pieces = [request_head] if part == "body" else []
         slow = [bytes([byte]) for byte in (b" " * 200 if part == "body" else request_head)]
-        actual = await sent(endpoint.port, *pieces, *slow, pause_s=0.05)
+        actual = await send_pieces(endpoint.port, *pieces, *slow, pause_s=0.05)
         messages: list[Any] = [{"role": "user", "content": "a"}]
         await client.chat.completions.create(model=access.model, messages=messages)
         return actual

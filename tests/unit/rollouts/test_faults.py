@@ -277,7 +277,7 @@ def test_a_server_that_is_lost_or_down_for_everybody_leaves_the_loss() -> None:
     assert verdicts(alone) == [(None, False, True)], "no other response shows that the environment works"
 
 
-def _chained(kind: type[Exception]) -> Exception:
+def _make_chained(kind: type[Exception]) -> Exception:
     try:
         try:
             raise kind("inner")
@@ -293,8 +293,8 @@ def _chained(kind: type[Exception]) -> Exception:
         (ConnectionResetError("x"), True),
         (TimeoutError(), True),
         (RunError("server lost"), True),
-        (_chained(ConnectionRefusedError), True),
-        (_chained(KeyError), False),
+        (_make_chained(ConnectionRefusedError), True),
+        (_make_chained(KeyError), False),
         (FileNotFoundError("what the model wrote"), False),
         (RecursionError(), False),
         (MemoryError(), False),

@@ -31,45 +31,45 @@ def draw(seed: int, tokens: int, sure: float) -> Trajectory:
     return make_trajectory(tokens, token_ids=[7, *ids], logprobs=logprobs, sample=seed)
 
 
-def flagged(group: list[Trajectory], temperature: float = 1.0) -> list[int]:
+def list_flagged(group: list[Trajectory], temperature: float = 1.0) -> list[int]:
     record_repeated_samples(group, temperature)
     copies = [id(copy) for copy in find_copies(group)]
     return [number for number, copy in enumerate(group) if id(copy) in copies]
 
 
 def test_one_seed_for_all_samples_is_noticed() -> None:
-    assert flagged([draw(5, 30, 0.5) for _ in range(8)]) == list(range(8))
-    assert flagged([draw(5, 30, 0.5) for _ in range(8)], temperature=0.0) == [], "greedy sampling repeats itself"
-    assert flagged([draw(seed, 30, 0.5) for seed in range(8)]) == []
+    assert list_flagged([draw(5, 30, 0.5) for _ in range(8)]) == list(range(8))
+    assert list_flagged([draw(5, 30, 0.5) for _ in range(8)], temperature=0.0) == [], "greedy sampling repeats itself"
+    assert list_flagged([draw(seed, 30, 0.5) for seed in range(8)]) == []
 
 
 def test_samples_that_come_in_pairs_are_noticed() -> None:
     """Two engines with the same seeds, or four seeds for eight samples."""
-    assert flagged([draw(number % 4, 40, 0.5) for number in range(8)]) == list(range(8))
-    assert flagged([*(draw(number, 40, 0.5) for number in range(7)), draw(3, 40, 0.5)]) == [3, 7]
+    assert list_flagged([draw(number % 4, 40, 0.5) for number in range(8)]) == list(range(8))
+    assert list_flagged([*(draw(number, 40, 0.5) for number in range(7)), draw(3, 40, 0.5)]) == [3, 7]
 
 
 @pytest.mark.parametrize(("tokens", "sure"), [(1, 0.5), (3, 0.9), (40, 0.999), (200, 0.99999)])
 def test_answers_that_the_policy_is_sure_of_are_no_copies(tokens: int, sure: float) -> None:
     for begin in range(0, 2000, 8):
-        assert flagged([draw(begin + number, tokens, sure) for number in range(8)]) == []
+        assert list_flagged([draw(begin + number, tokens, sure) for number in range(8)]) == []
 
 
 def test_a_sure_policy_repeats_itself_but_not_its_exceptions() -> None:
     group = [draw(0, 40, 0.999) for _ in range(8)]
     assert not group[0].response_ids.any()
-    assert flagged(group) == []
+    assert list_flagged(group) == []
     odd = make_trajectory(40, token_ids=[7, *[3] * 40], logprobs=[math.log(0.001 / 49)] * 40)
-    assert flagged([*(replace(sample) for sample in group[:6]), odd, replace(odd)]) == [6, 7]
+    assert list_flagged([*(replace(sample) for sample in group[:6]), odd, replace(odd)]) == [6, 7]
 
 
 def test_other_observations_or_failures_are_no_copies() -> None:
     sample = draw(1, 30, 0.5)
     other_sample = replace(sample, token_ids=np.array([8, *sample.token_ids[1:]], np.int32))
-    assert flagged([sample, other_sample]) == [], "the context differs"
-    assert flagged([failed_trajectory(), failed_trajectory()]) == []
+    assert list_flagged([sample, other_sample]) == [], "the context differs"
+    assert list_flagged([failed_trajectory(), failed_trajectory()]) == []
     nothing = [replace(sample, logprobs=np.full(30, np.nan, np.float32)) for _ in range(3)]
-    assert flagged(nothing) == []
+    assert list_flagged(nothing) == []
 
 
 @pytest.mark.parametrize("probabilities", [(0.5, 0.3, 0.2), (0.9, 0.05, 0.05), (0.25, 0.25, 0.25, 0.25)])

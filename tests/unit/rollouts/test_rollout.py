@@ -277,7 +277,7 @@ def test_what_fails_once_is_tried_again_and_what_fails_twice_is_marked(trouble: 
 
 
 def test_what_a_lost_engine_was_sampling_is_sampled_again_as_often_as_that_happens() -> None:
-    """It is not the rollout that failed: all its turns are asked for again, with the same seeds, and nothing counts."""
+    """The rollout did not fail: all its turns are asked for again with the same seeds."""
     error = EngineLostError("gone")
     second_turn = compute_sample_seed(5, 2, 40, 0, 1)
     engine = FakeEngine(trouble={SEEDS[0]: [error, error, error], second_turn: [error]})

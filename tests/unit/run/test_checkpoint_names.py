@@ -12,7 +12,7 @@ from megatron_grpo.config.schema import Config, DataConfig
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.run.directory import record_start
 from tests.support.config_problems import problems_of
-from tests.unit.run.test_checkpointer import saved
+from tests.unit.run.test_checkpointer import save_steps
 
 KEYS = ("policy.model.path", "checkpointing.resume", "value.model.path")
 
@@ -23,7 +23,7 @@ def run_dir(tmp_path: Path) -> Path:
     config = Config(data=DataConfig(val_path="rows.jsonl"))
     (tmp_path / "run").mkdir()
     record_start(tmp_path / "run", config)
-    saved(tmp_path / "run", {2: 0.9, 4: 0.1, 6: 0.5})
+    save_steps(tmp_path / "run", {2: 0.9, 4: 0.1, 6: 0.5})
     return tmp_path / "run"
 
 

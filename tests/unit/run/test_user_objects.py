@@ -25,13 +25,13 @@ ROWS = [{"prompt": f"{a}+{b}=", "answer": f"{a + b:03d}"} for a in range(10, 18)
 OTHER = [{"prompt": f"{a}+{b}=", "answer": f"{a + b:03d}"} for a in range(50, 58) for b in range(10, 18)]
 
 
-def generated(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def yield_rows(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     yield from rows
 
 
 FORMS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
     "list": list,
-    "generator": generated,
+    "generator": yield_rows,
     "dataset": Dataset.from_list,
     "stream": lambda rows: Dataset.from_list(rows).to_iterable_dataset(),
 }
