@@ -61,7 +61,7 @@ def quiet(cluster: None) -> Iterator[RolloutPool]:
 
 @pytest.mark.parametrize(
     ("engines", "workers"),
-    [(3, 2), *(pytest.param(*trajectory, marks=pytest.mark.slow) for trajectory in [(1, 1), (2, 1), (1, 2)])],
+    [(3, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(1, 1), (2, 1), (1, 2)])],
 )
 def test_groups_come_in_the_order_of_the_prompts_whatever_the_layout(engines: int, workers: int) -> None:
     prompts = [prompt(idx) for idx in (5, 3, 8, 0, 12, 7)]
@@ -72,11 +72,11 @@ def test_groups_come_in_the_order_of_the_prompts_whatever_the_layout(engines: in
     expected = [
         [expected_trajectory(datum, group, sample) for sample in range(SAMPLES)] for group, datum in enumerate(prompts)
     ]
-    assert {trajectory.engine for group in trajectories for trajectory in group} == set(range(engines))
-    assert [[row_anywhere(trajectory) for trajectory in group] for group in trajectories] == [
-        [row_anywhere(trajectory) for trajectory in group] for group in expected
+    assert {one.engine for group in trajectories for one in group} == set(range(engines))
+    assert [[row_anywhere(one) for one in group] for group in trajectories] == [
+        [row_anywhere(one) for one in group] for group in expected
     ]
-    assert [group.outcomes for group in groups] == [[trajectory.outcome for trajectory in group] for group in expected]
+    assert [group.outcomes for group in groups] == [[one.outcome for one in group] for group in expected]
     assert {"generation", "environment"} <= timer.seconds.keys()
 
 
@@ -96,13 +96,13 @@ def _calls(rollouts: RolloutPool) -> list[list[list[int]]]:
 def test_fewer_prompts_than_workers() -> None:
     with pool(engines=[{}, {}, {}], num_workers=3) as rollouts:
         groups = collect(rollouts, [prompt(4)])
-        assert [[outcome.prompt_idx for outcome in group.outcomes] for group in groups] == [[4] * SAMPLES]
+        assert [[one.prompt_idx for one in group.outcomes] for group in groups] == [[4] * SAMPLES]
 
 
 def arrivals(rollouts: RolloutPool, prompts: Sequence[DatumSpec]) -> list[CompletePrompt]:
     """Prompts numbered from 10, in the order in which they are complete."""
     settings = rollouts.make_settings(SAMPLES, SETTINGS, SEED, STEP)
-    begun = rollouts.begin({10 + number: prompt for number, prompt in enumerate(prompts)}, settings)
+    begun = rollouts.begin({10 + number: one for number, one in enumerate(prompts)}, settings)
     came: list[CompletePrompt] = []
     since = time.monotonic()
     while begun.streams:
@@ -121,13 +121,13 @@ def test_groups_are_told_of_when_they_are_complete_and_taken_later(engines: int,
         gc.collect()
         time.sleep(1.0)  # for what nobody refers to to go
         trajectories = rollouts.fetch([*second, *first])
-    numbers = [complete.number for complete in came]
+    numbers = [one.number for one in came]
     assert sorted(numbers) == list(range(10, 10 + PROMPTS))
     assert numbers[-1] == 12, "the one whose engine was stuck at the first attempt"
-    for number, group, trajectory in zip(numbers, [*second, *first], trajectories, strict=True):
+    for number, group, found in zip(numbers, [*second, *first], trajectories, strict=True):
         expected = [expected_trajectory(prompt(number - 10), number, sample) for sample in range(SAMPLES)]
-        assert group.outcomes == [complete.outcome for complete in expected]
-        assert [row_anywhere(complete) for complete in trajectory] == [row_anywhere(complete) for complete in expected]
+        assert group.outcomes == [one.outcome for one in expected]
+        assert [row_anywhere(one) for one in found] == [row_anywhere(one) for one in expected]
 
 
 def test_an_engine_that_dies_ends_the_stream_with_one_clear_error() -> None:
@@ -151,7 +151,7 @@ def test_shards_and_what_is_computed_from_them(workers: int) -> None:
     sequences = [np.sort(order[begin::3]) for begin in range(3)]
     with pool(engines=[{}, {}], num_workers=workers) as rollouts:
         groups = collect(rollouts, prompts)
-        flat = [trajectory for group in rollouts.fetch(groups) for trajectory in group]
+        flat = [one for group in rollouts.fetch(groups) for one in group]
         batch = step_batch(flat, sequences)
         batch.fields = rollouts.build_partitions(groups, sequences)
         fetched = [{name: ray.get(parts[shard]) for name, parts in batch.fields.items()} for shard in range(3)]
@@ -161,24 +161,16 @@ def test_shards_and_what_is_computed_from_them(workers: int) -> None:
         {"token_ids": "int32", "sampled": "bool", "generation_logprobs": "float32"}
     ] * 3
     for numbers, shard, moved in zip(sequences, fetched, shifted, strict=True):
-        chosen = [flat[number] for number in numbers]
-        np.testing.assert_array_equal(
-            shard["token_ids"], np.concatenate([trajectory.token_ids for trajectory in chosen])
-        )
-        prompt_lengths = [len(trajectory.token_ids) - len(trajectory.logprobs) for trajectory in chosen]
-        masks = [
-            np.arange(len(trajectory.token_ids)) >= count
-            for trajectory, count in zip(chosen, prompt_lengths, strict=True)
-        ]
+        mine = [flat[number] for number in numbers]
+        np.testing.assert_array_equal(shard["token_ids"], np.concatenate([one.token_ids for one in mine]))
+        given = [len(one.token_ids) - len(one.logprobs) for one in mine]
+        masks = [np.arange(len(one.token_ids)) >= count for one, count in zip(mine, given, strict=True)]
         np.testing.assert_array_equal(shard["sampled"], np.concatenate(masks))
-        padded = [
-            np.concatenate([np.zeros(n, np.float32), trajectory.logprobs])
-            for trajectory, n in zip(chosen, prompt_lengths, strict=True)
-        ]
+        padded = [np.concatenate([np.zeros(n, np.float32), one.logprobs]) for one, n in zip(mine, given, strict=True)]
         np.testing.assert_array_equal(shard["generation_logprobs"], np.concatenate(padded))
-        ids = [trajectory.token_ids + 1000 * number for trajectory, number in zip(chosen, numbers, strict=True)]
+        ids = [one.token_ids + 1000 * number for one, number in zip(mine, numbers, strict=True)]
         np.testing.assert_array_equal(moved, np.concatenate(ids))
-    assert summary == sum(len(trajectory.logprobs) for trajectory in flat)
+    assert summary == sum(len(one.logprobs) for one in flat)
 
 
 def test_groups_that_were_put_are_as_good_as_collected_ones(quiet: RolloutPool) -> None:
@@ -186,8 +178,8 @@ def test_groups_that_were_put_are_as_good_as_collected_ones(quiet: RolloutPool) 
     again = quiet.put(quiet.fetch(groups))
     assert [group.outcomes for group in again] == [group.outcomes for group in groups]
     numbers = [np.arange(2 * SAMPLES)]
-    first, second = (ray.get(quiet.build_partitions(of, numbers)["token_ids"]) for of in (groups, again))
-    np.testing.assert_array_equal(first, second)
+    one, other = (ray.get(quiet.build_partitions(of, numbers)["token_ids"]) for of in (groups, again))
+    np.testing.assert_array_equal(one, other)
 
 
 EVEN, ODD = np.arange(0, 2 * SAMPLES, 2), np.arange(1, 2 * SAMPLES, 2)
@@ -196,8 +188,8 @@ EVEN, ODD = np.arange(0, 2 * SAMPLES, 2), np.arange(1, 2 * SAMPLES, 2)
 def step_batch(flat: list[Trajectory], sequences: list[NDArray[np.int64]]) -> StepBatch:
     """The batch of a step that trains on these, in a shard for each of `sequences`, without any entries."""
     return StepBatch(
-        lengths=np.array([len(trajectory.token_ids) for trajectory in flat]),
-        response_tokens=np.array([len(trajectory.logprobs) for trajectory in flat]),
+        lengths=np.array([len(one.token_ids) for one in flat]),
+        response_tokens=np.array([len(one.logprobs) for one in flat]),
         in_loss=np.ones(len(flat), dtype=np.bool_),
         partitions=sequences,
     )
@@ -206,7 +198,7 @@ def step_batch(flat: list[Trajectory], sequences: list[NDArray[np.int64]]) -> St
 def test_the_dump_holds_what_was_collected(quiet: RolloutPool, tmp_path: Path) -> None:
     groups = collect(quiet, [prompt(idx) for idx in range(PROMPTS)])
     groups = [groups[3], groups[1]]  # as dynamic sampling puts groups together
-    flat = [trajectory for group in quiet.fetch(groups) for trajectory in group]
+    flat = [one for group in quiet.fetch(groups) for one in group]
     by_response, by_token = (step_batch(flat, numbers) for numbers in ([EVEN, ODD], [EVEN, ODD]))
     record = make_record(samples_per_prompt=SAMPLES)
     by_response.advantages = np.arange(2 * SAMPLES, dtype=np.float32)
@@ -220,23 +212,19 @@ def test_the_dump_holds_what_was_collected(quiet: RolloutPool, tmp_path: Path) -
     quiet.wait_dump(quiet.dump(5, groups, by_token, tmp_path, record, max_rollouts=3))
     rows = list(read_rollouts(tmp_path, 4))
     assert [row["group"] for row in rows] == [0] * SAMPLES + [1] * SAMPLES
-    for row, trajectory in zip(rows, flat, strict=True):
-        np.testing.assert_array_equal(row["token_ids"], trajectory.token_ids)
-        np.testing.assert_array_equal(row["logprobs"], trajectory.logprobs)
-        assert (row["reward"], row["response"], row["prompt_idx"]) == (
-            trajectory.reward,
-            trajectory.response,
-            trajectory.prompt_idx,
-        )
+    for row, one in zip(rows, flat, strict=True):
+        np.testing.assert_array_equal(row["token_ids"], one.token_ids)
+        np.testing.assert_array_equal(row["logprobs"], one.logprobs)
+        assert (row["reward"], row["response"], row["prompt_idx"]) == (one.reward, one.response, one.prompt_idx)
         assert set(row["advantages"].tolist()) == {row["group"] * SAMPLES + row["sample"]}
-        assert (len(row["advantages"]), row["prev_logprobs"]) == (len(trajectory.logprobs), None)
+        assert (len(row["advantages"]), row["prev_logprobs"]) == (len(one.logprobs), None)
     chosen = list(read_rollouts(tmp_path, 5))
     assert [(row["group"], row["sample"]) for row in chosen] == [(0, 0), (0, 2), (1, 1)]
     for row in chosen:
-        positions = [position for start, end, _ in row["spans"] for position in range(start, end)]
+        places = [place for start, end, _ in row["spans"] for place in range(start, end)]
         number = 1000 * (row["group"] * SAMPLES + row["sample"])
-        assert row["advantages"].tolist() == [number + position for position in positions]
-        assert row["prev_logprobs"].tolist() == [-number - position for position in positions]
+        assert row["advantages"].tolist() == [number + place for place in places]
+        assert row["prev_logprobs"].tolist() == [-number - place for place in places]
 
 
 def failing(function: str, **changes: Any) -> EnvironmentConfig:
@@ -263,22 +251,17 @@ def test_only_the_responses_that_break_a_reward_function_are_at_fault(
     bad = {1: [seed_text(1, 2)], 4: [seed_text(4, 0)]}
     prompts = [prompt(idx, bad.get(idx, ())) for idx in range(PROMPTS)]
     with pool(failing(function, timeout_s=2.0, num_workers=processes), max_failed_fraction=0.0) as rollouts:
-        outcomes = [failed_outcome for group in collect(rollouts, prompts) for failed_outcome in group.outcomes]
+        outcomes = [one for group in collect(rollouts, prompts) for one in group.outcomes]
         faulty = [outcome for outcome in outcomes if outcome.fault is not None]
         assert [(outcome.prompt_idx, outcome.sample) for outcome in faulty] == [(1, 2), (4, 0)]
         for outcome in faulty:
             assert re.fullmatch(reason, str(outcome.fault))
             assert (outcome.failure, outcome.reward, outcome.correct, outcome.reward_parts) == (None, 0.0, None, {})
             assert outcome.response_tokens > 0, "it is learnt from"
-        healthy = [outcome for outcome in outcomes if outcome.fault is None]
-        assert all(
-            failed_outcome.reward == float(seed_text(failed_outcome.prompt_idx, failed_outcome.sample))
-            for failed_outcome in healthy
-        )
+        whole = [outcome for outcome in outcomes if outcome.fault is None]
+        assert all(one.reward == float(seed_text(one.prompt_idx, one.sample)) for one in whole)
         (after,) = collect(rollouts, [prompt(0)])
-        assert [failed_outcome.failure for failed_outcome in after.outcomes] == [None] * SAMPLES, (
-            "it works on afterwards"
-        )
+        assert [one.failure for one in after.outcomes] == [None] * SAMPLES, "it works on afterwards"
 
 
 def test_too_many_failures_end_the_collect_with_the_reason() -> None:
@@ -298,12 +281,7 @@ def test_a_request_that_the_engine_gives_up_is_asked_again_with_its_seed() -> No
     with pool(engines=[{"refused": [once, twice, twice]}]) as rollouts:
         groups = collect(rollouts, [prompt(idx) for idx in range(3)])
         trajectories = rollouts.fetch(groups)
-    failures = {
-        (outcome.prompt_idx, outcome.sample): outcome.failure
-        for group in groups
-        for outcome in group.outcomes
-        if outcome.failure
-    }
+    failures = {(one.prompt_idx, one.sample): one.failure for group in groups for one in group.outcomes if one.failure}
     assert failures == {(1, 2): "refused by the engine"}
     assert row_anywhere(trajectories[0][1]) == row_anywhere(expected_trajectory(prompt(0), 0, 1))
     failed = trajectories[1][2]
@@ -314,14 +292,10 @@ def test_a_request_that_is_never_answered_is_aborted_and_asked_again() -> None:
     once, twice = compute_sample_seed(SEED, STEP, 0, 1), compute_sample_seed(SEED, STEP, 1, 2)
     with pool(engines=[{"stuck": [once, twice, twice]}], timeout_s=1.0) as rollouts:
         groups = collect(rollouts, [prompt(idx) for idx in range(3)])
-        failures = [
-            (trajectory.prompt_idx, trajectory.sample, trajectory.failure)
-            for group in groups
-            for trajectory in group.outcomes
-        ]
+        failures = [(one.prompt_idx, one.sample, one.failure) for group in groups for one in group.outcomes]
         _, aborted = ray.get(rollouts.engines[0].history.remote())
     reason = "generation engine 0 did not finish it within rollouts.timeout_s=1 s"
-    assert [trajectory for trajectory in failures if trajectory[2]] == [(1, 2, reason)]
+    assert [one for one in failures if one[2]] == [(1, 2, reason)]
     assert len(aborted) == 3
 
 
@@ -358,10 +332,10 @@ def test_what_a_dead_engine_was_sampling_is_sampled_again_by_the_next(workers: i
         [row_anywhere(expected_trajectory(datum, group, sample)) for sample in range(SAMPLES)]
         for group, datum in enumerate(prompts)
     ]
-    assert [[row_anywhere(trajectory) for trajectory in group] for group in trajectories] == expected
+    assert [[row_anywhere(one) for one in group] for group in trajectories] == expected
     assert len(histories[0][0]) == 1, "the engine that works is not asked again"
-    ((rest,),) = [calls for calls, _ in histories][1:]
-    assert set(rest) <= set(seeds), "nothing is asked for but what the engines before it owed"
+    ((left,),) = [calls for calls, _ in histories][1:]
+    assert set(left) <= set(seeds), "nothing is asked for but what the engines before it owed"
     assert [group.outcomes for group in again] == [group.outcomes for group in groups]
 
 
@@ -371,11 +345,9 @@ def test_a_late_engine_is_replaced_until_none_is_left() -> None:
     stuck = {"stuck": seeds}
     with pool(engines=[{}, stuck], spare=[{}], generation_timeout_s=5.0) as rollouts:
         outcomes = [
-            outcome
-            for group in collect(rollouts, [prompt(idx) for idx in range(PROMPTS)])
-            for outcome in group.outcomes
+            one for group in collect(rollouts, [prompt(idx) for idx in range(PROMPTS)]) for one in group.outcomes
         ]
-    assert [outcome.failure for outcome in outcomes] == [None] * PROMPTS * SAMPLES
+    assert [one.failure for one in outcomes] == [None] * PROMPTS * SAMPLES
     with (
         pool(engines=[{}, stuck], spare=[stuck], generation_timeout_s=5.0) as rollouts,
         pytest.raises(SamplingError, match=r"^generation: no answer from generation engine 1 within 5 s$"),
@@ -389,7 +361,7 @@ def test_a_stopped_environment_process_is_replaced() -> None:
         pid = ray.get(actor.start.remote()).pid
         os.kill(pid, signal.SIGSTOP)
         groups = collect(rollouts, [prompt(idx) for idx in range(2)])
-        assert not [outcome.failure for group in groups for outcome in group.outcomes if outcome.failure]
+        assert not [one.failure for group in groups for one in group.outcomes if one.failure]
         deadline = time.monotonic() + 20
         while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < deadline:
             time.sleep(0.1)

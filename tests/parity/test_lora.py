@@ -21,9 +21,9 @@ from tests.parity.adapters import LORA, adapted_layers, make_lora_rank
 from tests.parity.lora import (
     fill_b,
     joined,
-    list_weights,
     own_parts,
     peft_oracle,
+    places,
     rows_of,
 )
 from tests.parity.policy_training import MAX_GRAD_NORM, OPTIMIZER, hf_loss, make_batch, train_arguments
@@ -67,7 +67,7 @@ def expect_gradients_of_peft(layout: Layout, models: list[TinyModel], **settings
         oracle = peft_oracle(model, values)
         hf_loss(oracle).backward()
         of_a: dict[str, Tensor] = {}
-        for name, lora_a, lora_b, matrix in list_weights(oracle, values):
+        for name, lora_a, lora_b, matrix in places(oracle, values):
             of_a[name] = of_a.get(name, 0) + lora_a.grad  # matrices that are merged share their A
             error = (rows_of(model, matrix, gradients[f"{name}.lora_b"]) - lora_b.grad).norm() / lora_b.grad.norm()
             assert error < 1e-4, f"{model.name} {name} {matrix} B: relative error {error:.1e}"
@@ -122,11 +122,11 @@ def adamw_on_peft(model: TinyModel, start: dict[str, Tensor]) -> PeftModel:
     """Three steps of torch's AdamW on the adapters; matrices that are merged keep one A."""
     oracle = peft_oracle(model, start)
     shared: dict[str, list[Tensor]] = {}
-    for name, lora_a, _, _ in list_weights(oracle, start):
+    for name, lora_a, _, _ in places(oracle, start):
         shared.setdefault(name, []).append(lora_a)
     # One of each group is trained, with the gradient of all.
     trained = [lora_a for group in shared.values() for lora_a in group[:1]]
-    trained += [lora_b for _, _, lora_b, _ in list_weights(oracle, start)]
+    trained += [lora_b for _, _, lora_b, _ in places(oracle, start)]
     adamw = torch.optim.AdamW(trained, betas=(0.9, 0.95), eps=OPTIMIZER.adam_eps, weight_decay=OPTIMIZER.weight_decay)
     for rate in (0.5e-2, 1e-2, 1e-2):
         oracle.zero_grad()
@@ -153,7 +153,7 @@ def test_steps_logprobs_and_reference_equal_peft(layout: Layout, tiny_models: di
     assert all(torch.equal(start[name], value) for name, value in one_rank.items()), "A depends on the layout"
     assert not any(value.any() for name, value in start.items() if name.endswith("lora_b"))
     oracle = adamw_on_peft(model, start)
-    for name, lora_a, lora_b, matrix in list_weights(oracle, end):
+    for name, lora_a, lora_b, matrix in places(oracle, end):
         torch.testing.assert_close(end[f"{name}.lora_a"], lora_a.data, atol=2e-6, rtol=1e-4)
         torch.testing.assert_close(rows_of(model, matrix, end[f"{name}.lora_b"]), lora_b.data, atol=2e-6, rtol=1e-4)
     base = model.load().state_dict()

@@ -23,14 +23,14 @@ Given = tuple[bool, list[tuple[str, Tensor | None]]]
 
 
 def round_trip(layout: Layout, folders: list[Path], precision: str) -> list[Given]:
-    results = []
+    found = []
     for folder in folders:
         shape = read_model_shape(folder)
         chunks = build_model(PolicyConfig(parallel=layout.parallel, precision=precision), shape)
         load_hf_weights(chunks, shape, folder)
         tensors = list(iter_hf_tensors(chunks, shape))
-        results.append((parallel_state.get_tensor_model_parallel_rank() == 0, tensors))
-    return results
+        found.append((parallel_state.get_tensor_model_parallel_rank() == 0, tensors))
+    return found
 
 
 def full_tensors(by_rank: list[list[Given]], position: int) -> dict[str, Tensor]:

@@ -81,12 +81,12 @@ def test_they_are_those_of_transformers(layout: Layout, tmp_path: Path) -> None:
     models = [make_blocked(family, tmp_path / family, *BLOCKED[family]) for family in families]
     by_rank = run_on_ranks(layout, find_on_rank, models)
     for number, model in enumerate(models):
-        counts = Counter(name for rank in by_rank for name in rank[number][0])
+        held = Counter(name for rank in by_rank for name in rank[number][0])
         zero = Counter(name for rank in by_rank for name in rank[number][1])
-        assert set(counts) == set(model.tensors())
+        assert set(held) == set(model.tensors())
         expected = list_zeros_of_transformers(model)
         assert {f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"} <= expected
-        assert {name for name, count in zero.items() if count == counts[name]} == expected
+        assert {name for name, count in zero.items() if count == held[name]} == expected
 
 
 def find_adapters_on_rank(layout: Layout, model: TinyModel, lora: LoraConfig) -> list[tuple[str, ...]]:
@@ -113,8 +113,8 @@ def test_every_family_has_them_where_transformers_has_them(layout: Layout, tmp_p
     models = [make_blocked(family, tmp_path / family) for family in families]
     by_rank = run_on_ranks(layout, find_on_rank, models, timeout_s=300.0)
     for number, model in enumerate(models):
-        counts = Counter(name for rank in by_rank for name in rank[number][0])
+        held = Counter(name for rank in by_rank for name in rank[number][0])
         zero = Counter(name for rank in by_rank for name in rank[number][1])
-        assert set(counts) <= set(model.tensors())
+        assert set(held) <= set(model.tensors())
         expected = list_zeros_of_transformers(model)
-        assert {name for name, count in zero.items() if count == counts[name]} == expected & set(counts), model.name
+        assert {name for name, count in zero.items() if count == held[name]} == expected & set(held), model.name

@@ -37,9 +37,9 @@ def planned(config: Config, shape: ModelShape, gpu: Hardware = H100) -> Plan:
     """A plan whose memory is that of the estimates; the log-probabilities' batches add to it."""
     static = count_static_bytes(config, shape)
     tokens = config.policy.logprob_microbatch_tokens or config.policy.microbatch_tokens
-    rest = int(estimate_activation_bytes(config, shape)) + 4000 * tokens
-    holders = [Holder("weights", static, 1, None), Holder("linear", rest, 1, None)]
-    rank = RankMemory(0, 0, 1, 1.0, {"train": static + rest}, {}, 3 * GIB, holders, 2 * GIB)
+    others = int(estimate_activation_bytes(config, shape)) + 4000 * tokens
+    holders = [Holder("weights", static, 1, None), Holder("linear", others, 1, None)]
+    rank = RankMemory(0, 0, 1, 1.0, {"train": static + others}, {}, 3 * GIB, holders, 2 * GIB)
     return Plan(config, shape, gpu, [rank], size_engine(config, shape, gpu), None, [], 0.0)
 
 
@@ -130,20 +130,18 @@ def test_advice_fits_and_no_single_key_does_where_it_has_several(
     assert not find_problems(config, DENSE)
     plan = planned(config, DENSE, gpu)
     assert plan.shortages
-    advice = with_advice(plan, None).advice  # type: ignore[arg-type]
-    assert advice is not None
-    assert advice.overrides, advice.text
-    assert not applied(config, advice, gpu).shortages
-    if len(advice.overrides) > 1:
+    found = with_advice(plan, None).advice  # type: ignore[arg-type]
+    assert found is not None
+    assert found.overrides, found.text
+    assert not applied(config, found, gpu).shortages
+    if len(found.overrides) > 1:
         singles = [
-            candidate
-            for candidate in (*iterate_single_changes(plan), *iterate_layout_changes(plan, "policy", DENSE))
-            if len(candidate) == 1
+            one
+            for one in (*iterate_single_changes(plan), *iterate_layout_changes(plan, "policy", DENSE))
+            if len(one) == 1
         ]
-        engine_changes = find_engine_changes(plan) or {}
-        assert all(
-            planned(apply_changes(config, candidate | engine_changes), DENSE, gpu).shortages for candidate in singles
-        )
+        others = find_engine_changes(plan) or {}
+        assert all(planned(apply_changes(config, one | others), DENSE, gpu).shortages for one in singles)
 
 
 @pytest.mark.parametrize("refused", ["at once", "in full"])
@@ -163,14 +161,14 @@ def test_changes_that_cannot_be_planned_are_left_out(refused: str, monkeypatch: 
         return Pending(planned(config, shape))
 
     monkeypatch.setattr(advice_module, "submit_plan", submit)
-    advice = with_advice(plan, None).advice  # type: ignore[arg-type]
-    assert advice is not None
-    assert advice.overrides
-    assert advice.overrides != first.overrides
-    assert not applied(config, advice, H100).shortages
+    found = with_advice(plan, None).advice  # type: ignore[arg-type]
+    assert found is not None
+    assert found.overrides
+    assert found.overrides != first.overrides
+    assert not applied(config, found, H100).shortages
 
 
-def applied(config: Config, advice: Advice, gpu: Hardware, shape: ModelShape = DENSE) -> Plan:
+def applied(config: Config, found: Advice, gpu: Hardware, shape: ModelShape = DENSE) -> Plan:
     """The plan of a configuration with the overrides of advice."""
     values = {"true": True, "false": False, "null": None, "[]": []}
 
@@ -178,27 +176,27 @@ def applied(config: Config, advice: Advice, gpu: Hardware, shape: ModelShape = D
         return values[text] if text in values else float(text) if "." in text else int(text)
 
     changes = {}
-    for override in advice.overrides:
+    for override in found.overrides:
         key, _, text = override.partition("=")
         changes[key] = text if key == "generation.placement" or "kernel" in key else value(text)
-    changed_config = apply_changes(config, changes)
-    assert not find_problems(changed_config, shape)
-    assert count_idle_gpus(changed_config) >= 0
-    return planned(changed_config, shape, gpu)
+    made = apply_changes(config, changes)
+    assert not find_problems(made, shape)
+    assert count_idle_gpus(made) >= 0
+    return planned(made, shape, gpu)
 
 
 def test_of_single_keys_that_fit_the_one_that_frees_most_is_advised() -> None:
     config = run()
     kept_reference(config)
     plan = planned(config, DENSE, replace(H100, memory_gib=72.0))
-    advice = with_advice(plan, None).advice  # type: ignore[arg-type]
-    assert advice is not None
+    found = with_advice(plan, None).advice  # type: ignore[arg-type]
+    assert found is not None
     freed = {}
-    for candidate in (*iterate_single_changes(plan), *iterate_layout_changes(plan, "policy", DENSE)):
-        changes = apply_changes(config, candidate)
-        if len(candidate) == 1 and not find_problems(changes, DENSE):
-            freed[next(iter(candidate))] = planned(changes, DENSE).fullest.peak
-    assert advice.overrides[0].startswith(min(freed, key=freed.__getitem__))
+    for one in (*iterate_single_changes(plan), *iterate_layout_changes(plan, "policy", DENSE)):
+        made = apply_changes(config, one)
+        if len(one) == 1 and not find_problems(made, DENSE):
+            freed[next(iter(one))] = planned(made, DENSE).fullest.peak
+    assert found.overrides[0].startswith(min(freed, key=freed.__getitem__))
 
 
 @pytest.mark.slow
@@ -207,19 +205,19 @@ def test_a_model_that_no_layout_holds_is_called_that_and_the_nodes_are_named(pla
     config.generation.engine.gpu_memory_utilization = 0.6  # a refit takes 2.9 GB beside it
     planner["gpu"] = gpu
     plan = planned(config, EXPERTS, gpu)
-    advice = with_advice(plan, None).advice  # type: ignore[arg-type]
-    assert advice is not None
-    assert "nothing makes it fit on 1 x 8 h100: in every layout weights, gradients and optimizer state" in advice.text
-    assert "cluster.num_nodes=" in " ".join(advice.overrides)
-    assert not applied(config, advice, gpu, EXPERTS).shortages
+    found = with_advice(plan, None).advice  # type: ignore[arg-type]
+    assert found is not None
+    assert "nothing makes it fit on 1 x 8 h100: in every layout weights, gradients and optimizer state" in found.text
+    assert "cluster.num_nodes=" in " ".join(found.overrides)
+    assert not applied(config, found, gpu, EXPERTS).shortages
 
 
 def test_too_little_memory_for_libraries_is_said() -> None:
     plan = planned(run(), DENSE, replace(H100, memory_gib=2.0))
-    advice = with_advice(plan, None).advice  # type: ignore[arg-type]
-    assert advice is not None
-    assert not advice.overrides
-    assert "nothing makes it fit: CUDA and its libraries alone take 2.5 GiB of a GPU" in advice.text
+    found = with_advice(plan, None).advice  # type: ignore[arg-type]
+    assert found is not None
+    assert not found.overrides
+    assert "nothing makes it fit: CUDA and its libraries alone take 2.5 GiB of a GPU" in found.text
 
 
 def test_a_host_without_room_takes_less_of_the_optimizer() -> None:
@@ -228,10 +226,10 @@ def test_a_host_without_room_takes_less_of_the_optimizer() -> None:
     config.plan.host_memory_gib = 80.0
     plan = planned(config, DENSE)
     assert "a node's host keeps" in plan.problems[0]
-    advice = with_advice(plan, None).advice  # type: ignore[arg-type]
-    assert advice is not None
-    assert advice.overrides[0].startswith("policy.optimizer.cpu_offload=")
-    assert not applied(config, advice, H100).shortages
+    found = with_advice(plan, None).advice  # type: ignore[arg-type]
+    assert found is not None
+    assert found.overrides[0].startswith("policy.optimizer.cpu_offload=")
+    assert not applied(config, found, H100).shortages
 
 
 def test_a_run_that_fits_needs_no_advice() -> None:
