@@ -45,10 +45,10 @@ def measure_ours(folder: Path, steps: int, precision: str, overrides: Sequence[s
 def measure_trl(folder: Path, steps: int, precision: str, microbatch: int) -> dict[str, Any]:
     """Seconds of each step."""
     answer = folder / "trl.json"
-    own = ["--trl-in", str(folder), "--answer", str(answer), "--precision", precision]
-    run([sys.executable, __file__, *own, "--steps", str(steps), "--trl-microbatch", str(microbatch)])
-    found: dict[str, Any] = json.loads(answer.read_text())
-    return found
+    arguments = ["--trl-in", str(folder), "--answer", str(answer), "--precision", precision]
+    run([sys.executable, __file__, *arguments, "--steps", str(steps), "--trl-microbatch", str(microbatch)])
+    figures: dict[str, Any] = json.loads(answer.read_text())
+    return figures
 
 
 def train_with_trl(folder: Path, steps: int, precision: str, microbatch: int) -> dict[str, Any]:
@@ -101,28 +101,28 @@ def train_with_trl(folder: Path, steps: int, precision: str, microbatch: int) ->
     return {"step_s": seconds[WARM_UP_STEPS:], "response_length": statistics.fmean(lengths[WARM_UP_STEPS:])}
 
 
-def compare(asked: argparse.Namespace) -> dict[str, Any]:
+def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Both sides, in turn."""
     ours, trl = [], []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         make_model(Path(name) / "model")
-        for number in range(asked.rounds):
+        for number in range(options.rounds):
             folder = Path(name) / str(number)
             folder.mkdir()
             (folder / "model").symlink_to(Path(name) / "model")
-            ours.append(measure_ours(folder, asked.steps, asked.precision, asked.overrides))
-            trl.append(measure_trl(folder, asked.steps, asked.precision, asked.trl_microbatch))
+            ours.append(measure_ours(folder, options.steps, options.precision, options.overrides))
+            trl.append(measure_trl(folder, options.steps, options.precision, options.trl_microbatch))
     seconds = {
-        side: statistics.median(second for one in runs for second in one["step_s"])
+        side: statistics.median(second for duration in runs for second in duration["step_s"])
         for side, runs in (("ours", ours), ("trl", trl))
     }
     return {
         **header("against_trl"),
         "samples": PROMPTS * SAMPLES,
         "tokens": TOKENS,
-        "precision": asked.precision,
-        "overrides": list(asked.overrides),
-        "trl_microbatch": asked.trl_microbatch,
+        "precision": options.precision,
+        "overrides": list(options.overrides),
+        "trl_microbatch": options.trl_microbatch,
         "step_s": seconds,
         "ratio": seconds["trl"] / seconds["ours"],
         "runs": {"ours": ours, "trl": trl},
@@ -142,5 +142,5 @@ if __name__ == "__main__":
     if arguments.trl_in is None:
         print(json.dumps(compare(arguments), indent=2))
     else:
-        found = train_with_trl(arguments.trl_in, arguments.steps, arguments.precision, arguments.trl_microbatch)
-        arguments.answer.write_text(json.dumps(found))
+        answer = train_with_trl(arguments.trl_in, arguments.steps, arguments.precision, arguments.trl_microbatch)
+        arguments.answer.write_text(json.dumps(answer))

@@ -77,13 +77,14 @@ def compare(steps: int, rounds: int, chosen: Sequence[str], overrides: Sequence[
     sides = {side: [*overrides, *options_of(side)] for side in (IN_TURN, *chosen)}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for _ in range(rounds):
-        for name, given in sides.items():
-            runs[name].append(measure(given, steps))
+        for name, side_overrides in sides.items():
+            runs[name].append(measure(side_overrides, steps))
     ratios = {
         name: statistics.median(
-            one["samples_per_s"] / other["samples_per_s"] for one, other in zip(found, runs[IN_TURN], strict=True)
+            first_result["samples_per_s"] / second_result["samples_per_s"]
+            for first_result, second_result in zip(results, runs[IN_TURN], strict=True)
         )
-        for name, found in runs.items()
+        for name, results in runs.items()
         if name != IN_TURN
     }
     return {**header("async_grpo"), "steps": steps, "overrides": list(overrides), "ratio": ratios, "runs": runs}

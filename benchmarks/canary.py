@@ -61,16 +61,16 @@ def measure(pairs: int, paced: int, overrides: Sequence[str]) -> dict[str, Any]:
 
             warm = [step(True) for _ in range(WARM_UP_STEPS)]
             order = [(True, False) if number % 2 else (False, True) for number in range(pairs)]
-            paired = [{which: step(which) for which in both} for both in order]
+            paired = [{has_canary: step(has_canary) for has_canary in both} for both in order]
             canary._next = -math.inf
             free = [step(None) for _ in range(paced)]
-    everything = [*warm, *(one for pair in paired for one in pair.values()), *free]
-    checks = [one.throughput["weight_check_s"] for one in everything if "weight_check_s" in one.throughput]
+    everything = [*warm, *(figures for pair in paired for figures in pair.values()), *free]
+    checks = [figures.throughput["weight_check_s"] for figures in everything if "weight_check_s" in figures.throughput]
     # A step with a comparison of weights is not a pair with one without.
-    alike = [pair for pair in paired if not any("weight_check_s" in one.throughput for one in pair.values())]
+    alike = [pair for pair in paired if not any("weight_check_s" in figures.throughput for figures in pair.values())]
     delays = [pair[True].timing["refit"] - pair[False].timing["refit"] for pair in alike]
-    total = median(one.timing["total"] for one in everything)
-    followed = [one for one in free if "canary_s" in one.throughput]
+    total = median(figures.timing["total"] for figures in everything)
+    followed = [figures for figures in free if "canary_s" in figures.throughput]
     return {
         **header("canary"),
         "overrides": list(overrides),
@@ -81,7 +81,8 @@ def measure(pairs: int, paced: int, overrides: Sequence[str]) -> dict[str, Any]:
         "canary_s": median(pair[True].throughput["canary_s"] for pair in paired),
         "share_if_every_refit": median(delays) / total,
         "paced_steps": {"all": len(free), "with_canary": len(followed)},
-        "share_paced": sum(one.throughput["canary_s"] for one in followed) / sum(one.timing["total"] for one in free),
+        "share_paced": sum(figures.throughput["canary_s"] for figures in followed)
+        / sum(figures.timing["total"] for figures in free),
         "weight_check_s": {"median": median(checks), "all": checks},
         "share_of_weight_checks": median(checks) / total / (RefitConfig().weight_check_period or math.inf),
         "canary_logprob_error": max(pair[True].throughput["canary_logprob_error"] for pair in paired),
@@ -94,8 +95,8 @@ def main() -> None:
     parser.add_argument("--paced", type=int, default=20)
     options, overrides = parser.parse_known_args()
     with redirect_stdout(sys.stderr):
-        found = measure(options.pairs, options.paced, overrides)
-    print(json.dumps(found, indent=2))
+        result = measure(options.pairs, options.paced, overrides)
+    print(json.dumps(result, indent=2))
 
 
 if __name__ == "__main__":

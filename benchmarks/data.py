@@ -65,12 +65,12 @@ def in_own_process(kind: str, folder: Path, options: argparse.Namespace) -> dict
         save_tokenizer(model)
     command = [sys.executable, __file__, "--measure", str(path), "--rendered", str(options.rendered)]
     environment = os.environ | {"HF_HOME": str(folder / "huggingface")}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return {"file_mb": _mb(path.stat().st_size), **json.loads(done.stdout)}
+    process = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return {"file_mb": _mb(path.stat().st_size), **json.loads(process.stdout)}
 
 
 def measure(path: Path, rendered: int) -> dict[str, Any]:
-    """What the driver of a run does with a file of rows, from its start to the prompts of the first step."""
+    """What a run's driver does with a file of rows, until it has the first step's prompts."""
     import psutil
 
     from megatron_grpo.data.load_prompts import load_prompt_data
@@ -114,8 +114,8 @@ def _overrides(path: Path, rendered: int) -> list[str]:
 def _peak_mb() -> int:
     """Largest resident memory of this process, and of the largest child that it had."""
     with open("/proc/self/status", encoding="ascii") as file:
-        (own,) = (int(line.split()[1]) for line in file if line.startswith("VmHWM"))
-    return _mb((own + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) * 1024)
+        (peak,) = (int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+    return _mb((peak + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) * 1024)
 
 
 def _mb(size: float) -> int:
@@ -136,7 +136,7 @@ class Numbers:
 
 
 def visits(rows: int) -> dict[str, Any]:
-    """Visits of each row in two epochs, the first with a stop and a new loader after a random number of steps."""
+    """Visits of each row in two epochs, the first with a new loader after a random step."""
     import numpy as np
 
     per_batch = min(PROMPTS, rows)
@@ -148,17 +148,17 @@ def visits(rows: int) -> dict[str, Any]:
         if number == steps:
             break
     state = json.loads(json.dumps(loader.state_dict()))
-    asked, resume_s = time.monotonic(), None
+    started_at, resume_s = time.monotonic(), None
     resumed = _loader(rows, per_batch)
     resumed.load_state_dict(state)
     while resumed.epoch < 2:
         epoch = resumed.epoch
         for batch in resumed:
-            resume_s = resume_s or time.monotonic() - asked
+            resume_s = resume_s or time.monotonic() - started_at
             counts[epoch, [prompt["idx"] for prompt in batch]] += 1
     return {
         "stopped_after_steps": steps,
-        "visits_by_epoch": [[int(one.min()), int(one.max())] for one in counts],
+        "visits_by_epoch": [[int(count.min()), int(count.max())] for count in counts],
         "resume_s": round(resume_s or 0.0, 2),
         "two_epochs_s": round(time.monotonic() - begin, 1),
     }

@@ -70,7 +70,7 @@ def _measure(options: argparse.Namespace, samples: int) -> dict[str, Any]:
 
 
 def _growth(sizes: list[dict[str, Any]]) -> dict[str, float]:
-    """The power of the number of samples that a figure grew by, from the smallest size to the largest; 1 is linear."""
+    """The power of the samples by which a figure grew from the smallest size to the largest; 1: linear."""
     first, last = sizes[0], sizes[-1]
     if first is last:
         return {}

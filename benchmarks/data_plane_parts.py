@@ -184,7 +184,9 @@ def start_ray() -> None:
     )
 
 
-def measured(sizes: Sizes, train: Callable[[Callable[[], None]], Sequence[tuple[Mapping[str, float], float]]]) -> Any:
+def measure_parts(
+    sizes: Sizes, train: Callable[[Callable[[], None]], Sequence[tuple[Mapping[str, float], float]]]
+) -> Any:
     """The figures of some steps.
 
     Args:
@@ -208,14 +210,15 @@ def measured(sizes: Sizes, train: Callable[[Callable[[], None]], Sequence[tuple[
         "steps": sizes.steps,
         "driver_cpu_s": round(statistics.median(cpu), 3),
         "driver_bytes_fraction": round(
-            statistics.median(one / (TOKEN_BYTES * count) for one, count in zip(moved, tokens, strict=True)), 6
+            statistics.median(duration / (TOKEN_BYTES * count) for duration, count in zip(moved, tokens, strict=True)),
+            6,
         ),
         "driver_memory_gib": round((meter.peak_bytes - meter.begin_bytes) / 2**30, 3),
         "driver_bytes": int(statistics.median(moved)),
         "token_bytes": int(TOKEN_BYTES * statistics.median(tokens)),
         "wall_s": round(statistics.median(wall), 3),
         "phases_s": {name: round(statistics.median(seconds), 3) for name, seconds in phases.items()},
-        "driver_cpu_s_by_step": [round(one, 3) for one in cpu],
+        "driver_cpu_s_by_step": [round(duration, 3) for duration in cpu],
         "load_average": os.getloadavg()[0],
     }
 

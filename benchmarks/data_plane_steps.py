@@ -54,7 +54,9 @@ class MadeUpEngine:
     ) -> AsyncIterator[list[tuple[int, GenerationOutput]]]:
         """Made-up responses, some at a time, in the place of `VllmEngine.generate`."""
         for begin in range(0, len(requests), TOGETHER):
-            yield [(begin + index, _output(one)) for index, one in enumerate(requests[begin : begin + TOGETHER])]
+            yield [
+                (begin + index, _output(request)) for index, request in enumerate(requests[begin : begin + TOGETHER])
+            ]
             await asyncio.sleep(0)
 
     async def abort(self, call: str, indices: list[int]) -> None:
@@ -100,10 +102,10 @@ class IdleModel:
         limit: float | None = None,
     ) -> RankTrainResult:
         """The metrics of one token for every microbatch."""
-        ones = torch.ones(1, 1)
-        entries = {name: ones for name in batch.fields.as_dict() if name not in ("token_ids", "sampled")}
-        one = GlobalCounts(tokens=1.0, sequences=1.0, all_sequences=1.0)
-        _, metrics = loss_fn(ones.clone().requires_grad_(), TokenFields(**entries), one)
+        unit = torch.ones(1, 1)
+        entries = {name: unit for name in batch.fields.as_dict() if name not in ("token_ids", "sampled")}
+        unit_counts = GlobalCounts(tokens=1.0, sequences=1.0, all_sequences=1.0)
+        _, metrics = loss_fn(unit.clone().requires_grad_(), TokenFields(**entries), unit_counts)
         of_one = {name: float(value) for name, value in metrics.items()}
         return RankTrainResult(grad_norm=1.0, learning_rate=1e-6, metrics=[dict(of_one) for _ in microbatches])
 

@@ -83,8 +83,8 @@ class Meter:
         large, small = np.zeros(2**20, dtype=np.uint8), np.zeros(2**12, dtype=np.uint8)
         ways: tuple[Callable[[NDArray[np.uint8]], Any], ...] = (
             ray.put,
-            lambda array: _made.remote(0, array),
-            lambda array: ray.get(_made.remote(len(array))),
+            lambda array: _make_array.remote(0, array),
+            lambda array: ray.get(_make_array.remote(len(array))),
         )
         for array in (large, small):
             for way in ways:
@@ -98,6 +98,6 @@ class Meter:
 
 
 @ray.remote(num_cpus=0)
-def _made(size: int, _: Any = None) -> NDArray[np.uint8]:
+def _make_array(size: int, _: Any = None) -> NDArray[np.uint8]:
     """[size], uint8: an array that comes from another process."""
     return np.zeros(size, dtype=np.uint8)

@@ -31,10 +31,12 @@ TIMEOUT_S = 3600.0
 def model_config(path: str) -> dict[str, Any] | None:
     """The config.json of a hub name, such as Qwen/Qwen3-8B; None: it is not in `CONFIGS`."""
     name = _letters(path.rpartition("/")[2])
-    found = [one for one in CONFIGS.iterdir() if name.startswith(_letters(one.name))]
-    if not found:
+    candidates = [config_path for config_path in CONFIGS.iterdir() if name.startswith(_letters(config_path.name))]
+    if not candidates:
         return None
-    config: dict[str, Any] = json.loads((max(found, key=lambda one: len(one.name)) / "config.json").read_text())
+    config: dict[str, Any] = json.loads(
+        (max(candidates, key=lambda config_path: len(config_path.name)) / "config.json").read_text()
+    )
     return config
 
 
@@ -64,32 +66,32 @@ def measure(pool: ProcessPoolExecutor, config: Any, shape: Any, expert_skew: flo
     from megatron_grpo.planning.trace import submit_traces
 
     for pending in submit_traces(pool, config, shape, expert_skew=expert_skew):
-        found = {"rank": pending.rank, "expert_skew": expert_skew, "layers": pending.layers}
+        row = {"rank": pending.rank, "expert_skew": expert_skew, "layers": pending.layers}
         try:
             report = pending.wait(time.monotonic() + TIMEOUT_S).report
         except RunError as error:
-            yield {**found, "error": str(error)}
+            yield {**row, "error": str(error)}
             continue
         tables = {name: getattr(report, name) for name in ("phases", "end_bytes", "holders")}
         in_gib = {
             name.replace("end_bytes", "held"): {key: round(value / 2**30, 2) for key, value in table.items()}
             for name, table in tables.items()
         }
-        yield {**found, "dry_depths": pending.depths, "peak_gib": round(report.peak_bytes / 2**30, 2), **in_gib}
+        yield {**row, "dry_depths": pending.depths, "peak_gib": round(report.peak_bytes / 2**30, 2), **in_gib}
 
 
 def main() -> None:
     """Print the memory of every recipe and distinct rank, with balanced experts and with 1.5 times as many tokens."""
     from megatron_grpo.planning.trace import start_trace_pool
 
-    found = []
+    rows = []
     with start_trace_pool() as pool:
         for name, config, shape in recipes():
             for skew in (1.0, 1.5) if shape.experts is not None else (1.0,):
                 for result in measure(pool, config, shape, skew):
-                    found.append({"recipe": name, **result})
-                    print(found[-1], file=sys.stderr)
-    print(json.dumps({**header("dry_recipes"), "results": found}, indent=1))
+                    rows.append({"recipe": name, **result})
+                    print(rows[-1], file=sys.stderr)
+    print(json.dumps({**header("dry_recipes"), "results": rows}, indent=1))
 
 
 if __name__ == "__main__":

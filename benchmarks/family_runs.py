@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
         with tempfile.TemporaryDirectory() as folder:
             runs[name] = run_family(ENGINE_CONFIGS[name], Path(folder))
         print(f"{name}: {runs[name]}", flush=True)
-        ordered = {known: runs[known] for known in texts if known in runs}
+        ordered = {text: runs[text] for text in texts if text in runs}
         Path(file).write_text(json.dumps({**header("family_runs"), "runs": ordered}, indent=1) + "\n")
     return 0 if all(run["verdict"] != "failed" for run in runs.values()) else 1
 

@@ -42,9 +42,9 @@ def main() -> None:
         from megatron_grpo_kernels import fp8_kernels
 
         ways["triton"] = fp8_kernels.quantise_in_triton
-    found = {way: measure(values, quantise) for way, quantise in ways.items()}
-    left_out = {} if "triton" in found else {"triton": NOT_MEASURED}
-    result = {**header("fp8_blocks"), **vars(options), "gigabytes_per_s": {"triton": None, **found}}
+    figures = {way: measure(values, quantise) for way, quantise in ways.items()}
+    left_out = {} if "triton" in figures else {"triton": NOT_MEASURED}
+    result = {**header("fp8_blocks"), **vars(options), "gigabytes_per_s": {"triton": None, **figures}}
     print(json.dumps({**result, "not_measured": left_out}, indent=2))
 
 

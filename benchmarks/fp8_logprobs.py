@@ -53,7 +53,7 @@ def make_model(folder: Path, layers: int) -> Path:
     return folder
 
 
-def sampled(folder: Path, sequences: int, tokens: int) -> Tensor:
+def sample_ids(folder: Path, sequences: int, tokens: int) -> Tensor:
     """[sequences, tokens], int64: drawn from the model in float32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     torch.manual_seed(1)
@@ -68,9 +68,9 @@ def logprobs(folder: Path, ids: Tensor, fp8: Fp8Config, precision: Literal["floa
     shape = read_model_shape(folder)
     rank = PolicyRank(RankSettings(config=config, shape=shape, folder=str(folder), decay_steps=1))
     batch = TokenBatch([ids.shape[1]] * len(ids), TokenFields(token_ids=ids.flatten().int()))
-    found = rank.compute_logprobs(batch, [[number] for number in range(len(ids))])
-    assert found is not None
-    return found.view(ids.shape)[:, 1:]
+    outputs = rank.compute_logprobs(batch, [[number] for number in range(len(ids))])
+    assert outputs is not None
+    return outputs.view(ids.shape)[:, 1:]
 
 
 def difference(actual: Tensor, exact: Tensor) -> dict[str, float]:
@@ -94,18 +94,22 @@ def main() -> None:
     initialize_parallel(ParallelConfig(), rank=0, store=HashStore(), seed=0, timeout_s=600)
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or make_model(Path(folder) / "model", options.layers)
-        ids = sampled(model, options.sequences, options.tokens)
+        ids = sample_ids(model, options.sequences, options.tokens)
         exact = logprobs(model, ids, Fp8Config(), "float32")
-        found: dict[str, Any] = {"bfloat16": difference(logprobs(model, ids, Fp8Config(), "bfloat16"), exact)}
+        result: dict[str, Any] = {"bfloat16": difference(logprobs(model, ids, Fp8Config(), "bfloat16"), exact)}
         for recipe in RECIPES:
             fp8 = Fp8Config(format="hybrid", recipe=recipe, simulate=True)
-            kept = Fp8Config(format="hybrid", recipe=recipe, simulate=True, first_layers_bf16=1, last_layers_bf16=1)
-            found[recipe] = difference(logprobs(model, ids, fp8, "float32"), exact)
-            found[f"{recipe}, kept"] = difference(logprobs(model, ids, kept, "float32"), exact)
+            fp8_config = Fp8Config(
+                format="hybrid", recipe=recipe, simulate=True, first_layers_bf16=1, last_layers_bf16=1
+            )
+            result[recipe] = difference(logprobs(model, ids, fp8, "float32"), exact)
+            result[f"{recipe}, kept"] = difference(logprobs(model, ids, fp8_config, "float32"), exact)
     about = {"model": "random Qwen3" if options.model is None else options.model.name, "layers": options.layers}
     sizes = {"sequences": options.sequences, "tokens": options.tokens}
     print(
-        json.dumps({**header("fp8_logprobs"), **about, **sizes, "mean_logprob": exact.mean().item(), **found}, indent=2)
+        json.dumps(
+            {**header("fp8_logprobs"), **about, **sizes, "mean_logprob": exact.mean().item(), **result}, indent=2
+        )
     )
 
 

@@ -42,26 +42,26 @@ SETTLE_S = 2.0
 """Pause between turns: for a second after a message vLLM's processes look for the next one without a break."""
 
 
-def sample_ours(folder: str, asked: argparse.Namespace) -> Generator[Sampled]:
+def sample_ours(folder: str, options: argparse.Namespace) -> Generator[Sampled]:
     """All requests, sampled anew each time."""
     from megatron_grpo.batch.generation_requests import SamplingSettings
     from megatron_grpo.observability.timing import StepTimer
 
-    settings = SamplingSettings(max_new_tokens=asked.tokens, stop_token_ids=(1,))
-    rows = data(asked.prompts)
-    with rollout_workers(folder, asked) as pool:
+    settings = SamplingSettings(max_new_tokens=options.tokens, stop_token_ids=(1,))
+    rows = data(options.prompts)
+    with rollout_workers(folder, options) as pool:
         while True:
             began = time.perf_counter()
-            groups = pool.collect(rows, pool.make_settings(asked.samples, settings, SEED, STEP), StepTimer())
+            groups = pool.collect(rows, pool.make_settings(options.samples, settings, SEED, STEP), StepTimer())
             seconds = time.perf_counter() - began
             yield (
                 seconds,
-                [one.token_ids[PROMPT_WORDS:].tolist() for group in pool.fetch(groups) for one in group],
+                [trajectory.token_ids[PROMPT_WORDS:].tolist() for group in pool.fetch(groups) for trajectory in group],
             )
 
 
 @contextmanager
-def rollout_workers(folder: str, asked: argparse.Namespace) -> Iterator[RolloutPool]:
+def rollout_workers(folder: str, options: argparse.Namespace) -> Iterator[RolloutPool]:
     """Rollout workers over one engine of a model, on a Ray of their own; all end with the body."""
     from megatron_grpo.cluster.ray_cluster import RayCluster
     from megatron_grpo.config.generation_schema import EngineConfig, GenerationConfig
@@ -71,12 +71,12 @@ def rollout_workers(folder: str, asked: argparse.Namespace) -> Iterator[RolloutP
     from megatron_grpo.generation.vllm_generation import VllmGeneration
     from megatron_grpo.rollouts.pool import RolloutPool
 
-    longest = PROMPT_WORDS + asked.tokens
+    longest = PROMPT_WORDS + options.tokens
     with ExitStack() as stack:
         cluster = RayCluster(ClusterConfig())
         stack.callback(cluster.shutdown)
         cluster.start()
-        engine = EngineConfig(enforce_eager=not asked.compiled, kv_cache_gib=KV_CACHE_GIB)
+        engine = EngineConfig(enforce_eager=not options.compiled, kv_cache_gib=KV_CACHE_GIB)
         generation = VllmGeneration(
             VllmSettings(
                 model_path=folder,
@@ -122,7 +122,7 @@ def data(count: int) -> list[Any]:
     ]
 
 
-def sample_plain(folder: str, asked: argparse.Namespace) -> Generator[Sampled]:
+def sample_plain(folder: str, options: argparse.Namespace) -> Generator[Sampled]:
     """All requests, sampled anew each time."""
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -133,9 +133,9 @@ def sample_plain(folder: str, asked: argparse.Namespace) -> Generator[Sampled]:
     llm = LLM(
         folder,
         dtype="float32",
-        max_model_len=PROMPT_WORDS + asked.tokens,
+        max_model_len=PROMPT_WORDS + options.tokens,
         max_num_seqs=256,
-        enforce_eager=not asked.compiled,
+        enforce_eager=not options.compiled,
         enable_chunked_prefill=False,  # with seeds a CPU cannot
         max_num_batched_tokens=MAX_BATCH_TOKENS,
         kv_cache_memory_bytes=int(KV_CACHE_GIB * 2**30),
@@ -145,35 +145,37 @@ def sample_plain(folder: str, asked: argparse.Namespace) -> Generator[Sampled]:
         (
             {"prompt_token_ids": ids},
             SamplingParams(
-                max_tokens=asked.tokens,
+                max_tokens=options.tokens,
                 stop_token_ids=[1],
                 seed=compute_sample_seed(SEED, STEP, number, sample),
                 logprobs=0,
             ),
         )
-        for number, ids in enumerate(token_ids(asked.prompts))
-        for sample in range(asked.samples)
+        for number, ids in enumerate(token_ids(options.prompts))
+        for sample in range(options.samples)
     ]
     try:
         while True:
             llm.reset_prefix_cache()
             began = time.perf_counter()
-            outputs = llm.generate([one for one, _ in requests], [one for _, one in requests], use_tqdm=False)
-            yield time.perf_counter() - began, [list(one.outputs[0].token_ids) for one in outputs]
+            outputs = llm.generate(
+                [prompt for prompt, _ in requests], [prompt for _, prompt in requests], use_tqdm=False
+            )
+            yield time.perf_counter() - began, [list(prompt.outputs[0].token_ids) for prompt in outputs]
     finally:
         llm.llm_engine.engine_core.shutdown()  # its processes end no sooner, and this one waits for them
 
 
 def token_ids(number: int) -> list[list[int]]:
     """The prompts, a token a word."""
-    return [[int(word.removeprefix("w")) for word in one.split()] for one in prompts(number)]
+    return [[int(word.removeprefix("w")) for word in prompt.split()] for prompt in prompts(number)]
 
 
-def answer(side: str, folder: str, asked: argparse.Namespace, asker: Connection) -> None:
+def answer(side: str, folder: str, options: argparse.Namespace, asker: Connection) -> None:
     """Sample whenever asked to, until told that it was the last time; the body of a side's process."""
     os.dup2(2, 1)  # the other end's standard output is for the result
     sample = sample_ours if side == "ours" else sample_plain
-    with closing(sample(folder, asked)) as sampled:
+    with closing(sample(folder, options)) as sampled:
         next(sampled)  # warms up
         asker.send(None)
         while asker.recv():
@@ -181,11 +183,11 @@ def answer(side: str, folder: str, asked: argparse.Namespace, asker: Connection)
 
 
 @contextmanager
-def started(side: str, folder: str, asked: argparse.Namespace) -> Iterator[Connection]:
+def started(side: str, folder: str, options: argparse.Namespace) -> Iterator[Connection]:
     """A side's process, which has warmed up."""
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
-    process = context.Process(target=answer, args=(side, folder, asked, far))
+    process = context.Process(target=answer, args=(side, folder, options, far))
     process.start()
     far.close()  # so that the death of the process ends what waits for it
     near.recv()
@@ -194,14 +196,14 @@ def started(side: str, folder: str, asked: argparse.Namespace) -> Iterator[Conne
     process.join()
 
 
-def compare(asked: argparse.Namespace) -> dict[str, Any]:
+def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Both sides, in turn; who begins a pair changes."""
     runs: dict[str, list[float]] = {side: [] for side in SIDES}
     sampled: dict[str, list[list[int]]] = {}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         make_model(Path(folder))
-        sides = {side: stack.enter_context(started(side, folder, asked)) for side in SIDES}
-        for pair in range(asked.pairs):
+        sides = {side: stack.enter_context(started(side, folder, options)) for side in SIDES}
+        for pair in range(options.pairs):
             for side in SIDES if pair % 2 else SIDES[::-1]:
                 time.sleep(SETTLE_S)
                 sides[side].send(True)
@@ -210,9 +212,9 @@ def compare(asked: argparse.Namespace) -> dict[str, Any]:
     pairs = [ours / plain for ours, plain in zip(runs["ours"], runs["plain"], strict=True)]
     return {
         **header("generation"),
-        "requests": asked.prompts * asked.samples,
+        "requests": options.prompts * options.samples,
         "tokens": sum(map(len, sampled["ours"])),
-        "compiled": asked.compiled,
+        "compiled": options.compiled,
         "tokens_per_s": {side: statistics.median(values) for side, values in runs.items()},
         "ratio": statistics.median(pairs),
         "pairs": pairs,

@@ -60,12 +60,12 @@ def main(arguments: list[str] | None = None, checks: tuple[Check, ...] = CHECKS)
     if not gpus and not options.dry:
         print("gpu-check: this machine has no CUDA GPU, so nothing was checked (--dry checks the checks)")
         return 0
-    result = opened(options.result, {**header("gpu_check"), "gpus": gpus, "dry": options.dry, "checks": {}})
+    result = open_result(options.result, {**header("gpu_check"), "gpus": gpus, "dry": options.dry, "checks": {}})
     chosen = [check for check in checks if options.part in (check.part, "all")]
-    left = run(chosen, result, options)
+    exit_code = run(chosen, result, options)
     print(json.dumps(result, indent=2))
     failed = any(record["verdict"] == "fail" for record in result["checks"].values())
-    return 1 if failed else LEFT if left else 0
+    return 1 if failed else LEFT if exit_code else 0
 
 
 def _options(arguments: list[str] | None, checks: tuple[Check, ...]) -> argparse.Namespace:
@@ -86,21 +86,21 @@ def visible_gpus() -> list[str]:
     """Name, memory, driver and compute capability of each GPU that processes of this machine see."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+        lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
         return []
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return found if chosen is None else found[: len([name for name in chosen.split(",") if name.strip()])]
+    return lines if chosen is None else lines[: len([name for name in chosen.split(",") if name.strip()])]
 
 
-def opened(path: Path, fresh: Record) -> Record:
-    """The result in a file, if it is of this machine, else a fresh one; SystemExit: the file is of another machine."""
+def open_result(path: Path, fresh: Record) -> Record:
+    """The result in a file, or a fresh one; SystemExit: the file is of another machine."""
     if not path.exists():
         return fresh
-    found: Record = json.loads(path.read_text())
-    if differing := [name for name in IDENTITY if found.get(name) != fresh[name]]:
+    result: Record = json.loads(path.read_text())
+    if differing := [name for name in IDENTITY if result.get(name) != fresh[name]]:
         sys.exit(f"gpu-check: {path} differs from this machine in {', '.join(differing)}; give another --result")
-    return found
+    return result
 
 
 def run(checks: list[Check], result: Record, options: argparse.Namespace) -> bool:
@@ -108,9 +108,9 @@ def run(checks: list[Check], result: Record, options: argparse.Namespace) -> boo
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of a check become children of this process
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(LEFT))  # and do not outlive it, either
     end = time.monotonic() + 60 * options.minutes
-    done = result["checks"]
+    records = result["checks"]
     for check in checks:
-        verdict = done.get(check.name, {}).get("verdict", "not run")
+        verdict = records.get(check.name, {}).get("verdict", "not run")
         again = check.name in options.again or ("failed" in options.again and verdict == "fail")
         if verdict != "not run" and not again:
             continue
@@ -119,14 +119,18 @@ def run(checks: list[Check], result: Record, options: argparse.Namespace) -> boo
         record = run_check(check, len(result["gpus"]), options, limit_s)
         if record is None:
             return True
-        done[check.name] = {**record, "commit": commit(ROOT), "ended": datetime.now(UTC).isoformat(timespec="seconds")}
+        records[check.name] = {
+            **record,
+            "commit": commit(ROOT),
+            "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
         _write(options.result, result)
         print(f"{check.name}: {record['verdict']} {record.get('why', '')}", file=sys.stderr, flush=True)
     return False
 
 
 def run_check(check: Check, gpus: int, options: argparse.Namespace, limit_s: float) -> Record | None:
-    """The verdict on one check; None: it ran longer than is left to this call, though not longer than it may."""
+    """The verdict on one check; None: it ran longer than is left to this call."""
     if missing := _missing(check, gpus, options.dry):
         return {"verdict": "not run", "why": missing}
     command = shlex.split((options.dry and check.dry_run) or check.run)
@@ -154,8 +158,8 @@ def run_check(check: Check, gpus: int, options: argparse.Namespace, limit_s: flo
             log_text = options.result.with_suffix(".log").read_text(errors="replace")
             problem = f"exit code {code}: {log_text[-2000:]}"
         if tested:
-            told = [json.loads(line) for line in outcomes.read_text().splitlines()] if outcomes.exists() else []
-            record = _of_tests(told, problem, options.dry)
+            lines = [json.loads(line) for line in outcomes.read_text().splitlines()] if outcomes.exists() else []
+            record = _of_tests(lines, problem, options.dry)
         else:
             record = _of_benchmark(printed.read_text(), problem, options.dry)
     return {**record, "seconds": seconds, **({"dry": check.dry} if options.dry else {})}
@@ -185,15 +189,15 @@ def _environment(check: Check, folder: Path, dry: bool) -> dict[str, str]:
         (folder / "megatron_grpo_kernels").symlink_to(ROOT / "kernels")
         paths.insert(0, str(folder))
     # Whatever plugins of pytest a machine has are left out: the checks need none, and one that fails ends them all.
-    found = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     if dry:
-        found |= {DRY: check.dry, "CUDA_VISIBLE_DEVICES": ""}
-        found |= {"TRITON_INTERPRET": "1"} if check.dry == "interpreter" else {}
-    return found
+        variables |= {DRY: check.dry, "CUDA_VISIBLE_DEVICES": ""}
+        variables |= {"TRITON_INTERPRET": "1"} if check.dry == "interpreter" else {}
+    return variables
 
 
 def _exit_code(command: list[str], environment: dict[str, str], out: Any, log: Any, limit_s: float) -> int | None:
-    """Run a command in a process group of its own and end all that it has started; None: it was late."""
+    """Run a command in its own process group and end all that it started; None: it was late."""
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=log, process_group=0)
     try:
         return process.wait(limit_s)
@@ -201,42 +205,42 @@ def _exit_code(command: list[str], environment: dict[str, str], out: Any, log: A
         return None
     finally:
         for _ in range(KILLS):
-            left = psutil.Process().children(recursive=True)
-            for one in left:
+            children = psutil.Process().children(recursive=True)
+            for child in children:
                 with suppress(psutil.NoSuchProcess):
-                    one.kill()
-            psutil.wait_procs(left, timeout=5)
+                    child.kill()
+            psutil.wait_procs(children, timeout=5)
 
 
-def _of_tests(told: list[Record], problem: str, dry: bool) -> Record:
+def _of_tests(outcomes: list[Record], problem: str, dry: bool) -> Record:
     """The verdict on a check from what its tests told (`tests.support.outcomes_file`) and why pytest did not end well.
 
     A test that ends by skipping with a reason that begins with "dry" has run without numbers.
     """
     verdicts = {"passed": "dry" if dry else "pass", "failed": "fail", "skipped": "not run", "started": "fail"}
     tests: dict[str, Record] = {}
-    for one in told:
-        name = one.pop("test").removeprefix("tests/")
-        verdict = verdicts[one.pop("outcome")]
-        if verdict == "not run" and one["why"].startswith("dry"):
+    for outcome in outcomes:
+        name = outcome.pop("test").removeprefix("tests/")
+        verdict = verdicts[outcome.pop("outcome")]
+        if verdict == "not run" and outcome["why"].startswith("dry"):
             verdict = "dry"
-        tests[name] = {"verdict": verdict, "why": problem, **one}
+        tests[name] = {"verdict": verdict, "why": problem, **outcome}
         if not tests[name]["why"]:
             del tests[name]["why"]
     return _summed_up(tests, problem)
 
 
 def _summed_up(tests: dict[str, Record], problem: str) -> Record:
-    found = {one["verdict"] for one in tests.values()}
-    failures = {name: one["why"] for name, one in tests.items() if one["verdict"] == "fail"}
+    verdicts = {test["verdict"] for test in tests.values()}
+    failures = {name: test["why"] for name, test in tests.items() if test["verdict"] == "fail"}
     if not failures and problem:
         failures = {"pytest": problem}
     if failures:
         name, why = next(iter(failures.items()))
         return {"verdict": "fail", "why": f"{len(failures)} failed, first {name}: {why}", "tests": tests}
-    if found & {"pass", "dry"}:
-        return {"verdict": "dry" if "dry" in found else "pass", "tests": tests}
-    reasons = sorted({one["why"] for one in tests.values()})
+    if verdicts & {"pass", "dry"}:
+        return {"verdict": "dry" if "dry" in verdicts else "pass", "tests": tests}
+    reasons = sorted({test["why"] for test in tests.values()})
     return {"verdict": "not run", "why": "; ".join(reasons) or "no test was found", "tests": tests}
 
 

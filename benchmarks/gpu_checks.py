@@ -51,12 +51,12 @@ _RUN = "tests/gpu/image/test_run_on_gpus.py"
 _SMALL_HEAD = "benchmarks/logprob.py --tokens=512 --vocab=5000 --hidden=64"
 
 
-def _torch(name: str, run: str, needs: tuple[str, ...] = (), **others: Any) -> Check:
-    return Check(name=name, part="torch_only", run=run, needs=needs, **others)
+def _torch(name: str, run: str, needs: tuple[str, ...] = (), **fields: Any) -> Check:
+    return Check(name=name, part="torch_only", run=run, needs=needs, **fields)
 
 
-def _image(name: str, run: str, needs: tuple[str, ...] = ENGINES, **others: Any) -> Check:
-    return Check(name=name, part="image", run=run, needs=needs, **others)
+def _image(name: str, run: str, needs: tuple[str, ...] = ENGINES, **fields: Any) -> Check:
+    return Check(name=name, part="image", run=run, needs=needs, **fields)
 
 
 CHECKS = (

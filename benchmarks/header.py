@@ -22,14 +22,18 @@ def header(benchmark: str) -> dict[str, Any]:
         "commit": commit(Path(__file__).parent),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         # The first of a name is the one that is imported.
-        "versions": {one.name: one.version for one in reversed([*distributions()]) if one.name in PACKAGES},
+        "versions": {
+            distribution.name: distribution.version
+            for distribution in reversed([*distributions()])
+            if distribution.name in PACKAGES
+        },
     }
 
 
 def commit(folder: Path) -> str | None:
-    """Commit of the checkout that a folder is in, marked when files differ from it; None outside of one or of git."""
+    """Commit of a folder's checkout, marked when files differ from it; None: there is none."""
     if shutil.which("git") is None:
         return None
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or None
+    process = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return process.stdout.strip() or None

@@ -34,16 +34,16 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """[tokens, hidden], [vocab, hidden], any float type, targets [tokens], int64, mask [tokens], bool; to the loss, []."""
 
 
-def materialised(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+def compute_materialised(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     logprobs = (hidden @ weight.t()).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
     return -(logprobs * mask).sum()
 
 
-def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+def compute_chunked(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     return -linear_logprobs(hidden[mask], weight, targets[mask], kernel="chunked")[0].sum()
 
 
-def fused(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+def compute_fused(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     return -linear_logprobs(hidden[mask], weight, targets[mask], kernel="fused")[0].sum()
 
 
@@ -52,12 +52,17 @@ def _cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy((hidden @ weight.t()).float(), targets, reduction="sum")
 
 
-def compiled(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+def compute_compiled(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     loss: Tensor = _cross_entropy(hidden[mask], weight, targets[mask])
     return loss
 
 
-WAYS: dict[str, Loss] = {"materialised": materialised, "chunked": chunked, "fused": fused, "compiled": compiled}
+WAYS: dict[str, Loss] = {
+    "materialised": compute_materialised,
+    "chunked": compute_chunked,
+    "fused": compute_fused,
+    "compiled": compute_compiled,
+}
 ON_CUDA = {
     "fused": "Triton compiles for GPUs alone, and the time of its interpreter says nothing",
     "compiled": "what the fused kernel is compared with, so where that is",
@@ -82,20 +87,23 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, float]:
     if way == "products":
         rows, head = hidden[mask].detach(), weight.detach()
         grad = torch.ones(len(rows), options.vocab, device=device, dtype=rows.dtype)
-        return {"seconds": seconds(lambda: _products(rows, head, grad), device)}
-    found: dict[str, Tensor] = {}
+        return {"seconds": seconds(lambda: _time_products(rows, head, grad), device)}
+    figures: dict[str, Tensor] = {}
 
     def step() -> None:
         loss = WAYS[way](hidden, weight, targets, mask)
         gradients = torch.autograd.grad(loss, (hidden, weight))
-        found["loss"], found["grad_norm"] = loss.detach(), torch.stack([one.float().norm() for one in gradients]).norm()
+        figures["loss"], figures["grad_norm"] = (
+            loss.detach(),
+            torch.stack([gradient.float().norm() for gradient in gradients]).norm(),
+        )
 
     before = _memory(device)
     time = seconds(step, device)
     return {
         "seconds": time,
         "peak_gib": (_memory(device) - before) / 2**30,
-        **{name: value.item() for name, value in found.items()},
+        **{name: value.item() for name, value in figures.items()},
     }
 
 
@@ -109,7 +117,7 @@ def _problem(options: argparse.Namespace, device: torch.device) -> tuple[Tensor,
     return hidden, weight, targets, (torch.rand(options.tokens, generator=generator) < options.in_loss).to(device)
 
 
-def _products(hidden: Tensor, weight: Tensor, grad: Tensor) -> None:
+def _time_products(hidden: Tensor, weight: Tensor, grad: Tensor) -> None:
     """Logits twice, and what a gradient of them, [tokens, vocab], becomes for the hidden states and for the weight."""
     for _ in range(2):
         hidden @ weight.t()
@@ -135,20 +143,22 @@ def main() -> None:
     parser.add_argument("--in-loss", type=float, default=0.3)
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
-    found: dict[str, Any] = {}
+    answer: dict[str, Any] = {}
     left_out = {} if _device().type == "cuda" else ON_CUDA
     for way in (*WAYS, "products"):
         if way in left_out:
-            found[way] = None
+            answer[way] = None
             continue
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            found[way] = pool.apply(measure, (way, options))
+            answer[way] = pool.apply(measure, (way, options))
     ratios = {
-        f"{one}_to_{other}": {name: found[one][name] / found[other][name] for name in found[one].keys() & found[other]}
-        for one, other in COMPARED
-        if found[one] and found[other]
+        f"{form}_to_{other_form}": {
+            name: answer[form][name] / answer[other_form][name] for name in answer[form].keys() & answer[other_form]
+        }
+        for form, other_form in COMPARED
+        if answer[form] and answer[other_form]
     }
-    result = {**header("logprob"), **vars(options), **found, "ratios": ratios, "not_measured": left_out}
+    result = {**header("logprob"), **vars(options), **answer, "ratios": ratios, "not_measured": left_out}
     print(json.dumps(result, indent=2))
 
 

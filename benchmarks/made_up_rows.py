@@ -44,7 +44,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def made_up_rows(number: int) -> Iterator[dict[str, Any]]:
-    """Rows with a prompt, an answer and two more columns, about 480 bytes of JSON each; the same ones each time."""
+    """The same rows each time: a prompt, an answer and two more columns, about 480 bytes of JSON."""
     words = " ".join(topics.values()).split()
     draw = random.Random(0)
     prompt = ""

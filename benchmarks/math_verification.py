@@ -45,8 +45,8 @@ def main() -> None:
         our_side = stack.enter_context(_Side(_with_environment, options.processes))
         load = os.getloadavg()[0]
         for part in range(PARTS):
-            own = pairs[part::PARTS]
-            theirs, ours = _sum(theirs, their_side.judge(own)), _sum(ours, our_side.judge(own))
+            share = pairs[part::PARTS]
+            theirs, ours = _sum(theirs, their_side.judge(share)), _sum(ours, our_side.judge(share))
     result = {
         **header("math_verification"),
         "verifications": len(pairs),
@@ -58,7 +58,9 @@ def main() -> None:
         },
         "ratio": {"clock": round(theirs[1] / ours[1], 3), "processor": round(theirs[2] / ours[2], 3)},
         "right": sum(ours[0]),
-        "different": sum(one != other for one, other in zip(ours[0], theirs[0], strict=True)),
+        "different": sum(
+            first_verdict != second_verdict for first_verdict, second_verdict in zip(ours[0], theirs[0], strict=True)
+        ),
     }
     print(json.dumps(result, indent=2))
 
@@ -68,8 +70,8 @@ Total = tuple[list[bool], float, float]
 _NOTHING: Total = ([], 0.0, 0.0)
 
 
-def _sum(one: Total, other: Total) -> Total:
-    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
+def _sum(first_total: Total, second_total: Total) -> Total:
+    return first_total[0] + second_total[0], first_total[1] + second_total[1], first_total[2] + second_total[2]
 
 
 class _Side:
@@ -130,7 +132,7 @@ def _with_environment(end: Connection) -> None:
             EnvironmentRequest(prompt="", response=response, stop_reason="stop", extra_env_info={REFERENCE: answer})
             for response, answer in pairs
         ]
-        right = [bool(one.correct) for one in environment.score(requests)]
+        right = [bool(score.correct) for score in environment.score(requests)]
         end.send((right, _processor_s() + _processor_s_of(verifier) - began))
 
 
@@ -157,8 +159,8 @@ def _pairs(count: int) -> list[Pair]:
 
 def _another(answer: str) -> str:
     """A reference that differs from this one in its last digit."""
-    place = max(number for number, character in enumerate(answer) if character.isdigit())
-    return f"{answer[:place]}{(int(answer[place]) + 1) % 10}{answer[place + 1 :]}"
+    index = max(number for number, character in enumerate(answer) if character.isdigit())
+    return f"{answer[:index]}{(int(answer[index]) + 1) % 10}{answer[index + 1 :]}"
 
 
 def _processor_s() -> float:

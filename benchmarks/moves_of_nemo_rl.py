@@ -33,8 +33,8 @@ STATE_BYTES = 12
 
 def count_bytes(shape: ModelShape) -> tuple[int, int]:
     """Count bytes of the weights in bfloat16: of experts, and of all others."""
-    (whole,) = split_engine(GenerationParallelConfig(), shape)
-    everything, experts = _count_weight_bytes(shape, whole, 2, 2), 0
+    (engine_section,) = split_engine(GenerationParallelConfig(), shape)
+    everything, experts = _count_weight_bytes(shape, engine_section, 2, 2), 0
     if shape.experts is not None:
         layers = sum(map(shape.has_experts, range(shape.layers)))
         experts = 2 * layers * shape.experts.count * count_expert_parameters(shape)
@@ -44,18 +44,18 @@ def count_bytes(shape: ModelShape) -> tuple[int, int]:
 def time_gathered_refit(config: Config, shape: ModelShape, gpu: Hardware) -> float:
     """Seconds until every rank of the policy, and of engines on other GPUs, has had every weight."""
     parallel, generation = config.policy.parallel, config.generation
-    experts, others = count_bytes(shape)
+    experts, other_bytes = count_bytes(shape)
     stage_ranks = parallel.world_size // parallel.pipeline
     stages = tuple(range(0, parallel.world_size, stage_ranks))
     # A stage sends what a rank of it holds to the same rank of each other stage: no link carries less than all of that.
-    gathered = time_collective(gpu, "ring", experts // parallel.expert + others // parallel.tensor, stages)
+    gathered = time_collective(gpu, "ring", experts // parallel.expert + other_bytes // parallel.tensor, stages)
     gathered += time_collective(gpu, "allgather", experts, tuple(range(parallel.expert)))
-    gathered += time_collective(gpu, "allgather", others, tuple(range(parallel.tensor)))
+    gathered += time_collective(gpu, "allgather", other_bytes, tuple(range(parallel.tensor)))
     if generation.is_colocated:
         return gathered
     engines = generation.parallel.data * generation.parallel.ranks_per_engine
     everyone = tuple(range(parallel.world_size + engines))
-    return max(gathered, time_collective(gpu, "broadcast", experts + others, everyone))
+    return max(gathered, time_collective(gpu, "broadcast", experts + other_bytes, everyone))
 
 
 def slow_moves(times: StepTimes, config: Config, shape: ModelShape, gpu: Hardware) -> StepTimes:

@@ -64,7 +64,7 @@ def make_tokenizer(marks: list[str]) -> Any:
 
 
 def find_marks(folder: str, name: str) -> list[str]:
-    """Find what looks like marks of calls or thinking in a parser's source, and in those of vLLM that it imports."""
+    """Find what looks like marks of calls or thinking in the sources of a parser and its imports."""
     root = Path(str(importlib.util.find_spec("vllm").origin)).parent  # type: ignore[union-attr]
     table = ast.parse((root / folder / "__init__.py").read_text())
     files = [
@@ -76,13 +76,13 @@ def find_marks(folder: str, name: str) -> list[str]:
     trees = [ast.parse(file.read_text())]
     for node in ast.walk(trees[0]):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm."):
-            other = root.parent / (node.module or "").replace(".", "/")
+            path = root.parent / (node.module or "").replace(".", "/")
             if (
-                other.with_suffix(".py").is_file()
-                and other.parent.name in ("parser", folder)
-                and "abstract" not in other.name
+                path.with_suffix(".py").is_file()
+                and path.parent.name in ("parser", folder)
+                and "abstract" not in path.name
             ):
-                trees.append(ast.parse(other.with_suffix(".py").read_text()))
+                trees.append(ast.parse(path.with_suffix(".py").read_text()))
     texts = [
         node.value
         for tree in trees
@@ -123,14 +123,18 @@ def measure(kind: str, name: str, options: argparse.Namespace) -> dict[str, Any]
         jobs = [job for job in jobs if not stopped or job[0] != stopped[0][0]]
     (loop, length), seconds = max(times.items(), key=lambda pair: (pair[1], -pair[0][1]))
     # Of the two longest that were done and long enough to tell.
-    done = [times[loop, size] for size in lengths if LEAST_S < times.get((loop, size), 0.0) < options.seconds]
+    measured_lengths = [
+        times[loop, size] for size in lengths if LEAST_S < times.get((loop, size), 0.0) < options.seconds
+    ]
     return {
         "worst": loop,
         "marks": length,
         "characters": len(loops[loop](length)),
         "cpu_s": round(seconds, 3),
         "stopped": seconds >= options.seconds,
-        "power": round(math.log2(done[-1] / done[-2]), 1) if len(done) > 1 else None,
+        "power": round(math.log2(measured_lengths[-1] / measured_lengths[-2]), 1)
+        if len(measured_lengths) > 1
+        else None,
     }
 
 

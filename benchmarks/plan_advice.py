@@ -74,8 +74,8 @@ def plan_of(arguments: list[str]) -> dict[str, Any]:
     with contextlib.redirect_stdout(text):
         code = plan.main([*arguments, "--json"])
     assert code in (0, 1), f"plan {' '.join(arguments)} failed"
-    found: dict[str, Any] = json.loads(text.getvalue())
-    return found
+    figures: dict[str, Any] = json.loads(text.getvalue())
+    return figures
 
 
 def measure(name: str, folder: Path) -> dict[str, Any]:
@@ -89,8 +89,8 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     row = {"case": name, "seconds": round(time.monotonic() - began, 1), "problem": before["problems"]}
     advice = before["advice"] or {"overrides": [], "text": "fits as it is"}
     changed = {key.partition("=")[0] for key in advice["overrides"]}
-    kept = [key for key in arguments if key.partition("=")[0] not in changed | _other_names(changed)]
-    after = plan_of([*kept, *advice["overrides"]]) if advice["overrides"] else None
+    overrides = [key for key in arguments if key.partition("=")[0] not in changed | _other_names(changed)]
+    after = plan_of([*overrides, *advice["overrides"]]) if advice["overrides"] else None
     return {**row, "advice": advice, "fits_with_it": None if after is None else after["fits"]}
 
 

@@ -144,7 +144,7 @@ def evaluate(row: Mapping[str, Any], models: Mapping[str, Any], cache: dict[str,
 
 
 def summarize(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Count rows, and find the median and worst error of steps and phases: of all rows, and of those held out."""
+    """Find the median and worst error of steps and phases, of all rows and of those held out."""
     summary = {}
     for title, rows in (("all", results), ("held_out", [row for row in results if not row["fitted"]])):
         for name in ("step", "generation", "logprobs", "train", "refit"):

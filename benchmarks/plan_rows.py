@@ -55,23 +55,23 @@ none, so they are added to the last stage."""
 
 def shape_of(name: str, models: Mapping[str, Any]) -> ModelShape:
     """Sizes of a model of the file, or of tests/data/hf_configs."""
-    given = dict(models.get(name, {"base": name}))
-    base = given.pop("base", None)
+    fields = dict(models.get(name, {"base": name}))
+    base = fields.pop("base", None)
     raw = json.loads((CONFIGS / base / "config.json").read_text()) if base else {}
-    return parse_model_shape(raw | given)
+    return parse_model_shape(raw | fields)
 
 
 def cases(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The row, or one for either end of the numbers that its source does not state."""
-    for place in (0, 1):
-        found = {
-            key: value[place] if key == "gpus" and isinstance(value, list) else value for key, value in row.items()
+    for index in (0, 1):
+        case_row = {
+            key: value[index] if key == "gpus" and isinstance(value, list) else value for key, value in row.items()
         }
         layout = row["layout"].items()
-        found["layout"] = {key: value[place] if isinstance(value, list) else value for key, value in layout}
-        if place == 0 or found["gpus"] != row["gpus"] or found["layout"] != row["layout"]:
-            yield found
-        if found["gpus"] == row["gpus"] and found["layout"] == row["layout"]:
+        case_row["layout"] = {key: value[index] if isinstance(value, list) else value for key, value in layout}
+        if index == 0 or case_row["gpus"] != row["gpus"] or case_row["layout"] != row["layout"]:
+            yield case_row
+        if case_row["gpus"] == row["gpus"] and case_row["layout"] == row["layout"]:
             return
 
 
@@ -112,29 +112,32 @@ Place = tuple[int | str, int]
 
 
 def time_runs(case: Mapping[str, Any], shape: ModelShape) -> dict[Place, Run]:
-    """Dry runs of one stage with 2 and 3 layers: a layer's work depends neither on its stage nor on its chunk."""
+    """Dry runs of one stage with 2 and 3 layers: every layer's work is the same."""
     config = config_of(case)
     config.policy.parallel = _one_chunk(config.policy.parallel, pipeline=1)
     return {("time", depth): (config, _with_layers(shape, depth), 0) for depth in DEPTHS}
 
 
 def memory_runs(case: Mapping[str, Any], shape: ModelShape) -> dict[Place, Run]:
-    """Dry runs of the stages whose memory is compared: the first and the last with 2 and 3 layers, as far as time's do
-    not show it; of an interleaved pipeline the first stage, or the last one, with all of its layers."""
+    """Dry runs of the stages whose memory is compared.
+
+    The first and the last with 2 and 3 layers, as far as time's do not show it; of an interleaved pipeline the first
+    stage, or the last one, with all of its layers.
+    """
     config = config_of(case)
-    found: dict[Place, Run] = {}
+    runs_by_stage: dict[Place, Run] = {}
     parallel = config.policy.parallel
-    each, last = parallel.world_size // parallel.pipeline, parallel.pipeline - 1
+    per_stage, last = parallel.world_size // parallel.pipeline, parallel.pipeline - 1
     if not any(name.startswith("memory") for name in case["published"]) or parallel.pipeline == 1:
         return {}
     if parallel.virtual_pipeline > 1:
         stage = last if case.get("stage") == "last" else 0
-        return {(stage, 0): (config, shape, stage * each)}
+        return {(stage, 0): (config, shape, stage * per_stage)}
     config.policy.parallel = _one_chunk(parallel, parallel.pipeline)
     for stage in (last,) if case.get("stage") == "last" else (0, last):
         for depth in DEPTHS:
-            found[stage, depth] = config, _with_layers(shape, depth * parallel.pipeline), stage * each
-    return found
+            runs_by_stage[stage, depth] = config, _with_layers(shape, depth * parallel.pipeline), stage * per_stage
+    return runs_by_stage
 
 
 def _one_chunk(parallel: ParallelConfig, pipeline: int) -> ParallelConfig:
@@ -151,19 +154,19 @@ def chunk_layers(case: Mapping[str, Any], shape: ModelShape) -> list[list[int]]:
     layout = case["layout"]
     stages, chunks = layout.get("pipeline", 1), layout.get("virtual_pipeline", 1)
     counted = [int(layout.get(name, False)) for name in ("count_embedding", "count_loss")]
-    each, rest = divmod(shape.layers + sum(counted), stages * chunks)
+    per_chunk, rest = divmod(shape.layers + sum(counted), stages * chunks)
     assert rest == 0, "layers are not divisible"
-    found = [[each] * chunks for _ in range(stages)]
-    found[0][0] -= counted[0]
-    found[-1][-1] -= counted[1]
-    return found
+    counts = [[per_chunk] * chunks for _ in range(stages)]
+    counts[0][0] -= counted[0]
+    counts[-1][-1] -= counted[1]
+    return counts
 
 
 def traces_of(case: Mapping[str, Any], shape: ModelShape, reports: Mapping[Place, DryReport]) -> list[RankTrace]:
-    """The work of every stage, put together of that of a layer, and of what a stage has besides: the embedding, which
+    """The work of every stage, put together of a layer's and of what it has besides: the embedding, which
     is the first one's, and the head, which is the last one's. Stages send each other the hidden states of a microbatch.
     """
-    layers, found = chunk_layers(case, shape), []
+    layers, traces = chunk_layers(case, shape), []
     low, high = (reports["time", depth] for depth in DEPTHS)
     last, layout = len(layers) - 1, case["layout"]
     passes, ranks = low.passes["train", 0], case["gpus"] // len(layers)
@@ -172,25 +175,25 @@ def traces_of(case: Mapping[str, Any], shape: ModelShape, reports: Mapping[Place
         work: Counter[Work] = Counter()
         for chunk, depth in enumerate(depths):
             first, end = (stage, chunk) == (0, 0), (stage, chunk) == (last, len(depths) - 1)
-            for one in low.work.keys() | high.work.keys():
-                slope = high.work[one] - low.work[one]
-                own = first if "embedding" in one.name else end
-                times = depth * slope + (low.work[one] - DEPTHS[0] * slope if own else 0)
-                if one.chunk is not None and times > 0:
-                    work[one._replace(chunk=chunk)] += _times(one, times)
-        whole = _extrapolate_work(low.work, high.work, sum(depths) - DEPTHS[0])
-        work.update({one: times for one, times in whole.items() if one.chunk is None})
+            for item in low.work.keys() | high.work.keys():
+                slope = high.work[item] - low.work[item]
+                is_own = first if "embedding" in item.name else end
+                times = depth * slope + (low.work[item] - DEPTHS[0] * slope if is_own else 0)
+                if item.chunk is not None and times > 0:
+                    work[item._replace(chunk=chunk)] += _times(item, times)
+        base_work = _extrapolate_work(low.work, high.work, sum(depths) - DEPTHS[0])
+        work.update({item: times for item, times in base_work.items() if item.chunk is None})
         if last:
             ends = (stage * ranks, (stage + 1) % len(layers) * ranks)
             work[Work("train", None, False, "send", "send", nbytes=2 * tokens * shape.hidden, ranks=ends)] += 1
         counts = Counter({("train", chunk): passes for chunk in range(len(depths))})
-        found.append(RankTrace(stage, stage, sum(depths), 1.0, replace(low, work=work, passes=counts), {}))
-    return found
+        traces.append(RankTrace(stage, stage, sum(depths), 1.0, replace(low, work=work, passes=counts), {}))
+    return traces
 
 
-def _times(one: Work, times: int) -> Any:
+def _times(work: Work, times: int) -> Any:
     """How often a loss over whole logits does this; our kernel computes them twice: four products instead of three."""
-    return times * 2 / 3 if one.name == "head" and one.is_backward else times
+    return times * 2 / 3 if work.name == "head" and work.is_backward else times
 
 
 def model_flops(shape: ModelShape, sequence: int) -> float:
@@ -208,22 +211,22 @@ def peak_gib(case: Mapping[str, Any], shape: ModelShape, memory: Mapping[int, Dr
     Recipes differ from ours in types: gradients in bfloat16, and moments in bfloat16, take half of the bytes.
     """
     last = case["layout"].get("pipeline", 1) - 1
-    found = []
-    for stage, one in memory.items():
-        peak = max(one.phases[name] for name in ("train", "first step") if name in one.phases)
+    peaks = []
+    for stage, stage_memory in memory.items():
+        peak = max(stage_memory.phases[name] for name in ("train", "first step") if name in stage_memory.phases)
         if stage == last:
             tokens = case["micro"] * case["sequence"] // case["layout"].get("context", 1)
             peak += LOGIT_BYTES * tokens * shape.vocab // case["layout"].get("tensor", 1)
         if case.get("bf16_gradients"):
-            peak -= one.holders.get("gradients", 0) // 2
+            peak -= stage_memory.holders.get("gradients", 0) // 2
         if case.get("bf16_moments"):
-            peak -= one.holders.get("optimizer", 0) // 3  # two of three numbers in two bytes each, not in four
+            peak -= stage_memory.holders.get("optimizer", 0) // 3  # two of three numbers in two bytes each, not in four
         if stage == last or case.get("stage") != "last":
-            found.append(peak)
-    return max(found) / 2**30
+            peaks.append(peak)
+    return max(peaks) / 2**30
 
 
-def planned(
+def plan_row(
     case: Mapping[str, Any], shape: ModelShape, traces: Sequence[RankTrace], memory: Mapping[int, DryReport]
 ) -> dict[str, list[float]]:
     """What the plan says of each published number; two numbers where the source leaves the meaning open."""
@@ -237,39 +240,39 @@ def planned(
                 config, shape, traces, load_hardware(case["gpu"]), lengths, workload="pretrain", overlap=overlap
             )
         )
-    found: dict[str, list[float]] = {}
+    figures_by_name: dict[str, list[float]] = {}
     for name in case["published"]:
         if name.startswith("memory"):
             gpu, peak = load_hardware(case["gpu"]), peak_gib(case, shape, memory)
             cached = peak * (1 + gpu.fragmentation)
-            found[name] = [cached, cached + gpu.reserve_gib] if name.endswith("device") else [peak]
+            figures_by_name[name] = [cached, cached + gpu.reserve_gib] if name.endswith("device") else [peak]
         elif name == "tokens":
-            found[name] = [one.tokens_per_s_per_gpu for one in every]
+            figures_by_name[name] = [plan.tokens_per_s_per_gpu for plan in every]
         elif name == "tflops":
-            found[name] = [one.tokens_per_s_per_gpu * model_flops(shape, sequence) / 1e12 for one in every]
+            figures_by_name[name] = [plan.tokens_per_s_per_gpu * model_flops(shape, sequence) / 1e12 for plan in every]
         else:
-            found[name] = [one.step_s for one in every]
-    return found
+            figures_by_name[name] = [plan.step_s for plan in every]
+    return figures_by_name
 
 
 def error_of(name: str, published: float, ends: Sequence[float]) -> float:
     """Relative error of the planned memory or seconds; 0 within an interval, else that of the nearer end."""
-    seconds = [published / one if name in ("tokens", "tflops") else one / published for one in ends]
+    seconds = [published / ratio if name in ("tokens", "tflops") else ratio / published for ratio in ends]
     if min(seconds) <= 1 <= max(seconds):
         return 0.0
-    return min((one - 1 for one in seconds), key=abs)
+    return min((ratio - 1 for ratio in seconds), key=abs)
 
 
 def memory_of(case: Mapping[str, Any], shape: ModelShape, reports: Mapping[Place, DryReport]) -> dict[int, DryReport]:
     """The memory of ranks by their stage, from a full dry run, or extrapolated from shallow ones."""
-    layers, found = chunk_layers(case, shape), {}
+    layers, memories = chunk_layers(case, shape), {}
     for stage in (0, len(layers) - 1):
         if (stage, 0) in reports:
-            found[stage] = reports[stage, 0]
+            memories[stage] = reports[stage, 0]
         elif len(layers) == 1 or (stage, DEPTHS[0]) in reports:
             low, high = (reports["time" if len(layers) == 1 else stage, depth] for depth in DEPTHS)
-            found[stage] = extrapolate_report(low, high, layers[stage][0] - DEPTHS[0])[0]
-    return found
+            memories[stage] = extrapolate_report(low, high, layers[stage][0] - DEPTHS[0])[0]
+    return memories
 
 
 def trace_stages(
@@ -284,17 +287,17 @@ def trace_stages(
         traces = [pending.wait(deadline) for pending in submit_traces(pool, config_of(case), shape, moves=False)]
         return traces, {trace.stage: trace.report for trace in traces}
     runs = time_runs(case, shape) | memory_runs(case, shape)
-    futures = {place: pool.submit(_run_dry, *run, False, 1.0, False) for place, run in runs.items()}
-    reports = {place: row.result(DEADLINE_S) for place, row in futures.items()}
+    futures = {index: pool.submit(_run_dry, *run, False, 1.0, False) for index, run in runs.items()}
+    reports = {index: row.result(DEADLINE_S) for index, row in futures.items()}
     return traces_of(case, shape, reports), memory_of(case, shape, reports)
 
 
 def evaluate(row: Mapping[str, Any], models: Mapping[str, Any], pool: Any) -> dict[str, Any]:
     """A row's planned numbers, at either end of unstated ones, and its errors."""
     shape, began = shape_of(row["model"], models), time.monotonic()
-    ends = [planned(case, shape, *trace_stages(case, shape, pool)) for case in cases(row)]
+    ends = [plan_row(case, shape, *trace_stages(case, shape, pool)) for case in cases(row)]
     published = row["published"]
-    values = {name: [value for one in ends for value in one[name]] for name in published}
+    values = {name: [value for end in ends for value in end[name]] for name in published}
     return {
         "id": row["id"],
         "source": row["source"],
@@ -309,29 +312,29 @@ def evaluate(row: Mapping[str, Any], models: Mapping[str, Any], pool: Any) -> di
 
 
 def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Median and worst error of memory and of time, over all rows, over those held out, and over those of the latter
+    """Median and worst error of memory and time, over all rows, those held out, and those of the latter
     whose sources state all numbers; and the rankings."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for title, names in (("memory", ("memory_gib", "memory_gib_device")), ("time", ("tokens", "tflops", "step_s"))):
         alike = [row for row in results if not row["unlike"]]
         held_out = [row for row in alike if not row["fitted"]]
-        for which, rows in (("all", alike), ("held_out", held_out), ("held_out_all_stated", held_out)):
-            stated = which.endswith("stated")
+        for group, rows in (("all", alike), ("held_out", held_out), ("held_out_all_stated", held_out)):
+            stated = group.endswith("stated")
             errors = [
                 abs(value)
-                for one in rows
-                for name, value in one["error"].items()
-                if name in names and not (stated and len(one["planned"][name]) > 1)
+                for result_row in rows
+                for name, value in result_row["error"].items()
+                if name in names and not (stated and len(result_row["planned"][name]) > 1)
             ]
             if errors:
                 numbers = {"rows": len(errors), "median": statistics.median(errors), "worst": max(errors)}
-                found[f"{title}_{which}"] = {key: round(value, 4) for key, value in numbers.items()}
-    for name in {one["ranking"] for one in results if one["ranking"]}:
-        rows = [one for one in results if one["ranking"] == name]
+                figures[f"{title}_{group}"] = {key: round(value, 4) for key, value in numbers.items()}
+    for name in {result_row["ranking"] for result_row in results if result_row["ranking"]}:
+        rows = [result_row for result_row in results if result_row["ranking"] == name]
         for key in ("published", "planned"):
-            speeds = {one["id"]: float(np.mean(one[key]["tflops"])) for one in rows}
-            found[f"ranking_{name}_{key}"] = sorted(speeds, key=speeds.__getitem__, reverse=True)
-    return found
+            speeds = {result_row["id"]: float(np.mean(result_row[key]["tflops"])) for result_row in rows}
+            figures[f"ranking_{name}_{key}"] = sorted(speeds, key=speeds.__getitem__, reverse=True)
+    return figures
 
 
 def main() -> None:

@@ -23,9 +23,9 @@ CASES = {"dense": ("qwen3_8b_8gpu", 8), "experts": ("qwen3_235b_a22b_32nodes", 3
 
 def cpu_s() -> float:
     """CPU seconds of this process and of all that it started."""
-    own = psutil.Process()
-    times = [one.cpu_times() for one in (own, *own.children(recursive=True))]
-    return float(sum(one.user + one.system + one.children_user + one.children_system for one in times))
+    process = psutil.Process()
+    times = [member.cpu_times() for member in (process, *process.children(recursive=True))]
+    return float(sum(member.user + member.system + member.children_user + member.children_system for member in times))
 
 
 def measure(recipe: str, nodes: int) -> dict[str, Any]:
@@ -42,19 +42,19 @@ def measure(recipe: str, nodes: int) -> dict[str, Any]:
     assert raw is not None, "the model is not in tests/data/hf_configs"
     began, used = time.monotonic(), cpu_s()
     with start_trace_pool() as pool:
-        found = search_layouts(config, parse_model_shape(raw), pool, budget_s=config.plan.search_s)
+        search = search_layouts(config, parse_model_shape(raw), pool, budget_s=config.plan.search_s)
         seconds = cpu_s() - used
     layouts = [
         {
-            "layout": name_layout(one.candidate.config),
-            "estimated_s": round(one.candidate.estimated_s, 1),
-            "step_s": None if one.plan is None or one.plan.times is None else round(one.plan.times.step_s, 1),
-            "peak_gib": None if one.plan is None else round(one.plan.fullest.peak / 2**30, 1),
-            "reason": one.reason,
+            "layout": name_layout(layout.candidate.config),
+            "estimated_s": round(layout.candidate.estimated_s, 1),
+            "step_s": None if layout.plan is None or layout.plan.times is None else round(layout.plan.times.step_s, 1),
+            "peak_gib": None if layout.plan is None else round(layout.plan.fullest.peak / 2**30, 1),
+            "reason": layout.reason,
         }
-        for one in (*found.best, *found.failed)
+        for layout in (*search.best, *search.failed)
     ]
-    counts = {"legal": found.legal, "too_large": found.too_large, "left": found.skipped}
+    counts = {"legal": search.legal, "too_large": search.too_large, "left": search.skipped}
     wall = {"wall_s": round(time.monotonic() - began, 1), "cpu_s": round(seconds, 1), "load": os.getloadavg()}
     return {"recipe": recipe, "gpus": 8 * nodes, **wall, **counts, "layouts": layouts}
 

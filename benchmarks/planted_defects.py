@@ -77,9 +77,9 @@ def exchange_logprobs(run_dir: Path) -> None:
     """The log-probabilities of two rollouts of the newest step in each other's place, as far as both are long."""
 
     def exchange(column: list[list[float]]) -> None:
-        one, other = column[2], column[11]
-        size = min(len(one), len(other))
-        one[:size], other[:size] = other[:size], one[:size]
+        first_logprob, second_logprob = column[2], column[11]
+        size = min(len(first_logprob), len(second_logprob))
+        first_logprob[:size], second_logprob[:size] = second_logprob[:size], first_logprob[:size]
 
     _edit(run_dir, "logprobs", exchange)
 
@@ -182,26 +182,27 @@ def try_run(trial: Trial, folder: Path) -> dict[str, Any]:
         log.write_text(f"{text}\nexit code {code}\n")
         if trial.damage is not None:
             trial.damage(run_dir)
-    made = time.monotonic()
+    started_at = time.monotonic()
     errors, marked = _steps(run_dir)
     is_refused = _is_refused(trial, errors, log.read_text())
     is_settled = is_refused or not trial.causes  # tokens of older weights differ in healthy asynchronous runs
     begins = None if is_settled else next((step for step, error in errors.items() if error > LARGE), None)
     code, text = _python(["megatron_grpo.doctor", str(run_dir), "--json"], trial.defect if trial.in_doctor else None)
-    found = json.loads(text.splitlines()[-1]) if code in (0, 1) and text.strip().endswith("}") else {}
+    answer = json.loads(text.splitlines()[-1]) if code in (0, 1) and text.strip().endswith("}") else {}
     return {
         "errors": errors,
         "begins": begins,
-        "noticed": _noticed(log.read_text(), marked, errors),
+        "noticed": _find_notice(log.read_text(), marked, errors),
         "doctor": {
             "exit": code,
             "findings": [
-                {key: one[key] for key in ("cause", "name", "text", "key")} for one in found.get("findings", [])
+                {key: finding[key] for key in ("cause", "name", "text", "key")}
+                for finding in answer.get("findings", [])
             ],
-            "refusal": None if found else text.strip()[-400:],
+            "refusal": None if answer else text.strip()[-400:],
         },
-        "verdict": "refused" if is_refused else judge(trial, code, found, text),
-        "seconds": {"run": round(made - began, 1), "doctor": round(time.monotonic() - made, 1)},
+        "verdict": "refused" if is_refused else judge(trial, code, answer, text),
+        "seconds": {"run": round(started_at - began, 1), "doctor": round(time.monotonic() - started_at, 1)},
     }
 
 
@@ -224,10 +225,13 @@ def _python(command: Sequence[str], defect: str | None) -> tuple[int, str]:
         "OMP_NUM_THREADS": "1",
     }
     environment = {**os.environ, **changes}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
-    return done.returncode, done.stdout if done.stdout and "--json" in command else done.stdout + done.stderr
+    return (
+        process.returncode,
+        process.stdout if process.stdout and "--json" in command else process.stdout + process.stderr,
+    )
 
 
 def _steps(run_dir: Path) -> tuple[dict[int, float], list[int]]:
@@ -238,7 +242,7 @@ def _steps(run_dir: Path) -> tuple[dict[int, float], list[int]]:
     return errors, [row["step"] for row in rows if row.get("token_mult_prob_error_off")]
 
 
-def _noticed(log: str, marked: Sequence[int], errors: dict[int, float]) -> dict[str, Any] | None:
+def _find_notice(log: str, marked: Sequence[int], errors: dict[int, float]) -> dict[str, Any] | None:
     """The step in which the run said that something is off, and its words; None: it did not."""
     code = _exit_code(log)
     words = [line for line in log.splitlines() if "disagree" in line or "must not serve" in line or " differs " in line]
@@ -250,27 +254,27 @@ def _noticed(log: str, marked: Sequence[int], errors: dict[int, float]) -> dict[
     return {"step": step, "exit": code, "words": words[0][-300:] if words else log.strip().splitlines()[-2][-300:]}
 
 
-def judge(trial: Trial, code: int, found: dict[str, Any], text: str) -> str:
+def judge(trial: Trial, code: int, answer: dict[str, Any], text: str) -> str:
     """The doctor's answer against the truth."""
-    causes = {one["cause"] for one in found.get("findings", [])} - {"unexplained"}
+    causes = {finding["cause"] for finding in answer.get("findings", [])} - {"unexplained"}
     if not trial.causes:
         return "clean" if code == 0 else "wrong"
     if code == 0:
         return "healthy"
     if causes - set(trial.causes):
         return "wrong"
-    whole = " ".join(f"{one['text']} {one['key']}" for one in found.get("findings", [])) or text
-    return "named" if all(re.search(word, whole, re.IGNORECASE) for word in trial.words) else "unnamed"
+    explanation = " ".join(f"{finding['text']} {finding['key']}" for finding in answer.get("findings", [])) or text
+    return "named" if all(re.search(word, explanation, re.IGNORECASE) for word in trial.words) else "unnamed"
 
 
 def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Verdicts by number, and the runs that noticed a large error in time."""
-    verdicts = [one["verdict"] for one in results.values()]
-    large = {name: one for name, one in results.items() if one["begins"] is not None}
+    verdicts = [result["verdict"] for result in results.values()]
+    large = {name: result for name, result in results.items() if result["begins"] is not None}
     timely = [
         name
-        for name, one in large.items()
-        if one["noticed"] is not None and (one["noticed"]["step"] or 0) <= one["begins"] + 1
+        for name, result in large.items()
+        if result["noticed"] is not None and (result["noticed"]["step"] or 0) <= result["begins"] + 1
     ]
     return {
         "verdicts": {verdict: verdicts.count(verdict) for verdict in sorted(set(verdicts))},
@@ -284,17 +288,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="patterns of names")
     parser.add_argument("--folder", type=Path, help="keep the runs here, and do not make again those that are there")
-    given = parser.parse_args()
-    chosen = [one for one in TRIALS if not given.only or any(re.search(name, one.name) for name in given.only)]
+    options = parser.parse_args()
+    chosen = [
+        chosen_trial
+        for chosen_trial in TRIALS
+        if not options.only or any(re.search(name, chosen_trial.name) for name in options.only)
+    ]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        folder = (given.folder or Path(scratch)).absolute()
+        folder = (options.folder or Path(scratch)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         results = {}
         for trial in chosen:
             results[trial.name] = try_run(trial, folder)
             print(f"{trial.name}: {json.dumps(results[trial.name])}", file=sys.stderr, flush=True)
-        whole = json.dumps({**header("planted_defects"), **summary(results), "runs": results}, indent=2)
-        print(whole.replace(str(folder), "FOLDER"))
+        text = json.dumps({**header("planted_defects"), **summary(results), "runs": results}, indent=2)
+        print(text.replace(str(folder), "FOLDER"))
 
 
 if __name__ == "__main__":

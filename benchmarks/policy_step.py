@@ -80,19 +80,19 @@ def plain_torch(folder: Path, batch: TokenBatch, tokens: int) -> Step:
     """Transformers, without Megatron-Core."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9)
-    each = max(1, tokens // max(batch.lengths))
+    per_batch = max(1, tokens // max(batch.lengths))
     numbers = range(len(batch.lengths))
-    cuts = [batch.select(list(numbers[start : start + each])) for start in numbers[::each]]
+    cuts = [batch.select(list(numbers[start : start + per_batch])) for start in numbers[::per_batch]]
     scale = 1.0 / float(require_field(batch.fields.loss_mask).sum())
 
     def step() -> float:
         optimizer.zero_grad()
         for cut in cuts:
             entries = (cut.fields.token_ids, cut.fields.loss_mask, cut.fields.advantages)
-            rows = [pad_sequence(require_field(one).split(cut.lengths), batch_first=True) for one in entries]
+            rows = [pad_sequence(require_field(entry).split(cut.lengths), batch_first=True) for entry in entries]
             ids, mask, advantages = rows[0].long(), rows[1], rows[2]
-            real = torch.arange(ids.shape[1]) < torch.tensor(cut.lengths)[:, None]
-            logits = model(ids, attention_mask=real.long()).logits[:, :-1]
+            is_token = torch.arange(ids.shape[1]) < torch.tensor(cut.lengths)[:, None]
+            logits = model(ids, attention_mask=is_token.long()).logits[:, :-1]
             logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
             (-(logprobs * advantages[:, 1:] * mask[:, 1:]).sum() * scale).backward()
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
@@ -128,11 +128,11 @@ def main() -> None:
     initialize_parallel(ParallelConfig(), rank=0, store=HashStore(), seed=0, timeout_s=600)
     config = Qwen3Config(**(PREPARED_MODELS[options.model] if options.model else sizes_of(options)))
     batch = make_batch(options.sequences, options.longest, config.vocab_size, even=options.lengths == "even")
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config)
-        parameters = sum(one.numel() for one in model.parameters())
+        parameters = sum(parameter.numel() for parameter in model.parameters())
         model.save_pretrained(folder)
         ways = {
             "packed": ours(folder, batch, options.microbatch_tokens, packing=True),
@@ -146,7 +146,7 @@ def main() -> None:
                 began = time.perf_counter()
                 way()
                 seconds[name].append(time.perf_counter() - began)
-    medians = {name: statistics.median(found) for name, found in seconds.items()}
+    medians = {name: statistics.median(durations) for name, durations in seconds.items()}
     result = {
         **header("policy_step"),
         **vars(options),

@@ -81,13 +81,13 @@ def measure(steps: int, overrides: Sequence[str]) -> dict[str, Any]:
             for _ in range(WARM_UP_STEPS):
                 step(watched=True)
             order = [(True, False) if number % 2 else (False, True) for number in range(steps // 2)]
-            watched = [{which: step(watched=which) for which in both} for both in order]
-            packed = [{which: step(watched=True, packed=which) for which in both} for both in order[:10]]
+            watched = [{is_watched: step(watched=is_watched) for is_watched in both} for both in order]
+            packed = [{is_watched: step(watched=True, packed=is_watched) for is_watched in both} for both in order[:10]]
             decisions = ray.get(run.policy.submit(time_decisions, DECISIONS))
     total = median(pair[False].timing["total"] for pair in watched)
     differences = [pair[True].timing["total"] - pair[False].timing["total"] for pair in watched]
     cost = median(judged) + max(decisions)
-    assert all(math.isfinite(one) for one in differences)
+    assert all(math.isfinite(difference) for difference in differences)
     return {
         **header("prob_error"),
         "overrides": list(overrides),
@@ -110,8 +110,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     options, overrides = parser.parse_known_args()
     with redirect_stdout(sys.stderr):
-        found = measure(options.steps, overrides)
-    print(json.dumps(found, indent=2))
+        figures = measure(options.steps, overrides)
+    print(json.dumps(figures, indent=2))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for way, passes in ways.items():
             before = _processor_s()
             with ThreadPoolExecutor(options.at_once) as pool:
-                one_by_one = lambda one: passes(sandbox, one[1], one[2])  # noqa: B023, E731 - used in this turn only
+                one_by_one = lambda case: passes(sandbox, case[1], case[2])  # noqa: B023, E731 - used in this turn only
                 outcomes = list(pool.map(one_by_one, programs[begin : begin + 100]))
             seconds[way] += _processor_s() - before  # type: ignore[assignment]
             wrong[way].update(
@@ -83,12 +83,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def variant(number: int) -> tuple[str, str, tuple[str, ...]]:
     """A kind of program under another name of its function, with other text around it; kind, program and tests."""
-    one, draw = HONEST[number % len(HONEST)], random.Random(number)
+    program, draw = HONEST[number % len(HONEST)], random.Random(number)
     name = f"{draw.choice(('solve', 'answer', 'compute', 'find'))}_{draw.randrange(1000)}"
     before = draw.choice(("", "import math, re\n", "from typing import Any\n", f"# {name}\n", f"OFFSET = {number}\n"))
     after = draw.choice(("", f"\n\ndef other_{number}(x):\n    return x\n", "\nprint('ready')\n", "\n'''the end'''\n"))
-    renamed = [re.sub(r"\bf\b(?!['\"])", name, text) for text in (one.program, *one.tests)]
-    return one.kind, before + renamed[0] + after, tuple(renamed[1:])
+    renamed = [re.sub(r"\bf\b(?!['\"])", name, text) for text in (program.program, *program.tests)]
+    return program.kind, before + renamed[0] + after, tuple(renamed[1:])
 
 
 def apart(sandbox: Sandbox, program: str, tests: tuple[str, ...]) -> bool:
@@ -103,8 +103,8 @@ def together(sandbox: Sandbox, program: str, tests: tuple[str, ...]) -> bool:
 
 def _processor_s() -> float:
     """Processor time of this process and of all that it waited for, in seconds."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    used = [resource.getrusage(usage_of) for usage_of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def _options() -> argparse.Namespace:

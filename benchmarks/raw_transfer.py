@@ -30,11 +30,11 @@ def raw_links(summary: RefitSummary, repeats: int) -> list[float]:
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
     common = (summary.links, sources, sources + targets, rendezvous, repeats, results)
-    processes = [context.Process(target=_raw_member, args=(rank, *common)) for rank in range(sources + targets)]
+    processes = [context.Process(target=_run_raw_member, args=(rank, *common)) for rank in range(sources + targets)]
     return _slowest(processes, results)
 
 
-def _raw_member(
+def _run_raw_member(
     rank: int,
     links: dict[tuple[int, int], int],
     sources: int,
@@ -44,7 +44,7 @@ def _raw_member(
     results: Any,
 ) -> None:
     group = make_gloo_group(rendezvous, "raw", rank, size)
-    mine = {
+    buffers = {
         sources + target if rank == source else source: torch.ones(nbytes, dtype=torch.uint8)
         for (source, target), nbytes in links.items()
         if rank in (source, sources + target)
@@ -52,10 +52,10 @@ def _raw_member(
 
     def transfer() -> None:
         begin = group.send if rank < sources else group.recv
-        for work in [begin([buffer], peer, 0) for peer, buffer in mine.items()]:
+        for work in [begin([buffer], peer, 0) for peer, buffer in buffers.items()]:
             work.wait()
 
-    results.put(_timed(transfer, repeats))
+    results.put(_time_action(transfer, repeats))
 
 
 def raw_broadcasts(stages: int, receivers: int, total_bytes: int, repeats: int) -> list[float]:
@@ -65,18 +65,20 @@ def raw_broadcasts(stages: int, receivers: int, total_bytes: int, repeats: int) 
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
     common = (rendezvous, total_bytes // stages, repeats, results)
-    processes = [context.Process(target=_raw_sender, args=(stage, *common)) for stage in range(stages)]
-    processes += [context.Process(target=_raw_receiver, args=(1 + rank, stages, *common)) for rank in range(receivers)]
+    processes = [context.Process(target=_run_raw_sender, args=(stage, *common)) for stage in range(stages)]
+    processes += [
+        context.Process(target=_run_raw_receiver, args=(1 + rank, stages, *common)) for rank in range(receivers)
+    ]
     return _slowest(processes, results)
 
 
-def _raw_sender(stage: int, rendezvous: Rendezvous, size: int, repeats: int, results: Any) -> None:
+def _run_raw_sender(stage: int, rendezvous: Rendezvous, size: int, repeats: int, results: Any) -> None:
     group = make_gloo_group(rendezvous, f"stage {stage}", 0, rendezvous.receivers + 1)
     buffer = torch.ones(size, dtype=torch.uint8)
-    results.put(_timed(lambda: group.broadcast(buffer, root=0).wait(), repeats))
+    results.put(_time_action(lambda: group.broadcast(buffer, root=0).wait(), repeats))
 
 
-def _raw_receiver(rank: int, stages: int, rendezvous: Rendezvous, size: int, repeats: int, results: Any) -> None:
+def _run_raw_receiver(rank: int, stages: int, rendezvous: Rendezvous, size: int, repeats: int, results: Any) -> None:
     size_of_group = rendezvous.receivers + 1
     groups = [make_gloo_group(rendezvous, f"stage {stage}", rank, size_of_group) for stage in range(stages)]
     buffer = torch.empty(size, dtype=torch.uint8)
@@ -85,7 +87,7 @@ def _raw_receiver(rank: int, stages: int, rendezvous: Rendezvous, size: int, rep
         for group in groups:
             group.broadcast(buffer, root=0).wait()
 
-    results.put(_timed(receive, repeats))
+    results.put(_time_action(receive, repeats))
 
 
 def packing(engine: GenerationParallelConfig, shape: ModelShape, repeats: int) -> list[float]:
@@ -105,11 +107,11 @@ def packing(engine: GenerationParallelConfig, shape: ModelShape, repeats: int) -
         if any(box.tensor == "model.norm.weight" for box in boxes):
             sizes[shape.layers, 0] = (shape.vocab // engine.tensor, shape.hidden)
         arguments = list(sizes.values()), together, repeats, results
-        processes.append(context.Process(target=_packing_member, args=arguments))
+        processes.append(context.Process(target=_run_packing_member, args=arguments))
     return _slowest(processes, results)
 
 
-def _packing_member(sizes: list[tuple[int, int]], together: Any, repeats: int, results: Any) -> None:
+def _run_packing_member(sizes: list[tuple[int, int]], together: Any, repeats: int, results: Any) -> None:
     from vllm import _custom_ops
 
     torch.set_num_threads(1)
@@ -122,7 +124,7 @@ def _packing_member(sizes: list[tuple[int, int]], together: Any, repeats: int, r
             packed.pop(number, None)
             packed[number] = _custom_ops.create_onednn_mm(matrix.t(), 32)
 
-    results.put(_timed(pack, repeats))
+    results.put(_time_action(pack, repeats))
 
 
 def _slowest(processes: Sequence[BaseProcess], results: Any) -> list[float]:
@@ -135,7 +137,7 @@ def _slowest(processes: Sequence[BaseProcess], results: Any) -> list[float]:
     return [max(seconds) for seconds in zip(*timings, strict=True)]
 
 
-def _timed(action: Callable[[], Any], repeats: int) -> list[float]:
+def _time_action(action: Callable[[], Any], repeats: int) -> list[float]:
     seconds = []
     for _ in range(repeats):
         time.sleep(0.02)  # a refit also begins when the last one is long over

@@ -41,8 +41,8 @@ def measure(folder: Path, tokens: int) -> dict[str, Any]:
     rank = PolicyRank(RankSettings(config=config, shape=read_model_shape(folder), folder=str(folder), decay_steps=1))
     lengths = [LENGTH] * (tokens // LENGTH)
     batch = TokenBatch(lengths, TokenFields(token_ids=torch.randint(2, WORDS, (sum(lengths),)).int()))
-    each = 4096 // LENGTH
-    microbatches = [list(range(begin, min(begin + each, len(lengths)))) for begin in range(0, len(lengths), each)]
+    rows = 4096 // LENGTH
+    microbatches = [list(range(begin, min(begin + rows, len(lengths)))) for begin in range(0, len(lengths), rows)]
     watched = choose_watched_tokens(sum(lengths))
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(2 * ROUNDS + 2):
@@ -65,7 +65,7 @@ def measure(folder: Path, tokens: int) -> dict[str, Any]:
         "pass_s": without,
         "recorded_pass_s": recorded,
         "ratio": recorded / without,
-        "points": len({one.point for one in states}),
+        "points": len({state.point for state in states}),
         "file_bytes": file.stat().st_size,
         "write_s": time.monotonic() - began,
         "watched": int(np.size(watched)),

@@ -58,12 +58,12 @@ def main() -> None:
     repeats, engine = options.warmup + options.repeats, _layouts(options)[1]
     links, packed = raw_links(summary, repeats), packing(engine, shape, repeats)
     results = {}
-    for mode, one in measured.items():
+    for mode, measured_mode in measured.items():
         raw = links
         if mode == "broadcast":
-            whole = one.reports[-1].bytes_sent // summary.receiving.ranks
-            raw = raw_broadcasts(options.policy_pipeline, engine.ranks_per_engine, whole, repeats)
-        results[mode] = _result(options, one, raw[options.warmup :], packed[options.warmup :], summary)
+            bytes_per_rank = measured_mode.reports[-1].bytes_sent // summary.receiving.ranks
+            raw = raw_broadcasts(options.policy_pipeline, engine.ranks_per_engine, bytes_per_rank, repeats)
+        results[mode] = _result(options, measured_mode, raw[options.warmup :], packed[options.warmup :], summary)
     mode, *beside = results
     result = {
         **header("refit"),
@@ -73,7 +73,7 @@ def main() -> None:
         "parameters": parameters,
         "bucket_mib": options.bucket_mib,
         **results[mode],
-        "beside": {other: results[other] for other in beside},
+        "beside": {other_mode: results[other_mode] for other_mode in beside},
     }
     print(json.dumps(result, indent=2))
 
@@ -208,7 +208,9 @@ def _measure(policy: MegatronPolicy, generation: VllmGeneration, mode: str, opti
     transport.connect()
     print(f"{mode}: connected, {time.strftime('%X')}", file=sys.stderr, flush=True)
     reports = [transport.publish(version) for version in range(1, options.warmup + options.repeats + 1)]
-    return Measured(reports, {name: one.extra_mib(mapped=name.startswith("worker")) for name, one in memory.items()})
+    return Measured(
+        reports, {name: memory_row.extra_mib(mapped=name.startswith("worker")) for name, memory_row in memory.items()}
+    )
 
 
 def _pid(_rank: Any) -> int:

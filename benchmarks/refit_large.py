@@ -91,14 +91,14 @@ def main() -> None:
         arguments = shape, training, generation, "bfloat16", int(options.bucket_mib * 2**20)
         assert not any(find_cut_blocks(shape, training, generation))
         summary, in_fp8 = summarize_refit(*arguments), summarize_refit(*arguments, fp8_blocks=True, by_layer=True)
-        whole = summary.bytes / generation.data  # a worker has a part of an engine, which has the model once
+        engine_bytes = summary.bytes / generation.data  # a worker has a part of an engine, which has the model once
         cases.append(
             {
                 "case": name,
                 "training": asdict(training),
                 "generation": asdict(generation),
                 **summary.as_dict(speed),
-                "broadcast_s": round(whole / speed, 3),
+                "broadcast_s": round(engine_bytes / speed, 3),
                 "in_fp8_blocks": {"bytes": in_fp8.bytes, "estimated_s": round(in_fp8.compute_seconds(speed), 4)},
             }
         )

@@ -47,17 +47,17 @@ def main() -> None:
     shape, bucket = parse_model_shape(raw), int(RefitConfig().bucket_mib * 2**20)
     shards, engine = split_policy(training, shape), assume_boxes(shape, generation)
     dtypes, workers = choose_wire_dtypes(shape, "bfloat16", False), len(engine) * generation.data
-    planned, planning_s = _timed(lambda: plan_messages(shape, shards, engine, generation.data, dtypes, bucket))
+    planned, planning_s = _time_action(lambda: plan_messages(shape, shards, engine, generation.data, dtypes, bucket))
     store = open_store(HOST, 600.0)
     counting: Any = CountingStore(store)
-    _, writing_s = _timed(lambda: write_plan(counting, planned, len(shards), workers, dtypes, False))
+    _, writing_s = _time_action(lambda: write_plan(counting, planned, len(shards), workers, dtypes, False))
     rendezvous = Rendezvous(host=HOST, port=store.port, receivers=workers, timeout_s=600.0)
     reader = rendezvous.connect()
     keys = [f"source/{rank}" for rank in range(len(shards))] + [f"target/{rank}" for rank in range(workers)]
-    _, reading_s = _timed(lambda: [reader.get(key) for key in keys])
+    _, reading_s = _time_action(lambda: [reader.get(key) for key in keys])
     clients = [rendezvous.connect() for _ in range(CLIENTS)]
-    _, looking_s = _timed(lambda: [client.check([FAILURE]) for client in clients * LOOKS])
-    _, before_s = _timed(lambda: [pickle.dumps(shards) for _ in shards])
+    _, looking_s = _time_action(lambda: [client.check([FAILURE]) for client in clients * LOOKS])
+    _, before_s = _time_action(lambda: [pickle.dumps(shards) for _ in shards])
     result = {
         **header("refit_rendezvous"),
         "ranks": len(shards),
@@ -82,7 +82,7 @@ def main() -> None:
     print(json.dumps(result, indent=2))
 
 
-def _timed(action: Any) -> tuple[Any, float]:
+def _time_action(action: Any) -> tuple[Any, float]:
     began = time.perf_counter()
     return action(), time.perf_counter() - began
 

@@ -32,7 +32,7 @@ def pick_layers(shape: ModelShape, layers: Sequence[int]) -> ModelShape:
 
 
 def choose_runs(shape: ModelShape) -> dict[Kind | None, list[int]]:
-    """Choose the layers of the dry runs: one of each kind (None), and for each kind one of that kind more."""
+    """Choose the layers of the dry runs: one of each kind (None), or one more of a kind."""
     first = {shape.list_kinds(layer): layer for layer in reversed(range(shape.layers))}
     base = sorted(first.values())
     return {None: base, **{kind: sorted([*base, layer]) for kind, layer in first.items()}}

@@ -57,7 +57,7 @@ Rows = list[dict[str, Any]]
 def overrides_of(name: str, steps: int) -> list[str]:
     """The command line of a case, without run_dir."""
     case = CASES[name]
-    recipe = () if any(one.startswith("+exp=") for one in case) else ("+exp=quickstart",)
+    recipe = () if any(override.startswith("+exp=") for override in case) else ("+exp=quickstart",)
     loop = "ppo" if "+exp=quickstart_ppo" in case else "grpo"
     return [*recipe, *case, f"{loop}.max_num_steps={steps}", f"{loop}.val_period=10", *QUIET]
 
@@ -86,8 +86,8 @@ def compare_folders(before: Path, after: Path, ignore: Sequence[str] = ()) -> di
         old, new = read_rows(before / file, ignore), read_rows(after / file, ignore)
         steps = steps or len(old)
         new_keys |= {key for row in new for key in row} - {key for row in old for key in row}
-        found = first_difference(old, new)
-        difference = difference or (found and {"file": file, **found})
+        first = first_difference(old, new)
+        difference = difference or (first and {"file": file, **first})
     if not steps:
         difference = {"file": FILES[0], "step": None, "key": "step", "before": MISSING, "after": MISSING}
     return {
@@ -116,14 +116,14 @@ def _flat(row: Mapping[str, Any], ignored: set[str], prefix: str = "") -> Iterat
 
 
 def first_difference(before: Rows, after: Rows) -> dict[str, Any] | None:
-    """Step, key and both values of the first thing that is not exactly as before; what is only new is none."""
+    """Step, key and both values of the first difference; what is only new is none."""
     for old, new in zip_longest(before, after):
         if old is None:
             return {"step": new.get("step"), "key": "step", "before": MISSING, "after": new.get("step")}
         for key, value in old.items():
-            other = (new or {}).get(key, MISSING)
-            if repr(value) != repr(other):
-                return {"step": old.get("step"), "key": key, "before": value, "after": other}
+            other_value = (new or {}).get(key, MISSING)
+            if repr(value) != repr(other_value):
+                return {"step": old.get("step"), "key": key, "before": value, "after": other_value}
     return None
 
 

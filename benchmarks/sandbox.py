@@ -71,10 +71,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     right = ["right"] * kinds.count("right")
     sandbox = Sandbox(LIMITS, options.level)
     environment.score([_request("right", number) for number in range(2 * options.at_once)])  # starts its threads
-    before, load = _there(), os.getloadavg()[0]
+    before, load = _list_processes(), os.getloadavg()[0]
     mixed = _measure(kinds, lambda: _verdicts(environment, kinds))
     alone = _measure(right, lambda: _verdicts(environment, right))
-    left = _there() - before
+    leftovers = _list_processes() - before
     bare = _measure(right, lambda: _bare(sandbox.python, len(right), options.at_once))
     return {
         "level": options.level,
@@ -86,7 +86,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "right": alone,
         "bare": bare,
         "ratio": round(alone["per_core_s"] / bare["per_core_s"], 3),
-        "left": dict(Counter(name.partition(" ")[0] for name in left)),
+        "left": dict(Counter(name.partition(" ")[0] for name in leftovers)),
     }
 
 
@@ -107,28 +107,28 @@ def _kind(number: int) -> str:
 
 def _request(kind: str, number: int) -> EnvironmentRequest:
     """A program with its one test."""
-    case = {"input": f"{number} 7 {number % 5}", "output": _expected(number)}
+    case = {"input": f"{number} 7 {number % 5}", "output": _expected_output(number)}
     extra = {"answer": [case], REFERENCE: ""}
     return EnvironmentRequest(prompt="", response=PROGRAMS[kind], stop_reason="stop", extra_env_info=extra)
 
 
-def _expected(number: int) -> str:
+def _expected_output(number: int) -> str:
     return f"{number + 7 + number % 5} {max(number, 7)}\n"
 
 
 def _verdicts(environment: CodeEnvironment, kinds: Sequence[str]) -> list[bool]:
     scores = environment.score([_request(kind, number) for number, kind in enumerate(kinds)])
-    return [bool(one.correct) for one in scores]
+    return [bool(score.correct) for score in scores]
 
 
 def _bare(python: str, programs: int, at_once: int) -> list[bool]:
     """The right programs in Python without a sandbox."""
 
     def is_right(number: int) -> bool:
-        given = f"{number} 7 {number % 5}"
+        arguments = f"{number} 7 {number % 5}"
         command = [python, "-I", "-B", "-c", RIGHT]
-        done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
-        return done.stdout == _expected(number)
+        process = subprocess.run(command, input=arguments, capture_output=True, text=True, check=False)
+        return process.stdout == _expected_output(number)
 
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(is_right, range(programs)))
@@ -149,11 +149,11 @@ def _measure(kinds: Sequence[str], run: Callable[[], list[bool]]) -> dict[str, A
 
 def _processor_s() -> float:
     """Processor time of this process and of all that it waited for, in seconds."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    used = [resource.getrusage(usage_of) for usage_of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-def _there() -> set[str]:
+def _list_processes() -> set[str]:
     """What there is now of all that a program could leave behind, each with its kind as the first word."""
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     return {

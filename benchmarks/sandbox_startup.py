@@ -76,8 +76,8 @@ def main() -> None:
         "bubblewrap, prlimit": _bubblewrap(options.python, limits),
         "nsjail": _nsjail(options.python),
     }
-    there = {name: start for name, start in starters.items() if start is not None}
-    times = _times(there, options.programs)
+    installed = {name: start for name, start in starters.items() if start is not None}
+    times = _times(installed, options.programs)
     base = times["ours, namespaces"]["processor"]
     measured = {
         name: {
@@ -85,7 +85,7 @@ def main() -> None:
             "ratio": round(times[name]["processor"] / base, 2),
             "holds": _holds(start),
         }
-        for name, start in there.items()
+        for name, start in installed.items()
     }
     result = {name: measured.get(name, "not installed") for name in starters}
     print(json.dumps({**header("sandbox_startup"), "load": os.getloadavg()[0], **result}, indent=2))
@@ -128,15 +128,15 @@ def _reap() -> None:
 
 def _processor_s() -> float:
     """Processor time of this process and of all that it waited for, in seconds."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    used = [resource.getrusage(usage_of) for usage_of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def _without_group(sandbox: Sandbox) -> Start:
     """Our sandbox on a machine that allows no memory cgroup."""
-    made = Sandbox(LIMITS, sandbox.level, sandbox.python)
-    made._cgroup_parent = None
-    return lambda source: made.run_python(source).stdout
+    limited = Sandbox(LIMITS, sandbox.level, sandbox.python)
+    limited._cgroup_parent = None
+    return lambda source: limited.run_python(source).stdout
 
 
 def _bubblewrap(python: str, prefix: list[str]) -> Start | None:
@@ -147,7 +147,7 @@ def _bubblewrap(python: str, prefix: list[str]) -> Start | None:
     for path in filter(os.path.exists, SYSTEM):
         command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
     command += ["--size", str(LIMITS.folder_mb << 20), "--tmpfs", "/program", "--chdir", "/program"]
-    return lambda source: _said([*command, *prefix, python, "-I", "-B", "-c", source])
+    return lambda source: _read_answer([*command, *prefix, python, "-I", "-B", "-c", source])
 
 
 def _nsjail(python: str) -> Start | None:
@@ -158,13 +158,13 @@ def _nsjail(python: str) -> Start | None:
     for path in filter(os.path.exists, SYSTEM):
         command += ["-R", path]
     command += ["-m", f"none:/program:tmpfs:size={LIMITS.folder_mb << 20}", "--cwd", "/program"]
-    return lambda source: _said([*command, "--", python, "-I", "-B", "-c", source])
+    return lambda source: _read_answer([*command, "--", python, "-I", "-B", "-c", source])
 
 
-def _said(command: list[str]) -> str:
+def _read_answer(command: list[str]) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(command, cwd=Path(folder), capture_output=True, text=True, check=False, timeout=60)
-    return done.stdout
+        process = subprocess.run(command, cwd=Path(folder), capture_output=True, text=True, check=False, timeout=60)
+    return process.stdout
 
 
 def _options() -> argparse.Namespace:

@@ -40,16 +40,16 @@ def main() -> None:
     # torch's store asks a name server for the address of each member, one after the other, and a lost answer costs 5 s.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     cases = [_case(options, g, m, f) for g in options.gpus for m in options.modes for f in options.faults]
-    found: dict[str, Any] = {**header("scale"), "results": []}
+    result: dict[str, Any] = {**header("scale"), "results": []}
     if options.result is not None and options.result.exists():
-        found = json.loads(options.result.read_text())
-    missing = [case for case in cases if asdict(case) not in [one["case"] for one in found["results"]]]
-    for figures in _measured(missing):
-        found["results"].append(figures)
+        result = json.loads(options.result.read_text())
+    missing = [case for case in cases if asdict(case) not in [row["case"] for row in result["results"]]]
+    for figures in _measure_case(missing):
+        result["results"].append(figures)
         if options.result is not None:
-            options.result.write_text(json.dumps(found, indent=2) + "\n")
+            options.result.write_text(json.dumps(result, indent=2) + "\n")
     if options.result is None:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(result, indent=2))
 
 
 def _options() -> argparse.Namespace:
@@ -89,13 +89,13 @@ def _options() -> argparse.Namespace:
 
 
 def _case(options: argparse.Namespace, gpus: int, mode: str, fault: str) -> Case:
-    given = vars(options)
-    times = Times(**{name: given[name] for name in Times.__dataclass_fields__})
+    settings = vars(options)
+    times = Times(**{name: settings[name] for name in Times.__dataclass_fields__})
     names = set(Case.__dataclass_fields__) - {"gpus", "mode", "fault", "times"}
-    return Case(gpus=gpus, mode=mode, fault=fault, times=times, **{name: given[name] for name in names})
+    return Case(gpus=gpus, mode=mode, fault=fault, times=times, **{name: settings[name] for name in names})
 
 
-def _measured(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+def _measure_case(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """Figures of each case as soon as they are there, and the case itself."""
     with tempfile.TemporaryDirectory(prefix="scale_", ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "figures.jsonl"

@@ -26,31 +26,31 @@ def main() -> None:
     result, picture = map(Path, sys.argv[1:])
     results = json.loads(result.read_text())["results"]
     sizes = sorted(
-        (one for one in results if one["fault"] == "none" and one["mode"] == "separate"), key=lambda one: one["gpus"]
+        (row for row in results if row["fault"] == "none" and row["mode"] == "separate"), key=lambda row: row["gpus"]
     )
     figure, (seconds, memory) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    gpus = [one["gpus"] for one in sizes]
-    _lines(
+    gpus = [row["gpus"] for row in sizes]
+    _plot_lines(
         seconds,
         gpus,
         {
-            "driver, all threads": [one["driver_cpu_s"] for one in sizes],
-            "driver, main thread": [one["driver_threads_cpu_s"][MAIN] for one in sizes],
-            "Ray: raylet and GCS": [_of_ray(one) for one in sizes],
+            "driver, all threads": [row["driver_cpu_s"] for row in sizes],
+            "driver, main thread": [row["driver_threads_cpu_s"][MAIN] for row in sizes],
+            "Ray: raylet and GCS": [_of_ray(row) for row in sizes],
         },
     )
     _finish(seconds, gpus, LIMIT_S, "CPU seconds of a step")
-    _lines(memory, gpus, {"driver, peak": [one["driver_peak_gib"] for one in sizes]})
+    _plot_lines(memory, gpus, {"driver, peak": [row["driver_peak_gib"] for row in sizes]})
     _finish(memory, gpus, LIMIT_GIB, "resident memory, GiB")
     figure.savefig(picture, dpi=120)
 
 
-def _of_ray(one: dict[str, Any]) -> float:
-    used = one["other_processes_cpu_s"]
+def _of_ray(row: dict[str, Any]) -> float:
+    used = row["other_processes_cpu_s"]
     return float(used.get("raylet", 0.0) + used.get("gcs_server", 0.0))
 
 
-def _lines(axes: Any, gpus: list[int], values: dict[str, list[float]]) -> None:
+def _plot_lines(axes: Any, gpus: list[int], values: dict[str, list[float]]) -> None:
     for name, line in values.items():
         axes.plot(gpus, line, marker="o", label=name)
 

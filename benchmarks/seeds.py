@@ -24,7 +24,7 @@ from header import header
 from small_model import run
 
 
-def completed(run_dir: Path) -> bool:
+def is_complete(run_dir: Path) -> bool:
     """Whether a run has come to its end in this folder."""
     summary = run_dir / "summary.json"
     return summary.exists() and json.loads(summary.read_text())["outcome"] == "completed"
@@ -33,7 +33,7 @@ def completed(run_dir: Path) -> bool:
 def curve(folder: Path, recipe: str, seed: int, overrides: list[str]) -> dict[str, Any]:
     """Held-out accuracy by step, and seconds of all steps, of one run."""
     run_dir = folder / f"{recipe}_{seed}"
-    if not completed(run_dir):
+    if not is_complete(run_dir):
         command = [sys.executable, "-m", "megatron_grpo.train", f"+exp={recipe}", f"grpo.seed={seed}"]
         run([*command, f"run_dir={run_dir}", "logger.progress=false", *overrides])
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -49,18 +49,21 @@ def compare(recipes: list[str], seeds: list[int], folder: Path, overrides: list[
     """All recipes with all seeds, one run at a time."""
     runs = {recipe: {seed: curve(folder, recipe, seed, overrides) for seed in seeds} for recipe in recipes}
     final = {
-        recipe: {seed: list(one["accuracy"].values())[-1] for seed, one in found.items()}
-        for recipe, found in runs.items()
+        recipe: {seed: list(results["accuracy"].values())[-1] for seed, results in results_by_seed.items()}
+        for recipe, results_by_seed in runs.items()
     }
-    mean = {recipe: statistics.fmean(found.values()) for recipe, found in final.items()}
-    spread = {recipe: statistics.stdev(found.values()) for recipe, found in final.items()}
+    mean = {recipe: statistics.fmean(results_by_seed.values()) for recipe, results_by_seed in final.items()}
+    spread = {recipe: statistics.stdev(results_by_seed.values()) for recipe, results_by_seed in final.items()}
     first = recipes[0]
     return {
         "final": final,
         "mean": mean,
         "spread": spread,
-        "difference": {other: mean[first] - mean[other] for other in recipes[1:]},
-        "noise": {other: math.sqrt((spread[first] ** 2 + spread[other] ** 2) / len(seeds)) for other in recipes[1:]},
+        "difference": {other_recipe: mean[first] - mean[other_recipe] for other_recipe in recipes[1:]},
+        "noise": {
+            other_recipe: math.sqrt((spread[first] ** 2 + spread[other_recipe] ** 2) / len(seeds))
+            for other_recipe in recipes[1:]
+        },
         "runs": runs,
     }
 
@@ -71,9 +74,13 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--folder", type=Path)
     parser.add_argument("overrides", nargs="*")
-    asked = parser.parse_args()
-    if len(asked.seeds) < 2:
+    options = parser.parse_args()
+    if len(options.seeds) < 2:
         parser.error("--seeds: a spread needs two seeds or more")
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
-        folder = (asked.folder or Path(place)).absolute()
-        print(json.dumps({**header("seeds"), **compare(asked.recipes, asked.seeds, folder, asked.overrides)}, indent=2))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as path:
+        folder = (options.folder or Path(path)).absolute()
+        print(
+            json.dumps(
+                {**header("seeds"), **compare(options.recipes, options.seeds, folder, options.overrides)}, indent=2
+            )
+        )

@@ -112,7 +112,7 @@ class Checkout:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask it to end if it still runs, so that it can end its own processes, before it is made to."""
+    """Ask it to end, so that it can end its own processes, before it is made to."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -131,22 +131,22 @@ def _tail(log: Path) -> str:
 
 
 def link_packages(checkout: Path, folder: Path) -> None:
-    """Make a folder in which Python finds all packages of a checkout, and not one of those of an installed checkout."""
+    """Make a folder in which Python finds the packages of a checkout, and none of an installed one."""
     package = folder / "megatron_grpo"
     package.mkdir(parents=True)
-    for name, place in ELSEWHERE.items():
-        if (checkout / place).exists():
-            (folder / name).symlink_to(checkout / place)
+    for name, target in ELSEWHERE.items():
+        if (checkout / target).exists():
+            (folder / name).symlink_to(checkout / target)
     for entry in (checkout / "megatron_grpo").iterdir():
         if entry.name != "__pycache__" and not (package / entry.name).exists():
             (package / entry.name).symlink_to(entry)
     _write_entry_points(checkout, folder)
     code = "import megatron_grpo, megatron_grpo.conf as conf; print(megatron_grpo.__file__, conf.__file__, sep='\\n')"
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, env=environment_of(folder), capture_output=True, text=True, check=True
     )
-    if not all(file.startswith(f"{folder}{os.sep}") for file in found.stdout.splitlines()):
-        raise RuntimeError(f"Python finds other packages than those of {checkout}: {found.stdout}")
+    if not all(file.startswith(f"{folder}{os.sep}") for file in process.stdout.splitlines()):
+        raise RuntimeError(f"Python finds other packages than those of {checkout}: {process.stdout}")
 
 
 def _write_entry_points(checkout: Path, folder: Path) -> None:
@@ -167,7 +167,7 @@ def _write_entry_points(checkout: Path, folder: Path) -> None:
 
 @contextmanager
 def opened(source: str, results: Path, deadline_s: float) -> Iterator[tuple[Side, str | None]]:
-    """A side and its commit, None for records: from a folder with records or a checkout, or else from a revision."""
+    """A side and its commit (None: of records), from a folder with records, a checkout or a revision."""
     folder = Path(source).resolve()
     if any(folder.glob(f"*/{COMMAND_FILE}")):
         yield Recorded(folder), None

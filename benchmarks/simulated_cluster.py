@@ -55,8 +55,8 @@ class Host:
 
     async def stream(self, number: int, method: str, *args: Any) -> AsyncIterator[Any]:
         """Call a method of a logical actor that is an asynchronous generator."""
-        async for one in getattr(await self._actors[number], method)(*args):
-            yield one
+        async for output in getattr(await self._actors[number], method)(*args):
+            yield output
 
     async def end(self, number: int) -> None:
         """End a logical actor; one that has a method `die` is told."""
@@ -146,7 +146,9 @@ class LogicalRay:
         half = len(hosts) // 2
         assert half, "callers and others need a host each"
         of_callers, of_others = cycle(hosts[:half]), cycle(hosts[half:])
-        self._kinds = {kind: (made, of_callers if kind in callers else of_others) for kind, made in kinds.items()}
+        self._kinds = {
+            kind: (make_kind, of_callers if kind in callers else of_others) for kind, make_kind in kinds.items()
+        }
 
     def __getattr__(self, name: str) -> Any:
         return getattr(ray, name)

@@ -79,18 +79,18 @@ class Decoder:
 
     def resume(self, version: int) -> None:
         """Decode with the weights of this version."""
-        for one in self._running:
-            self._add_span(one)
-            one.version = version
+        for response in self._running:
+            self._add_span(response)
+            response.version = version
         self.version, self._is_paused = version, False
         self._changed.set()
 
     def fail(self, error: Exception) -> None:
         """End all responses with an error, and decode nothing any more."""
         self._loop.cancel()
-        for one in (*self._running, *self._waiting):
-            if not one.answer.done():
-                one.answer.set_exception(error)
+        for response in (*self._running, *self._waiting):
+            if not response.answer.done():
+                response.answer.set_exception(error)
         self._running, self._waiting = [], deque()
 
     async def _decode(self) -> None:
@@ -102,9 +102,9 @@ class Decoder:
                 await self._changed.wait()
                 continue
             step_s = self._times.decoding_s(len(self._running)) / (self.speed * self._times.speed_up)
-            began, left = now(), (self._running[0].end - self._clock) * step_s
+            began, remaining = now(), (self._running[0].end - self._clock) * step_s
             try:
-                async with asyncio.timeout(max(left, TICK_S)):
+                async with asyncio.timeout(max(remaining, TICK_S)):
                     await self._changed.wait()
             except TimeoutError:
                 pass
@@ -116,25 +116,25 @@ class Decoder:
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._limit:
-            one = self._waiting.popleft()
-            one.end, one.version = self._clock + one.tokens, self.version
-            if not one.answer.done():
-                heapq.heappush(self._running, one)
+            response = self._waiting.popleft()
+            response.end, response.version = self._clock + response.tokens, self.version
+            if not response.answer.done():
+                heapq.heappush(self._running, response)
         self.counts.running = max(self.counts.running, len(self._running))
         self.counts.waiting = max(self.counts.waiting, len(self._waiting))
 
-    def _finish(self, one: Response) -> None:
-        self._add_span(one)
-        self.counts.tokens += one.tokens
-        if not one.answer.done():
-            one.answer.set_result(one.spans)
+    def _finish(self, response: Response) -> None:
+        self._add_span(response)
+        self.counts.tokens += response.tokens
+        if not response.answer.done():
+            response.answer.set_result(response.spans)
 
-    def _add_span(self, one: Response) -> None:
+    def _add_span(self, response: Response) -> None:
         """Record the tokens since the last span as drawn by the version that the response has."""
-        begin = one.spans[-1].end if one.spans else 0
-        end = min(one.tokens, max(begin, one.tokens - round(one.end - self._clock)))
+        begin = response.spans[-1].end if response.spans else 0
+        end = min(response.tokens, max(begin, response.tokens - round(response.end - self._clock)))
         if end > begin:
-            one.spans.append(Span(begin, end, one.version))
+            response.spans.append(Span(begin, end, response.version))
 
 
 class SimulatedEngine:
@@ -171,10 +171,12 @@ class SimulatedEngine:
     ) -> AsyncIterator[Any]:
         """Responses as they become complete, in the place of `VllmEngine.generate`."""
         self._require_alive()
-        waiting = {asyncio.create_task(self._response(one, settings)): index for index, one in enumerate(requests)}
+        waiting = {
+            asyncio.create_task(self._response(request, settings)): index for index, request in enumerate(requests)
+        }
         try:
-            async for done in iterate_finished(waiting):
-                yield wrap_for_pickling([(index, task.result()) for index, task in done.items()])
+            async for finished in iterate_finished(waiting):
+                yield wrap_for_pickling([(index, task.result()) for index, task in finished.items()])
         finally:
             for task in waiting:
                 task.cancel()

@@ -65,8 +65,8 @@ class Times:
         """The response to a request, from its seed: tokens, whether it was cut off, and whether it is right."""
         generator = np.random.default_rng(request.seed)
         longest = min(request.max_new_tokens, settings.max_new_tokens)
-        wanted = max(round(generator.lognormal(np.log(self.median_tokens), self.sigma)), 1)
-        return min(wanted, longest), wanted >= longest, bool(generator.random() < self.right)
+        length = max(round(generator.lognormal(np.log(self.median_tokens), self.sigma)), 1)
+        return min(length, longest), length >= longest, bool(generator.random() < self.right)
 
 
 def right_answer(completions: Sequence[str], **_: Any) -> list[float]:
@@ -90,10 +90,10 @@ class Member:
         Raises:
             RuntimeError: another member failed, or the driver has closed the store.
         """
-        left = self.bytes / (1e9 * self._times.refit_gb_per_s) + self.messages * self._times.message_s
-        while left > 0:
-            await self._times.pass_by(min(left, FAILURE_CHECK_S))
-            left -= FAILURE_CHECK_S
+        seconds = self.bytes / (1e9 * self._times.refit_gb_per_s) + self.messages * self._times.message_s
+        while seconds > 0:
+            await self._times.pass_by(min(seconds, FAILURE_CHECK_S))
+            seconds -= FAILURE_CHECK_S
             if self._store.check([FAILURE]):
                 raise RuntimeError(f"given up, because {self._store.get(FAILURE).decode()}")
 
@@ -165,7 +165,7 @@ class SimulatedRank:
         """Seconds of a pass over microbatches by all ranks of the replica, with the bubble of the pipeline."""
         parallel = self._parallel
         ranks = parallel.world_size // parallel.data
-        tokens = sum(int(lengths[one].sum()) for one in map(list, microbatches))
+        tokens = sum(int(lengths[rows].sum()) for rows in map(list, microbatches))
         bubble = 1 + (parallel.pipeline - 1) / max(len(microbatches), 1)
         return tokens / (self._times.train_tokens_per_s * ranks * self._speed) * bubble
 
@@ -180,8 +180,8 @@ class SimulatedRank:
 
 def metrics_of_a_token(loss_fn: LossFunction, names: Iterable[str]) -> dict[str, float]:
     """The metrics of a loss over one token, which has these stored fields."""
-    ones = torch.ones(1, 1)
-    entries = dict.fromkeys({"loss_mask"} | {"advantages", *names} & set(loss_fn.field_names), ones)
-    one = GlobalCounts(tokens=1.0, sequences=1.0, all_sequences=1.0)
-    _, metrics = loss_fn(ones.clone().requires_grad_(), TokenFields(**entries), one)
+    unit = torch.ones(1, 1)
+    entries = dict.fromkeys({"loss_mask"} | {"advantages", *names} & set(loss_fn.field_names), unit)
+    counts = GlobalCounts(tokens=1.0, sequences=1.0, all_sequences=1.0)
+    _, metrics = loss_fn(unit.clone().requires_grad_(), TokenFields(**entries), counts)
     return {name: float(value.detach()) for name, value in metrics.items()}

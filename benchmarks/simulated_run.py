@@ -83,11 +83,11 @@ class Usage:
     @staticmethod
     def now() -> Usage:
         """What was used so far."""
-        usage, own = Usage(), psutil.Process()
-        for thread in own.threads():
-            name = "main" if thread.id == own.pid else _comm(thread.id)
+        usage, driver = Usage(), psutil.Process()
+        for thread in driver.threads():
+            name = "main" if thread.id == driver.pid else _comm(thread.id)
             usage.threads[name] = usage.threads.get(name, 0.0) + thread.user_time + thread.system_time
-        for process in own.children(recursive=True):
+        for process in driver.children(recursive=True):
             try:
                 name, times, memory = process.name(), process.cpu_times(), process.memory_info().rss
             except psutil.NoSuchProcess:
@@ -134,10 +134,10 @@ def measure(cases: Sequence[Case], folder: Path) -> Iterator[dict[str, Any]]:
         stack.callback(ray.shutdown)
         hosts = start_hosts(max(case.hosts for case in cases))
         for number, case in enumerate(cases):
-            yield _measured(case, hosts[: case.hosts], folder / f"case_{number}")
+            yield _measure_run(case, hosts[: case.hosts], folder / f"case_{number}")
 
 
-def _measured(case: Case, hosts: Sequence[Any], folder: Path) -> dict[str, Any]:
+def _measure_run(case: Case, hosts: Sequence[Any], folder: Path) -> dict[str, Any]:
     config = compose_config(case.overrides(folder))
     kinds: dict[type, Any] = {
         RankActor: partial(SimulatedRank, case.times),
@@ -159,7 +159,7 @@ def _measured(case: Case, hosts: Sequence[Any], folder: Path) -> dict[str, Any]:
         with record.meter.watching():
             _train(run, case, record)
             record.mark()
-        return {**_figures(case, run, record), "startup": _rounded(startup)}
+        return {**_figures(case, run, record), "startup": _round_numbers(startup)}
 
 
 def _start_ray() -> None:
@@ -317,18 +317,18 @@ def _figures(case: Case, run: GRPORun, record: Record) -> dict[str, Any]:
         "engines": case.engines,
         "rollout_workers": len(run.rollouts.actors),
         "samples": case.samples,
-        "mean_tokens": round(statistics.fmean(one.response_tokens for step in outcomes for one in step), 1),
+        "mean_tokens": round(statistics.fmean(outcome.response_tokens for step in outcomes for outcome in step), 1),
         "calls": statistics.median(calls),
         "driver_cpu_s": round(statistics.median(cpu), 3),
-        "driver_cpu_s_by_step": _rounded(cpu),
+        "driver_cpu_s_by_step": _round_numbers(cpu),
         "driver_threads_cpu_s": _between(steps, "threads"),
-        "marking_cpu_s": _rounded(marking),
+        "marking_cpu_s": _round_numbers(marking),
         "driver_peak_gib": round(record.meter.peak_bytes / 2**30, 3),
         "driver_bytes": int(statistics.median(moved)),
         "other_processes_cpu_s": _between(steps, "processes"),
-        "other_processes_gib": _rounded({k: v / 2**30 for k, v in record.usages[-1].resident_bytes.items()}),
+        "other_processes_gib": _round_numbers({k: v / 2**30 for k, v in record.usages[-1].resident_bytes.items()}),
         "wall_s": round(statistics.median(wall), 3),
-        "simulated_step_s": _rounded([case.times.speed_up * seconds for seconds in wall]),
+        "simulated_step_s": _round_numbers([case.times.speed_up * seconds for seconds in wall]),
         "simulated_phases_s": _phases(case, reports),
         "metrics": {
             name: round(statistics.median(report.metrics[name] for report in reports), 3)
@@ -345,26 +345,27 @@ def _phases(case: Case, reports: list[StepReport]) -> dict[str, float]:
     return {name: round(case.times.speed_up * seconds, 2) for name, seconds in medians.items()}
 
 
-def _between(steps: list[tuple[Usage, Usage]], what: str) -> dict[str, float]:
+def _between(steps: list[tuple[Usage, Usage]], figure: str) -> dict[str, float]:
     """Median over steps of the CPU seconds by name."""
-    found: dict[str, float] = {}
-    for name in getattr(steps[-1][1], what):
-        found[name] = statistics.median(
-            max(getattr(end, what).get(name, 0.0) - getattr(begin, what).get(name, 0.0), 0.0) for begin, end in steps
+    differences: dict[str, float] = {}
+    for name in getattr(steps[-1][1], figure):
+        differences[name] = statistics.median(
+            max(getattr(end, figure).get(name, 0.0) - getattr(begin, figure).get(name, 0.0), 0.0)
+            for begin, end in steps
         )
-    return _rounded({name: seconds for name, seconds in sorted(found.items()) if seconds >= 0.005})
+    return _round_numbers({name: seconds for name, seconds in sorted(differences.items()) if seconds >= 0.005})
 
 
-def _rounded(values: Any) -> Any:
+def _round_numbers(values: Any) -> Any:
     if isinstance(values, dict):
         return {name: round(value, 3) for name, value in values.items()}
     return [round(value, 3) for value in values]
 
 
 def main() -> None:
-    """Measure the cases of the first argument (JSON), and append a line of JSON for each to the file of the second."""
-    given, file, folder = sys.argv[1:]
-    cases = [Case(**{**fields, "times": Times(**fields["times"])}) for fields in json.loads(given)]
+    """Measure the cases of the first argument, and append a line for each to the second's file."""
+    settings, file, folder = sys.argv[1:]
+    cases = [Case(**{**fields, "times": Times(**fields["times"])}) for fields in json.loads(settings)]
     for figures in measure(cases, Path(folder)):
         with Path(file).open("a") as lines:
             lines.write(json.dumps(figures) + "\n")

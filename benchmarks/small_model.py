@@ -68,14 +68,14 @@ def prompts(number: int, words: int = WORDS) -> list[str]:
 
 def write_data(file: Path, number: int, words: int = WORDS) -> Path:
     """Prompts as a run reads them; the answers, which nobody can know, are words too."""
-    rows = ({"prompt": one, "answer": one.split()[0]} for one in prompts(number, words))
+    rows = ({"prompt": prompt, "answer": prompt.split()[0]} for prompt in prompts(number, words))
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
 def even_words(completions: list[str], **_: Any) -> list[float]:
     """A reward: the share of a completion's words whose number is even."""
-    texts = [one.split() for one in completions]
+    texts = [completion.split() for completion in completions]
     return [sum(word[-1] in "02468" for word in words) / max(1, len(words)) for words in texts]
 
 
@@ -121,9 +121,9 @@ def run(command: Sequence[str]) -> None:
     """Run a process that finds the modules of this folder; SystemExit with what it printed when it fails."""
     paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": paths}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise SystemExit(f"{command[1:3]} failed:\n{done.stdout}\n{done.stderr}")
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
+    if process.returncode:
+        raise SystemExit(f"{command[1:3]} failed:\n{process.stdout}\n{process.stderr}")
 
 
 def steps_of_a_run(folder: Path, warm_up: int) -> list[dict[str, Any]]:

@@ -114,10 +114,12 @@ def _busy_s() -> float:
 
 def medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Median of each figure over the runs."""
-    found = {name: statistics.median(run[name] for run in runs) for name in ("first_step_s", "cpu_s", "startup_s")}
+    figures = {name: statistics.median(run[name] for run in runs) for name in ("first_step_s", "cpu_s", "startup_s")}
     parts = [run["startup_parts_s"] for run in runs if run["startup_parts_s"]]
-    return found | {
-        "startup_parts_s": {name: statistics.median(one[name] for one in parts) for name in parts[0]} if parts else None
+    return figures | {
+        "startup_parts_s": {name: statistics.median(part[name] for part in parts) for name in parts[0]}
+        if parts
+        else None
     }
 
 
@@ -125,10 +127,10 @@ def compare(before: str | None, runs: int, overrides: Sequence[str]) -> dict[str
     """Start-ups of this checkout, and of another one in turn with them."""
     sources = {"after": str(ROOT)} if before is None else {"before": before, "after": str(ROOT)}
     with ExitStack() as stack:
-        kept = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        path = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         sides, commits = {}, {}
         for name, source in sources.items():
-            side, commits[name] = stack.enter_context(opened(source, kept / name, DEADLINE_S))
+            side, commits[name] = stack.enter_context(opened(source, path / name, DEADLINE_S))
             assert isinstance(side, Checkout), f"{source} holds records, not code"
             sides[name] = side
         measured: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
@@ -138,7 +140,7 @@ def compare(before: str | None, runs: int, overrides: Sequence[str]) -> dict[str
                 if number:
                     measured[name].append(run)
     result = {**header("startup"), "overrides": list(overrides), "commits": commits}
-    result |= {f"{name}_median": medians(found) for name, found in measured.items()}
+    result |= {f"{name}_median": medians(parts) for name, parts in measured.items()}
     if before is not None:
         for figure in ("first_step_s", "cpu_s"):
             result[f"{figure}_ratio"] = result["after_median"][figure] / result["before_median"][figure]

@@ -55,7 +55,7 @@ class PlainTorch:
         """Seconds of one optimizer step."""
         began = time.perf_counter()
         entries = (batch.fields.token_ids, batch.fields.loss_mask, batch.fields.advantages)
-        rows = [pad_sequence(require_field(one).split(batch.lengths), batch_first=True) for one in entries]
+        rows = [pad_sequence(require_field(entry).split(batch.lengths), batch_first=True) for entry in entries]
         ids, mask, advantages = rows[0].long(), rows[1][:, 1:], rows[2][:, 1:]
         logits = self.model(ids).logits[:, :-1] / self.temperature
         logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
@@ -70,8 +70,10 @@ class PlainTorch:
 def as_one_batch(trajectories: list[Trajectory]) -> TokenBatch:
     """The tokens of a step in this process; what stands for the advantages, here rewards, does not change the time."""
     arrays = {name: torch.from_numpy(array) for name, array in concatenate_trajectories(trajectories).items()}
-    lengths = [len(one.token_ids) for one in trajectories]
-    rewards = torch.tensor([one.reward or 0.0 for one in trajectories]).repeat_interleave(torch.tensor(lengths))
+    lengths = [len(trajectory.token_ids) for trajectory in trajectories]
+    rewards = torch.tensor([trajectory.reward or 0.0 for trajectory in trajectories]).repeat_interleave(
+        torch.tensor(lengths)
+    )
     mask = arrays["sampled"].float()
     return TokenBatch(lengths, TokenFields(token_ids=arrays["token_ids"], loss_mask=mask, advantages=rewards * mask))
 
@@ -79,7 +81,7 @@ def as_one_batch(trajectories: list[Trajectory]) -> TokenBatch:
 def written_trajectories(run_dir: Path, step: int) -> list[Trajectory]:
     """The rollouts of a step, as the run wrote them down."""
     _, groups = read_recorded_rollouts(locate_rollouts_file(run_dir, step))
-    return [one for group in groups for one in group]
+    return [trajectory for group in groups for trajectory in group]
 
 
 def measure(steps: int, overrides: Sequence[str]) -> dict[str, object]:

@@ -70,13 +70,13 @@ def _trace(raw: dict[str, Any], parallel: GenerationParallelConfig, rank: int) -
     text = pack_boxes(trace.boxes)
     packed = time.process_time()
     assert not trace.unexplained, trace.unexplained
-    held = sum(count_elements(box.cut.tensor) for box in trace.boxes)
+    elements = sum(count_elements(box.cut.tensor) for box in trace.boxes)
     assumed = sum(count_elements(box.cut.tensor) for box in assume_boxes(shape, parallel)[rank])
     return {
         "parallel": asdict(parallel),
         "tensors": sum(1 for box in trace.boxes if box.tensor),
         "boxes": len(trace.boxes),
-        "elements": held,
+        "elements": elements,
         "assumed_elements": assumed,
         "build_cpu_s": round(built - began, 2),
         "trace_cpu_s": round(traced - built, 2),

@@ -76,7 +76,7 @@ def _minibatches(name: str, number: int) -> list[str]:
     return [f"{model}.train_global_batch_samples={samples}" for model in models] if number > 1 else []
 
 
-def document(results: Sequence[Path]) -> None:
+def write_document(results: Sequence[Path]) -> None:
     """Write the tables and figures of these results into docs/algorithms.md, each between its pair of marks."""
     page = DOCS / "algorithms.md"
     text = page.read_text()
@@ -87,8 +87,8 @@ def document(results: Sequence[Path]) -> None:
         figure = f"![held-out accuracy by step](images/{name}.svg)"
         origin = f"Measured {result['date']} on a CPU ({result['machine']})."
         filled = f"{mark}\n{_table(result['runs'])}\n\n{origin}\n\n{figure}\n{mark}"
-        text, found = re.subn(f"{mark}.*{mark}", filled.replace("\\", r"\\"), text, flags=re.DOTALL)
-        if found != 1:
+        text, count = re.subn(f"{mark}.*{mark}", filled.replace("\\", r"\\"), text, flags=re.DOTALL)
+        if count != 1:
             raise SystemExit(f"{page} needs {mark} exactly twice")
         _draw(result["runs"], DOCS / "images" / f"{name}.svg")
     page.write_text(text)
@@ -130,16 +130,16 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="which of the runs; all by default")
     options = parser.parse_args()
     if options.document:
-        document(options.document)
+        write_document(options.document)
         return
     if options.runs is None:
         parser.error("give --runs or --document")
-    known = ABOUT_THE_RATIO if options.minibatches > 1 else RUNS
-    names = options.names or list(known)
-    unknown = [name for name in names if name not in known]
+    forms = ABOUT_THE_RATIO if options.minibatches > 1 else RUNS
+    names = options.names or list(forms)
+    unknown = [name for name in names if name not in forms]
     if unknown:
-        parser.error(f"no such run: {', '.join(unknown)}; there is {', '.join(known)}")
-    runs = [measure(name, known[name], options.runs, options.minibatches) for name in names]
+        parser.error(f"no such run: {', '.join(unknown)}; there is {', '.join(forms)}")
+    runs = [measure(name, forms[name], options.runs, options.minibatches) for name in names]
     result = {
         **header("variants"),
         "minibatches": options.minibatches,

@@ -31,7 +31,7 @@ def _times(factor: float, module: str) -> Spoil:
     return spoil
 
 
-def _kept(*parts: str) -> Spoil:
+def _make_spoil(*parts: str) -> Spoil:
     """Modules, by parts of their names, that keep the weights of the refit before."""
 
     def spoil(_: Any, to: Any, values: Tensor, before: Tensor | None) -> tuple[Any, Tensor]:
@@ -80,11 +80,11 @@ def _experts(_: Any, to: Any, values: Tensor, __: Tensor | None) -> tuple[Any, T
 
 WRITERS: dict[str, Spoil] = {
     "matrix_off": _times(1.05, "layers.1.mlp.down_proj"),
-    "stale_norm": _kept("model.norm"),
-    "stale_embedding": _kept("embed_tokens", "lm_head"),
-    "stale_layer": _kept(".layers.1."),
-    "stale_stage": _kept(".layers.2.", ".layers.3.", "model.norm", "lm_head"),
-    "stale_engine": _kept(""),
+    "stale_norm": _make_spoil("model.norm"),
+    "stale_embedding": _make_spoil("embed_tokens", "lm_head"),
+    "stale_layer": _make_spoil(".layers.1."),
+    "stale_stage": _make_spoil(".layers.2.", ".layers.3.", "model.norm", "lm_head"),
+    "stale_engine": _make_spoil(""),
     "keys_and_values": _keys_and_values,
     "heads_permuted": _heads,
     "experts_exchanged": _experts,
@@ -126,7 +126,7 @@ def spoil_sender(module: ModuleType, defect: str) -> None:
     def bare(*arguments: Any) -> list[Any]:
         calls.append(1)
         entries = list(bound(*arguments))
-        return entries if len(calls) <= RIGHT_REFITS else [replace(one, adapted=None) for one in entries]
+        return entries if len(calls) <= RIGHT_REFITS else [replace(entry, adapted=None) for entry in entries]
 
     vars(module)["bind_entries"] = bare
 
@@ -138,8 +138,8 @@ def spoil_packing(module: ModuleType, defect: str) -> None:
     calls = module.build_attention_calls
 
     def leaking(layout: Any, window: int | None, move: Any) -> Any:
-        whole = replace(layout, widths=np.array([layout.widths.sum()]), lengths=np.array([layout.widths.sum()]))
-        return calls(whole, window, move)
+        joined = replace(layout, widths=np.array([layout.widths.sum()]), lengths=np.array([layout.widths.sum()]))
+        return calls(joined, window, move)
 
     vars(module)["build_attention_calls"] = leaking
 
@@ -170,12 +170,12 @@ def spoil_rank(module: ModuleType, defect: str) -> None:
 def _other_shard(logprobs: Any, *operands: Any, **part: Any) -> Any:
     """Log-probabilities as if the rank held the other one's part of the vocabulary."""
     if part["group"] is not None:
-        other = part["group"].size() - 1 - part["group"].rank()
-        part["start"] = other * len(operands[1])
+        other_rank = part["group"].size() - 1 - part["group"].rank()
+        part["start"] = other_rank * len(operands[1])
     return logprobs(*operands, **part)
 
 
-def _weaker(_module: Any, _given: Any, output: Any) -> Any:
+def _weaker(_module: Any, _inputs: Any, output: Any) -> Any:
     if isinstance(output, tuple):
         return (0.9 * output[0], *output[1:])
     return 0.9 * output
@@ -191,4 +191,4 @@ def spoil_requests(module: ModuleType, defect: str) -> None:
     if defect not in changes:
         return
     arguments = module.make_sampling_arguments
-    vars(module)["make_sampling_arguments"] = lambda *given: {**arguments(*given), **changes[defect]}
+    vars(module)["make_sampling_arguments"] = lambda *requests: {**arguments(*requests), **changes[defect]}

@@ -71,7 +71,7 @@ def check_source(text: str, module: types.ModuleType, findings: Findings) -> Non
 def override_problems(kind: type) -> Iterator[str]:
     """Methods of a class of ours that cannot be called as the library's method that they override."""
     for name, member in vars(kind).items():
-        base = next((one for one in kind.__mro__[1:] if name in vars(one)), None)
+        base = next((parent for parent in kind.__mro__[1:] if name in vars(parent)), None)
         theirs = None if base is None else vars(base)[name]
         if base is None or not inspect.isfunction(theirs) or not inspect.isfunction(member) or not _is_foreign(base):
             continue
@@ -80,7 +80,7 @@ def override_problems(kind: type) -> Iterator[str]:
 
 
 def _why_incompatible(ours: Callable[..., Any], theirs: Callable[..., Any]) -> str | None:
-    """Why our function cannot be called as the library's one, with what that needs or, by name, with all that it takes.
+    """Why our function cannot be called as the library's: with what that needs, or by name with all of it.
 
     None: it can.
     """
@@ -188,12 +188,14 @@ class _Reader(ast.NodeVisitor):
         except ValueError:  # a function of C without a description
             return
         self._findings.checked += 1
-        given = [None] * callee.is_method + [None for one in node.args if not isinstance(one, ast.Starred)]
-        names = {one.arg: None for one in node.keywords if one.arg is not None}
-        unpacked = [isinstance(one, ast.Starred) for one in node.args] + [one.arg is None for one in node.keywords]
-        reasons = [_why_unbound(signature, given, names, is_open=any(unpacked)) for signature in signatures]
+        passed = [None] * callee.is_method + [None for argument in node.args if not isinstance(argument, ast.Starred)]
+        names = {argument.arg: None for argument in node.keywords if argument.arg is not None}
+        unpacked = [isinstance(argument, ast.Starred) for argument in node.args] + [
+            argument.arg is None for argument in node.keywords
+        ]
+        reasons = [_why_unbound(signature, passed, names, is_open=any(unpacked)) for signature in signatures]
         if all(reasons):
-            self._tell(node, f"{ast.unparse(node.func)}: {'; or '.join(str(one) for one in reasons)}")
+            self._tell(node, f"{ast.unparse(node.func)}: {'; or '.join(str(argument) for argument in reasons)}")
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         self.generic_visit(node)
@@ -220,7 +222,7 @@ class _Reader(ast.NodeVisitor):
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Name) and node.func.id == "super" and not node.args and self._classes:
                 return Instance(super(self._classes[-1], self._classes[-1]))
-            return _returned(self._meaning(node.func))
+            return _return_kind(self._meaning(node.func))
         return None
 
     def _named(self, name: str) -> Meaning:
@@ -231,8 +233,8 @@ class _Reader(ast.NodeVisitor):
 
     def _attribute(self, owner: Meaning, node: ast.Attribute) -> Meaning:
         if isinstance(owner, Known):
-            found = getattr(owner.thing, node.attr, None)
-            return None if found is None else Known(found)
+            attribute = getattr(owner.thing, node.attr, None)
+            return None if attribute is None else Known(attribute)
         if owner is None:
             return None
         of_self = isinstance(node.value, ast.Name) and node.value.id == "self" and self._attributes
@@ -243,7 +245,7 @@ class _Reader(ast.NodeVisitor):
             static = isinstance(inspect.getattr_static(owner.kind, node.attr, None), staticmethod)
             return Known(member, is_method=not static)
         if isinstance(member, property):
-            return None if member.fget is None else _returned(Known(member.fget))
+            return None if member.fget is None else _return_kind(Known(member.fget))
         return None if member is None else Known(member)
 
     def _declared(self, annotation: ast.AST) -> Meaning:
@@ -256,7 +258,7 @@ class _Reader(ast.NodeVisitor):
         return Instance(meaning.thing) if isinstance(meaning, Known) and inspect.isclass(meaning.thing) else None
 
 
-def _returned(callee: Meaning) -> Meaning:
+def _return_kind(callee: Meaning) -> Meaning:
     """What a call returns, as far as it is declared."""
     if not isinstance(callee, Known):
         return None
@@ -268,7 +270,9 @@ def _returned(callee: Meaning) -> Meaning:
         return None
     if typing.get_origin(hint) not in (None, types.UnionType, typing.Union):
         return None
-    kinds = [one for one in (typing.get_args(hint) or (hint,)) if inspect.isclass(one) and one is not type(None)]
+    kinds = [
+        member for member in (typing.get_args(hint) or (hint,)) if inspect.isclass(member) and member is not type(None)
+    ]
     return Instance(kinds[0]) if len(kinds) == 1 else None
 
 
@@ -284,7 +288,7 @@ def _is_foreign(thing: Any) -> bool:
 
 def _class_has(kind: type, name: str) -> bool:
     """Whether a class has an attribute, or its objects do by annotation."""
-    return hasattr(kind, name) or any(name in getattr(one, "__annotations__", {}) for one in kind.__mro__)
+    return hasattr(kind, name) or any(name in getattr(parent, "__annotations__", {}) for parent in kind.__mro__)
 
 
 def _signatures(thing: Any) -> Iterator[inspect.Signature]:
@@ -299,33 +303,33 @@ def _signatures(thing: Any) -> Iterator[inspect.Signature]:
         return
     text = (thing.__init__ if inspect.isclass(thing) else thing).__doc__ or ""
     name = "__init__" if inspect.isclass(thing) else thing.__name__
-    found = re.findall(rf"^(?:\d+\. )?{name}\((.*)\) -> ", text, re.MULTILINE)
-    if not found:
+    signatures = re.findall(rf"^(?:\d+\. )?{name}\((.*)\) -> ", text, re.MULTILINE)
+    if not signatures:
         raise ValueError(f"{thing} does not describe its arguments")
-    for arguments in found:
+    for arguments in signatures:
         # Names of C++ and printed objects stand where Python's grammar has none.
         readable = re.sub(r"<[^<>]*>", "None", arguments.replace("::", "."))
         declared = ast.parse(f"def described({readable}): pass").body[0]
         assert isinstance(declared, ast.FunctionDef)
-        names = [one.arg for one in declared.args.args]
+        names = [argument.arg for argument in declared.args.args]
         needed = len(names) - len(declared.args.defaults)
         kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
         of_object = int(inspect.isclass(thing))
         yield inspect.Signature(
             [
-                inspect.Parameter(one, kind, default=empty if number < needed else None)
-                for number, one in enumerate(names)
+                inspect.Parameter(argument, kind, default=empty if number < needed else None)
+                for number, argument in enumerate(names)
                 if number >= of_object
             ]
         )
 
 
 def _why_unbound(
-    signature: inspect.Signature, given: Sequence[None], names: dict[str, None], *, is_open: bool
+    signature: inspect.Signature, base_overrides: Sequence[None], names: dict[str, None], *, is_open: bool
 ) -> str | None:
     """Why arguments do not fit a signature; None: they do. `is_open`: more arguments may come from * or **."""
     try:
-        (signature.bind_partial if is_open else signature.bind)(*given, **names)
+        (signature.bind_partial if is_open else signature.bind)(*base_overrides, **names)
     except TypeError as error:
         return str(error)
     return None

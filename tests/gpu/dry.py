@@ -15,8 +15,8 @@ DRY = "GPU_CHECK_DRY"
 """Environment variable of the tests' processes in a dry run."""
 
 
-def ends_dry(layout: Layout, tiny: TinyModel, **policy: Any) -> None:
-    """End a test in a dry run after every rank has made two steps on tensors without numbers, decided as on CUDA.
+def end_dry(layout: Layout, tiny: TinyModel, **policy: Any) -> None:
+    """End a dry run after two steps of every rank on tensors without numbers, decided as on CUDA.
 
     Args:
         policy: further keys of policy.*, in bfloat16.

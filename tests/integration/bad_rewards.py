@@ -56,9 +56,9 @@ def right_and_then_the_engine_is_gone(completions: list[str], answer: list[str],
 
     KILL_AFTER=COUNT:FILE, where the file counts over all workers; without it nothing happens.
     """
-    wanted = os.environ.get("KILL_AFTER")
-    if wanted:
-        count, _colon, file = wanted.partition(":")
+    kill_after = os.environ.get("KILL_AFTER")
+    if kill_after:
+        count, _colon, file = kill_after.partition(":")
         with open(file, "a") as scored:
             scored.write("." * len(completions))
         if Path(file).stat().st_size == int(count):

@@ -24,8 +24,8 @@ def main() -> None:
     with engines(Path(sys.argv[1]), pipeline=2) as generation:
         outputs = generate(generation, requests(), SETTINGS)
         children = psutil.Process().children(recursive=True)
-        (actor,) = [one for one in children if one.cmdline()[0].startswith("ray::VllmEngine")]
-        processes = [one.pid for one in [actor, *actor.children(recursive=True)]]
+        (actor,) = [child for child in children if child.cmdline()[0].startswith("ray::VllmEngine")]
+        processes = [child.pid for child in [actor, *actor.children(recursive=True)]]
         samples = [(output.token_ids.tolist(), output.logprobs.tolist()) for output in outputs]
         print("RESULT", json.dumps({"samples": samples, "processes": processes}), flush=True)
         time.sleep(600)

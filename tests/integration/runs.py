@@ -114,22 +114,26 @@ class TrainingRun:
         Processes that rename themselves may overwrite their environment, so those that were children of the driver when
         `wait_for` returned are counted too.
         """
-        found = [one for one in self.descendants if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        processes = [
+            descendant
+            for descendant in self.descendants
+            if descendant.is_running() and descendant.status() != psutil.STATUS_ZOMBIE
+        ]
         for process in psutil.process_iter():
             try:
-                mine = process.environ().get(MARK) == self.mark and process not in found
-                if mine and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                is_marked = process.environ().get(MARK) == self.mark and process not in processes
+                if is_marked and process.status() != psutil.STATUS_ZOMBIE:
+                    processes.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
-        return found
+        return processes
 
     def assert_nothing_left(self, within_s: float = 20.0) -> None:
         end = time.monotonic() + within_s
-        while left := self.processes():
+        while processes := self.processes():
             if time.monotonic() > end:
-                described = [" ".join(process.cmdline())[:120] or process.name() for process in left]
-                for process in left:
+                described = [" ".join(process.cmdline())[:120] or process.name() for process in processes]
+                for process in processes:
                     process.kill()
                 raise AssertionError(f"{within_s} s after its end these are left of the run: {described}")
             time.sleep(0.2)

@@ -21,8 +21,8 @@ def reward_len(completions, **kwargs):  # as it stands in TRL's documentation: n
 def math_reward_func(prompts: list[str], completions: list[str], task: list[str], **kwargs: Any) -> list[float | None]:
     """1 or -1 for the rows of one task; nothing to say of others."""
     return [
-        (1.0 if completion == f"{2 * int(prompt[:2]):03d}" else -1.0) if one == "math" else None
-        for prompt, completion, one in zip(prompts, completions, task, strict=True)
+        (1.0 if completion == f"{2 * int(prompt[:2]):03d}" else -1.0) if task_name == "math" else None
+        for prompt, completion, task_name in zip(prompts, completions, task, strict=True)
     ]
 
 
@@ -47,9 +47,9 @@ class Journal(megatron_grpo.Callback):
     def __init__(self, file: Path) -> None:
         self.file = file
 
-    def write(self, *told: Any) -> None:
+    def write(self, *entry: Any) -> None:
         with self.file.open("a") as file:
-            file.write(json.dumps(told) + "\n")
+            file.write(json.dumps(entry) + "\n")
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> bool:
         self.write("step", step, metrics["reward"])

@@ -54,8 +54,8 @@ class ServerProcess:
     def kill(self) -> None:
         """All of its processes at once, as a machine that goes down."""
         with suppress(psutil.NoSuchProcess):
-            own = psutil.Process(self._process.pid)
-            for process in [*own.children(recursive=True), own]:
+            server = psutil.Process(self._process.pid)
+            for process in [*server.children(recursive=True), server]:
                 with suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGKILL)
         self._process.wait(10)

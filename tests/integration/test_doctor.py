@@ -49,9 +49,9 @@ OPTIONS = {
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 
 
-def random_model(folder: Path, family: str, **more: Any) -> Path:
+def random_model(folder: Path, family: str, **fields: Any) -> Path:
     torch.manual_seed(3)
-    config = AutoConfig.for_model(family, **SIZES, **more)
+    config = AutoConfig.for_model(family, **SIZES, **fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -66,15 +66,17 @@ class Answers:
     def __init__(self, folder: Path, run: RecordedRun, **options: Any) -> None:
         template = run.root / "chatml.jinja"
         template.write_text(TEMPLATES["ChatML"])
-        other = replace(run.config, data=replace(run.config.data, chat_template=str(template)))
-        self.prompts, self.chatml = run.prompts(), run.prompts(other)
-        asked: list[tuple[list[list[int]], dict[str, float]]] = [
+        other_config = replace(run.config, data=replace(run.config.data, chat_template=str(template)))
+        self.prompts, self.chatml = run.prompts(), run.prompts(other_config)
+        requests: list[tuple[list[list[int]], dict[str, float]]] = [
             (self.prompts, {}),
             (self.prompts, {"temperature": 0.6}),
             (self.chatml, {}),
             (self.prompts, OPTIONS),
         ]
-        calls = [{"prompts": [one for one in ids for _ in range(SAMPLES)], **options_} for ids, options_ in asked]
+        calls = [
+            {"prompts": [prompt for prompt in ids for _ in range(SAMPLES)], **options_} for ids, options_ in requests
+        ]
         self.plain, self.cold, self.of_chatml, self.filtered = ask(folder, calls, **options)
 
     def rollouts(self, answers: Sequence[Any], version: int) -> list[Trajectory]:
@@ -99,16 +101,16 @@ def answers(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 def verdict(run: RecordedRun, scratch: Path) -> tuple[list[str], Diagnosis]:
     scratch.mkdir()
-    found = examine_run(run.run_dir, run.config, run.versions[0], scratch)
-    return [one.name for one in found.findings], found
+    diagnosis = examine_run(run.run_dir, run.config, run.versions[0], scratch)
+    return [finding.name for finding in diagnosis.findings], diagnosis
 
 
 def test_healthy_runs(weights: Path, answers: Answers, tmp_path: Path) -> None:
     run = make_run(tmp_path / "first", weights)
     run.write(1, answers.rollouts(answers.plain, version=0))
-    names, found = verdict(run, tmp_path / "a")
+    names, diagnosis = verdict(run, tmp_path / "a")
     assert names == []
-    assert found.sides["engine"][0].mean < 1e-5
+    assert diagnosis.sides["engine"][0].mean < 1e-5
     colder = make_run(tmp_path / "colder", weights, "generation.temperature=0.6")
     colder.write(1, answers.rollouts(answers.cold, version=0))
     assert verdict(colder, tmp_path / "b")[0] == []
@@ -121,22 +123,26 @@ def test_healthy_runs(weights: Path, answers: Answers, tmp_path: Path) -> None:
 def test_filters_and_penalties(weights: Path, answers: Answers, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", weights, *(f"generation.{name}={value}" for name, value in OPTIONS.items()))
     run.write(1, answers.rollouts(answers.filtered, version=0))
-    names, found = verdict(run, tmp_path / "a")
+    names, diagnosis = verdict(run, tmp_path / "a")
     assert names == ["sampling_options"], "vLLM reports what this distribution gives"
-    assert found.sides["engine"][0].mean < 1e-5
-    assert "generation.frequency_penalty" in found.findings[0].key
+    assert diagnosis.sides["engine"][0].mean < 1e-5
+    assert "generation.frequency_penalty" in diagnosis.findings[0].key
 
 
 def test_tensors_and_versions(weights: Path, answers: Answers, tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.o_proj.weight"
-    other = moved(weights, tmp_path / "other", seed=6)
-    own, others = (load_file(next(folder.glob("*.safetensors")))[name] for folder in (weights, other))
-    run = make_run(tmp_path / "stale", edited_copy(other, tmp_path / "start", lambda now: now | {name: own}))
-    run.add_version(edited_copy(weights, tmp_path / "next", lambda now: now | {name: others}))
+    other_folder = moved(weights, tmp_path / "other", seed=6)
+    engine_tensor, policy_tensor = (
+        load_file(next(folder.glob("*.safetensors")))[name] for folder in (weights, other_folder)
+    )
+    run = make_run(
+        tmp_path / "stale", edited_copy(other_folder, tmp_path / "start", lambda now: now | {name: engine_tensor})
+    )
+    run.add_version(edited_copy(weights, tmp_path / "next", lambda now: now | {name: policy_tensor}))
     run.write(2, answers.rollouts(answers.plain, version=1))
-    names, found = verdict(run, tmp_path / "a")
+    names, diagnosis = verdict(run, tmp_path / "a")
     assert names == ["stale_tensor"]
-    assert f"kept {name} of version 0" in found.findings[0].text
+    assert f"kept {name} of version 0" in diagnosis.findings[0].text
     behind = make_run(tmp_path / "behind", weights)
     behind.add_version()
     behind.write(2, answers.rollouts(answers.plain, version=1))
@@ -164,17 +170,20 @@ def test_rotary_scaling_temperature_template_and_stop(weights: Path, answers: An
     template.write(1, answers.rollouts(answers.of_chatml, version=0))
     assert verdict(template, tmp_path / "c")[0] == ["wrong_template"]
     stop = make_run(tmp_path / "stop", weights)
-    stop.write(1, [with_stop(one) for one in answers.rollouts(answers.plain, version=0)])
+    stop.write(1, [with_stop(rollout) for rollout in answers.rollouts(answers.plain, version=0)])
     assert verdict(stop, tmp_path / "d")[0] == ["stop_token"]
 
 
-def with_stop(one: Trajectory) -> Trajectory:
+def with_stop(rollout: Trajectory) -> Trajectory:
     """The rollout with a stop token behind its end, as if it had been sampled."""
-    if one.stop_reason == "stop":
-        return one
-    ((start, end, version),) = one.spans
-    ids, logprobs = np.append(one.token_ids, EOS).astype(np.int32), np.append(one.logprobs, 0).astype(np.float32)
-    return replace(one, token_ids=ids, logprobs=logprobs, spans=[Span(start, end + 1, version)], stop_reason="stop")
+    if rollout.stop_reason == "stop":
+        return rollout
+    ((start, end, version),) = rollout.spans
+    ids, logprobs = (
+        np.append(rollout.token_ids, EOS).astype(np.int32),
+        np.append(rollout.logprobs, 0).astype(np.float32),
+    )
+    return replace(rollout, token_ids=ids, logprobs=logprobs, spans=[Span(start, end + 1, version)], stop_reason="stop")
 
 
 @pytest.mark.parametrize("spoil", ["", "routers"], ids=["healthy", "router in bfloat16"])
@@ -196,9 +205,9 @@ def test_bfloat16_in_a_run_of_float32(weights: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", weights)
     answers = Answers(run.versions[0], run, dtype="bfloat16")
     run.write(1, answers.rollouts(answers.plain, version=0))
-    names, found = verdict(run, tmp_path / "a")
+    names, diagnosis = verdict(run, tmp_path / "a")
     assert names == ["precision"]
-    assert "in the same direction at the same tokens" in found.findings[0].text
+    assert "in the same direction at the same tokens" in diagnosis.findings[0].text
 
 
 @pytest.mark.parametrize("right", [True, False], ids=["as transformers", "another epsilon"])
@@ -213,6 +222,6 @@ def test_an_engine_is_asked_again(weights: Path, answers: Answers, tmp_path: Pat
     ]
     run.write(1, noisy)
     (tmp_path / "a").mkdir()
-    (found,) = examine_run(run.run_dir, run.config, run.versions[0], tmp_path / "a", engine=True).findings
-    assert found.name == ("other_weights" if right else "first_layer")
-    assert right or "computes layers.0.self_attn differently" in found.text
+    (finding,) = examine_run(run.run_dir, run.config, run.versions[0], tmp_path / "a", engine=True).findings
+    assert finding.name == ("other_weights" if right else "first_layer")
+    assert right or "computes layers.0.self_attn differently" in finding.text

@@ -23,9 +23,9 @@ def test_the_script_trains(tmp_path: Path, recipe: str) -> None:
     options += ["grpo.max_num_steps=2", *(["ppo.policy_training_start_step=0"] if "ppo" in recipe else [])]
     command = [sys.executable, "functions.py", recipe, *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=580)
-    assert done.returncode == 0, done.stdout + done.stderr
-    before, after, tensors = done.stdout.splitlines()[-1].split()
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=580)
+    assert process.returncode == 0, process.stdout + process.stderr
+    before, after, tensors = process.stdout.splitlines()[-1].split()
     assert 0 <= float(before) <= 1
     assert int(tensors) > 0
     steps = read_jsonl(tmp_path / "run" / "metrics.jsonl")

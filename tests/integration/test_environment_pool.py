@@ -40,7 +40,8 @@ def handles(config: EnvironmentConfig, shares: int = 1) -> Iterator[list[Environ
 def job(*responses: str, answer: str = "025") -> list[EnvironmentRequest]:
     extra = {REFERENCE: answer}
     return [
-        EnvironmentRequest(prompt="12+13=", response=one, stop_reason="stop", extra_env_info=extra) for one in responses
+        EnvironmentRequest(prompt="12+13=", response=response, stop_reason="stop", extra_env_info=extra)
+        for response in responses
     ]
 
 
@@ -48,7 +49,7 @@ def scored(handle: EnvironmentHandle, jobs: Sequence[list[EnvironmentRequest]]) 
     async def scene() -> list[list[ScoreOrError]]:
         client = EnvironmentClient(handle, RolloutClock())
         await client.start()
-        return await asyncio.gather(*(client.score(one) for one in jobs))
+        return await asyncio.gather(*(client.score(job) for job in jobs))
 
     return asyncio.run(scene())
 
@@ -63,7 +64,7 @@ def test_scores_come_in_the_order_of_the_responses_from_any_number_of_processes(
 
 @pytest.mark.parametrize(
     ("workers", "shares", "expected"),
-    [(3, 2, [2, 1]), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(1, 3, [1, 1, 1]), (4, 1, [4])])],
+    [(3, 2, [2, 1]), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 3, [1, 1, 1]), (4, 1, [4])])],
 )
 def test_every_user_has_processes_of_its_own(workers: int, shares: int, expected: list[int]) -> None:
     with handles(EnvironmentConfig(type="addition", num_workers=workers), shares) as shared:

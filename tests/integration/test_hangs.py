@@ -54,9 +54,9 @@ def steps(run: TrainingRun) -> int:
 def stop(run: TrainingRun, name: str) -> Heartbeat:
     """Stop the process whose name begins so."""
     beats = read_heartbeats(run.run_dir / LOGS_FOLDER / HEARTBEATS_FOLDER)
-    (found,) = [beat for beat in beats.values() if beat.name.startswith(name)]
-    psutil.Process(found.pid).send_signal(signal.SIGSTOP)
-    return found
+    (stopped,) = [beat for beat in beats.values() if beat.name.startswith(name)]
+    psutil.Process(stopped.pid).send_signal(signal.SIGSTOP)
+    return stopped
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_a_stopped_engine_process_is_replaced(run: TrainingRun, name: str) -> No
     assert not psutil.pid_exists(stopped.pid)
     assert sum(row["engine_restarts"] for row in run.metrics()) == 1
     assert sum(row["failed_rollouts"] for row in run.metrics()) == 0
-    told = f"{name} (pid {stopped.pid} on {stopped.host}) "
-    assert any("generation engine 0 was replaced: " in line and told in line for line in run.log().splitlines())
+    description = f"{name} (pid {stopped.pid} on {stopped.host}) "
+    assert any("generation engine 0 was replaced: " in line and description in line for line in run.log().splitlines())
     stop(run, name)
     assert run.finish(timeout_s=DEADLINE_S + GRACE_S) == 1, run.log()
     run.assert_nothing_left(within_s=2.0)
@@ -121,10 +121,10 @@ def test_a_stopped_environment_process_is_replaced(run: TrainingRun) -> None:
     run.wait_for(lambda: steps(run) >= before + 3, timeout_s=DEADLINE_S + GRACE_S)
     assert not psutil.pid_exists(stopped.pid)
     log = build_log_path(run.run_dir / LOGS_FOLDER, "rollout worker 0").read_text()
-    told = f"scoring: no answer from {stopped.name} within {SCORING_S} s; {stopped.name} (pid {stopped.pid} on "
-    assert told in log
+    message = f"scoring: no answer from {stopped.name} within {SCORING_S} s; {stopped.name} (pid {stopped.pid} on "
+    assert message in log
     assert ": its process is stopped (SIGSTOP)" in log
-    assert told in run.log(), "whoever watches the run is told, too"
+    assert message in run.log(), "whoever watches the run is told, too"
     run.driver.send_signal(signal.SIGTERM)
     assert run.finish(timeout_s=60) == 143, run.log()
     run.assert_nothing_left(within_s=2.0)

@@ -63,9 +63,9 @@ class Images:
         command = [*self.buildah, *map(str, arguments)]
         if offline:
             command = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-        assert done.returncode == status, f"{command}: exit status {done.returncode}\n{done.stdout[-6000:]}"
-        return done.stdout
+        process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        assert process.returncode == status, f"{command}: exit status {process.returncode}\n{process.stdout[-6000:]}"
+        return process.stdout
 
     def build(self, file: Path, *options: str, status: int = 0) -> str:
         """Build a Dockerfile with this repository; returns what the build prints."""

@@ -90,8 +90,8 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def test_the_environment_calls_them_over_http() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     process = subprocess.Popen([*STDIO, str(port)], stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 30

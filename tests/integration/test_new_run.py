@@ -17,8 +17,8 @@ SHORT = ("grpo.max_num_steps=2", "grpo.val_at_start=false", "grpo.max_val_sample
 def train(folder: Path, *arguments: str, modules: Path = ROOT) -> None:
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{modules}"}
     command = [sys.executable, "-m", "megatron_grpo.train", *arguments, *SHORT]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=280)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def test_rewards_and_turns_train_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,8 @@ if subprocess.run([PYTHON, "-c", "import openenv.core.env_server"], capture_outp
 
 class Server:
     def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            self.port = taken.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.port = listener.getsockname()[1]
         self.start()
 
     def start(self) -> None:
@@ -88,11 +88,13 @@ def test_another_process_and_a_closed_session_continue_a_rollout(server: Server)
     environment.step(second, "x")  # takes the only session
     turn = environment.step(refused.state, "2")
     assert turn.text == "3: larger", "its session was closed twice, and its actions repeated, the refused one too"
-    other = open_environment(server)
-    assert other.step(second, "8").text == "2: smaller"
-    assert other.step(replace(second, actions=()), "8").text == "1: smaller", "a step that is repeated is no other one"
-    for one, state in ((environment, turn.state), (other, second)):
-        score(one, state)
+    other_environment = open_environment(server)
+    assert other_environment.step(second, "8").text == "2: smaller"
+    assert other_environment.step(replace(second, actions=()), "8").text == "1: smaller", (
+        "a step that is repeated is no other one"
+    )
+    for owner, state in ((environment, turn.state), (other_environment, second)):
+        score(owner, state)
 
 
 def test_actions_may_be_objects(server: Server) -> None:

@@ -232,8 +232,8 @@ def assert_replaced(transport: FaultyReshard, scene: Scene, fault: str, moment: 
     print(f"{fault}, {moment}: {seconds:.1f} s; {report.replaced}")
     scene.assert_serves(version)
     assert [new - old for new, old in zip(scene.generation.restarts, restarts, strict=True)] == [1, 0]
-    (told,) = report.replaced
-    assert told.startswith("generation engine 0 was replaced: ")
+    (replacement,) = report.replaced
+    assert replacement.startswith("generation engine 0 was replaced: ")
     waited = 0.0 if fault == KILL_WORKER else DEADLINE_S + SETTLE_S
     assert seconds < waited + RESTART_S
     assert not [pid for pid, started in before if _lives(pid, started)], "something is left of the old engine"
@@ -275,9 +275,9 @@ def _lives(pid: int, started: float) -> bool:
         return False
 
 
-def _inject(rank: Any, moment: str, target: tuple[int, int] | None, what: str | None) -> None:
+def _inject(rank: Any, moment: str, target: tuple[int, int] | None, fault: str | None) -> None:
     """On a rank of the policy: `refit_faults.inject`."""
     import torch
 
     if torch.distributed.get_rank() == FAULTY_RANK:
-        inject(rank.weight_sender.links, moment, target, what)
+        inject(rank.weight_sender.links, moment, target, fault)

@@ -116,10 +116,10 @@ def test_a_folder_that_engines_do_not_share_is_told_when_connecting(engine_and_p
     mode = FilesMode(calls, config, tmp_path / "run")
     WeightTransport(calls, mode, config).connect()
     sizes = measure_tensors(policy.shape)
-    other = {"folder": str(mode.folder), "session": "x", "tensors": sizes, "boxes": [pack_boxes([])]}
+    other_message = {"folder": str(mode.folder), "session": "x", "tensors": sizes, "boxes": [pack_boxes([])]}
     with pytest.raises(RayTaskError, match=r"another run writes to .*/shared/run-"):
-        ray.get(generation.submit(Engine.connect_weights, "files", other, 0))
-    nowhere = {**other, "folder": str(tmp_path / "mine")}
+        ray.get(generation.submit(Engine.connect_weights, "files", other_message, 0))
+    nowhere = {**other_message, "folder": str(tmp_path / "mine")}
     with pytest.raises(
         RayTaskError, match=r"cannot be read: No such file .*; refit\.directory has to be a folder that"
     ):
@@ -166,12 +166,12 @@ def _lose_the_links(rank: Any) -> None:
         return
     begin = links.begin
 
-    def lost(number: int) -> Any:
+    def lose(number: int) -> Any:
         if number == 1:
             raise RuntimeError("the cable is out")
         return begin(number)
 
-    links.begin = lost
+    links.begin = lose
 
 
 def _links_of_the_second_rank(rank: Any) -> Any:

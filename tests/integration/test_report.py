@@ -154,8 +154,8 @@ def test_every_view_works_with_the_keyboard_alone(page: Page, hostile: Path) -> 
     for key in ("ArrowLeft", "ArrowLeft", "ArrowRight"):
         page.press(key)
     assert text_of(page, "#spoken").startswith("step 2: ")
-    shown = page.evaluate("[...document.querySelectorAll('.readout')].every(one => one.textContent !== '')")
-    assert shown, "the crosshair is in all charts"
+    is_shown = page.evaluate("[...document.querySelectorAll('.readout')].every(one => one.textContent !== '')")
+    assert is_shown, "the crosshair is in all charts"
     page.press("Enter", "\r")
     page.wait("document.querySelectorAll('.part').length > 0")
     assert page.evaluate("trajectories.step") == 2
@@ -197,8 +197,8 @@ def test_two_runs_stand_side_by_side(page: Page, tmp_path: Path) -> None:
     assert page.evaluate("[...document.querySelectorAll('h1 bdi')].map(one => one.textContent)") == ["first", "second"]
     open_trajectories(page)
     page.wait("document.querySelectorAll('.part.model .tokens').length === 2")
-    shown = page.evaluate("[...document.querySelectorAll('.part.model .tokens')].map(one => one.textContent)")
-    assert (page.evaluate("trajectories.step"), shown) == (2, ["first", "second"])
+    texts = page.evaluate("[...document.querySelectorAll('.part.model .tokens')].map(one => one.textContent)")
+    assert (page.evaluate("trajectories.step"), texts) == (2, ["first", "second"])
 
 
 def tiles(page: Page) -> dict[str, str]:
@@ -218,18 +218,18 @@ def empty_run(folder: Path, **summary: Any) -> Path:
 
 def test_a_run_without_steps_has_ended_or_it_has_not(page: Page, tmp_path: Path) -> None:
     page.open(write_report([empty_run(tmp_path / "going")]))
-    whole = page.evaluate("document.body.innerText")
-    assert "no end recorded" in whole
-    assert "No step has been written yet." in whole
-    assert "The run ended" not in whole
+    text = page.evaluate("document.body.innerText")
+    assert "no end recorded" in text
+    assert "No step has been written yet." in text
+    assert "The run ended" not in text
     page.press("2", "2")
     page.wait("!document.getElementById('view-Trajectories').hidden")
     assert "ended before" not in page.evaluate("document.body.innerText")
     page.open(write_report([empty_run(tmp_path / "failed", outcome="failed", reason="no memory")]))
-    whole = page.evaluate("document.body.innerText")
-    assert "failed" in whole
-    assert "The run ended before its first step." in whole
-    assert "no end recorded" not in whole
+    text = page.evaluate("document.body.innerText")
+    assert "failed" in text
+    assert "The run ended before its first step." in text
+    assert "no end recorded" not in text
 
 
 @pytest.mark.parametrize("summary", [{}, {"outcome": "completed", "reward_first": 0.4, "reward_last": 0.5}])
@@ -243,9 +243,9 @@ def test_the_reward_is_that_of_the_last_step_and_of_the_first(
     held_out = [{"step": 0, "val_accuracy": 0.25}, {"step": 4, "val_accuracy": 0.5}]
     (run / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
     page.open(write_report([run]))
-    found = tiles(page)
-    assert found["Reward"] == "0.75from 0.125 at step 2"
-    assert found["Held-out accuracy"] == "0.5from 0.25 at step 0"
+    figures = tiles(page)
+    assert figures["Reward"] == "0.75from 0.125 at step 2"
+    assert figures["Held-out accuracy"] == "0.5from 0.25 at step 0"
     (run / "metrics.jsonl").write_text(json.dumps(rows[0]) + "\n")
     page.open(write_report([run]))
     assert tiles(page)["Reward"] == "0.125"
@@ -264,18 +264,18 @@ def test_the_mismatch_is_on_a_logarithmic_axis(page: Page, tmp_path: Path) -> No
     page.wait(f"{chart}.querySelector('path.line') !== null")
     path = page.evaluate(f"{chart}.querySelector('path.line').getAttribute('d')")
     heights = [float(point.split(",")[1]) for point in path[1:].split("L")]
-    least, half, broken, exact, *others = heights
+    least, half, broken, exact, *more_heights = heights
     assert len(heights) == len(values), "every step is drawn"
     decade = (half - broken) / (math.log10(14_837.0) - math.log10(0.002))
     assert decade > 10
     assert least - half == pytest.approx(decade * (math.log10(0.002) - math.log10(4e-7)), abs=0.3)
     assert exact == max(heights) >= least
-    assert least - others[0] == pytest.approx(decade * math.log10(1e-6 / 4e-7), abs=0.3)
+    assert least - more_heights[0] == pytest.approx(decade * math.log10(1e-6 / 4e-7), abs=0.3)
     ticks = page.evaluate(f"[...{chart}.querySelectorAll('.grid')].map(one => Number(one.getAttribute('y1')))")
     assert [low - high for low, high in pairwise(ticks)] == pytest.approx([ticks[0] - ticks[1]] * (len(ticks) - 1))
     page.evaluate("document.querySelector('details.others').open = true")
-    other = chart.replace("'Mismatch'", "'token_mult_prob_error_max − 1'")
-    page.wait(f"{other} !== undefined && {other}.querySelector('path.line') !== null")
-    assert page.evaluate(f"{other}.querySelector('path.line').getAttribute('d').split('L').length") == len(values)
-    labels = page.evaluate(f"[...{other}.querySelectorAll('text.tick')].map(one => one.textContent)")
+    other_chart = chart.replace("'Mismatch'", "'token_mult_prob_error_max − 1'")
+    page.wait(f"{other_chart} !== undefined && {other_chart}.querySelector('path.line') !== null")
+    assert page.evaluate(f"{other_chart}.querySelector('path.line').getAttribute('d').split('L').length") == len(values)
+    labels = page.evaluate(f"[...{other_chart}.querySelectorAll('text.tick')].map(one => one.textContent)")
     assert {"1e−7", "100,000"} <= set(labels)

@@ -41,9 +41,9 @@ def generation(model: Path) -> Iterator[VllmGeneration]:
 
 
 def repetition(logits: Tensor, response: list[int]) -> Tensor:
-    seen = torch.tensor(sorted({*PROMPT, *response}))
+    sampled = torch.tensor(sorted({*PROMPT, *response}))
     changed = logits.clone()
-    for token in seen.tolist():
+    for token in sampled.tolist():
         changed[token] = logits[token] / 1.7 if logits[token] > 0 else logits[token] * 1.7
     return changed
 
@@ -93,8 +93,10 @@ def test_log_probabilities_are_of_what_is_drawn_from(
     for output in responses(generation, settings):
         ids = output.token_ids.tolist()
         logits = oracle.distributions(PROMPT, ids)
-        expected = [change(row, ids[:place]).log_softmax(dim=0)[ids[place]] for place, row in enumerate(logits)]
-        assert output.logprobs == pytest.approx([float(one) for one in expected], abs=1e-4)
+        expected = [
+            change(row, ids[:position]).log_softmax(dim=0)[ids[position]] for position, row in enumerate(logits)
+        ]
+        assert output.logprobs == pytest.approx([float(value) for value in expected], abs=1e-4)
         assert min(output.logprobs) > -100, "nothing was drawn that the filter leaves out"
 
 
@@ -110,16 +112,16 @@ def test_log_probabilities_are_of_what_is_drawn_from(
 def test_responses_have_the_form(
     generation: VllmGeneration, oracle: Oracle, structure: StructuredConfig, fits: Callable[[str], bool]
 ) -> None:
-    found = responses(generation, SamplingSettings(max_new_tokens=TOKENS, structured=structure))
-    assert all(fits(output.text) and output.stop_reason == "stop" for output in found)
-    for output in found:
+    outputs = responses(generation, SamplingSettings(max_new_tokens=TOKENS, structured=structure))
+    assert all(fits(output.text) and output.stop_reason == "stop" for output in outputs)
+    for output in outputs:
         ids = output.token_ids.tolist()
         logits = oracle.distributions(PROMPT, ids)
-        texts = ["".join(LETTERS[one - 2] for one in ids[:place]) for place in range(len(ids))]
-        for row, place, text in zip(logits, range(len(ids)), texts, strict=True):
+        texts = ["".join(LETTERS[identifier - 2] for identifier in ids[:position]) for position in range(len(ids))]
+        for row, position, text in zip(logits, range(len(ids)), texts, strict=True):
             allowed = [token for token in range(len(row)) if _may_follow(structure, text, token)]
-            logprob = row[allowed].log_softmax(dim=0)[allowed.index(ids[place])]
-            assert output.logprobs[place] == pytest.approx(float(logprob), abs=1e-4)
+            logprob = row[allowed].log_softmax(dim=0)[allowed.index(ids[position])]
+            assert output.logprobs[position] == pytest.approx(float(logprob), abs=1e-4)
 
 
 def _may_follow(structure: StructuredConfig, text: str, token: int) -> bool:
@@ -129,7 +131,7 @@ def _may_follow(structure: StructuredConfig, text: str, token: int) -> bool:
         texts = structure.choice or ("7", "42")
         if token == EOS:
             return text in texts
-        return bool(letter) and any(one.startswith(text + letter) for one in texts)
+        return bool(letter) and any(choice.startswith(text + letter) for choice in texts)
     if len(text) == 5:
         return token == EOS
     return bool(letter) and letter in ("abcdef" if len(text) < 3 else "0123456789")
@@ -143,8 +145,8 @@ def responses(generation: VllmGeneration, settings: SamplingSettings) -> list[Ge
 def test_equal_seeds_give_equal_responses(generation: VllmGeneration) -> None:
     settings = SamplingSettings(max_new_tokens=TOKENS, repetition_penalty=1.2, temperature=0.8)
     first, second = (responses(generation, settings) for _ in range(2))
-    assert [one.token_ids.tolist() for one in first] == [one.token_ids.tolist() for one in second]
-    assert [one.logprobs.tolist() for one in first] == [one.logprobs.tolist() for one in second]
+    assert [output.token_ids.tolist() for output in first] == [output.token_ids.tolist() for output in second]
+    assert [output.logprobs.tolist() for output in first] == [output.logprobs.tolist() for output in second]
 
 
 def test_a_form_that_cannot_be_is_one_clear_error(generation: VllmGeneration) -> None:
@@ -157,10 +159,10 @@ def test_a_form_that_cannot_be_is_one_clear_error(generation: VllmGeneration) ->
 
 def test_engines_count_what_they_do(generation: VllmGeneration) -> None:
     ray.get(generation.submit(Engine.take_counts))
-    found = responses(generation, SamplingSettings(max_new_tokens=TOKENS))
+    outputs = responses(generation, SamplingSettings(max_new_tokens=TOKENS))
     (counts,) = ray.get(generation.submit(Engine.take_counts))
     assert (counts.running, counts.waiting) == (TOGETHER, SAMPLES - TOGETHER)
-    assert counts.tokens == sum(len(one.token_ids) for one in found)
+    assert counts.tokens == sum(len(output.token_ids) for output in outputs)
     assert counts.prefix_tokens == SAMPLES * len(PROMPT)
     assert 0 < counts.kv_cache_usage < 1
     assert counts.busy_s > 0

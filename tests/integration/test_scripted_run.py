@@ -46,8 +46,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder / "judge")
     command = [sys.executable, str(ROOT / "tests/integration/scripted_run.py"), str(folder), str(folder / "judge")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
     return folder
 
 
@@ -63,8 +63,8 @@ def test_each_function_is_called_as_trl_calls_it(finished: Path) -> None:
         if "math_reward_func" in parts:
             right = text == f"{2 * int(prompt['prompt'][:2]):03d}"
             assert parts["math_reward_func"] == (1.0 if right else -1.0)
-        group = [one for one in rollouts if (one["step"], one["group"]) == (row["step"], row["group"])]
-        fails = any(one["response"].startswith("1") for one in group)
+        group = [row_ for row_ in rollouts if (row_["step"], row_["group"]) == (row["step"], row["group"])]
+        fails = any(row_["response"].startswith("1") for row_ in group)
         assert ("by_step" in parts) == (not fails), "it fails over the groups of these, and over no others"
         assert row["reward_errors"] == (1 if fails else 0)
         assert parts.get("by_step", row["step"] - 1) == row["step"] - 1
@@ -90,10 +90,10 @@ def test_metrics_and_callbacks_tell_the_same(finished: Path) -> None:
         assert row["env/steps_done"] == row["step"] - 1
         assert {f"reward/{name}" for name in NAMES} <= row.keys()
         assert row.get("reward_errors", 0) == sum(
-            one["reward_errors"] for one in read_rollouts(finished / "run", row["step"])
+            rollout["reward_errors"] for rollout in read_rollouts(finished / "run", row["step"])
         )
     journal = read_jsonl(finished / "journal.jsonl")
-    assert [told[:2] for told in journal] == [
+    assert [event[:2] for event in journal] == [
         ["step", 1],
         ["validation", 2],
         ["step", 2],

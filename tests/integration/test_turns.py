@@ -95,7 +95,7 @@ def collected(generation: VllmGeneration, model: Path, max_turns: int) -> list[T
     try:
         rollouts.wait_ready()
         groups = rollouts.collect(prompts, rollouts.make_settings(SAMPLES, SETTINGS, SEED, STEP), StepTimer())
-        return [one for group in rollouts.fetch(groups) for one in group]
+        return [trajectory for group in rollouts.fetch(groups) for trajectory in group]
     finally:
         rollouts.shutdown()
         environments["counting"].shutdown()
@@ -106,57 +106,63 @@ def test_three_turns_are_what_was_sampled_and_nothing_else_is_learnt_from(
 ) -> None:
     """Each turn is asked for again, alone, by its seed; transformers gives the log-probabilities of the whole."""
     trajectories = collected(generation, model, max_turns=TURNS)
-    assert sum(one.reward == TURNS for one in trajectories) >= len(trajectories) // 2
+    assert sum(trajectory.reward == TURNS for trajectory in trajectories) >= len(trajectories) // 2
     oracle = Oracle(model)
-    for one in trajectories:
-        assert one.failure is None
-        prompt, tokens = PROMPTS[one.prompt_idx], one.token_ids.tolist()
-        expected, own = list(prompt), [False] * len(prompt)
-        for turn in range(int(one.reward or 0)):
+    for trajectory in trajectories:
+        assert trajectory.failure is None
+        prompt, tokens = PROMPTS[trajectory.prompt_idx], trajectory.token_ids.tolist()
+        expected, is_own = list(prompt), [False] * len(prompt)
+        for turn in range(int(trajectory.reward or 0)):
             if turn:
-                said = [IDS[letter] for letter in f"x{turn}y"]
-                expected += said
-                own += [False] * len(said)
+                letters = [IDS[letter] for letter in f"x{turn}y"]
+                expected += letters
+                is_own += [False] * len(letters)
             request = GenerationRequest(
                 prompt_ids=np.array(expected, np.int32),
-                seed=compute_sample_seed(SEED, STEP, one.prompt_idx, one.sample, turn),
+                seed=compute_sample_seed(SEED, STEP, trajectory.prompt_idx, trajectory.sample, turn),
                 max_new_tokens=MAX_LENGTH - len(expected),
             )
             (output,) = generate(generation, [request], SETTINGS)
             expected += output.token_ids.tolist()
-            own += [True] * len(output.token_ids)
+            is_own += [True] * len(output.token_ids)
         assert tokens == expected
         mask = np.zeros(len(tokens), bool)
-        for span in one.spans:
+        for span in trajectory.spans:
             mask[span.start : span.end] = True
-        assert mask.tolist() == own
-        whole = np.array(oracle.logprobs(prompt, tokens[len(prompt) :]))
-        np.testing.assert_allclose(one.logprobs, whole[mask[len(prompt) :]], atol=2e-5)
+        assert mask.tolist() == is_own
+        expected_logprobs = np.array(oracle.logprobs(prompt, tokens[len(prompt) :]))
+        np.testing.assert_allclose(trajectory.logprobs, expected_logprobs[mask[len(prompt) :]], atol=2e-5)
 
 
 def test_turns_end_a_rollout_too(generation: VllmGeneration, model: Path) -> None:
     trajectories = collected(generation, model, max_turns=2)
-    assert {one.reward for one in trajectories} <= {1.0, 2.0}
-    assert all(one.spans[-1].end == len(one.token_ids) for one in trajectories), "nothing follows the last turn"
+    assert {trajectory.reward for trajectory in trajectories} <= {1.0, 2.0}
+    assert all(trajectory.spans[-1].end == len(trajectory.token_ids) for trajectory in trajectories), (
+        "nothing follows the last turn"
+    )
 
 
 def test_an_agents_calls_are_trained_on_as_they_were_sampled(generation: VllmGeneration, model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     oracle = Oracle(model)
     with _rollouts(generation, model) as pool:
-        good, other = _collect(pool, ["hi", "yo"])
-        for prompt, trajectories in (("hi", good), ("yo", other)):
-            for one in trajectories:
-                assert one.failure is None
-                _check(one, prompt, tokenizer, oracle)
-        assert len({tuple(one.token_ids.tolist()) for one in good}) > 1, "every sample has a seed of its own"
+        good, second_group = _collect(pool, ["hi", "yo"])
+        for prompt, trajectories in (("hi", good), ("yo", second_group)):
+            for trajectory in trajectories:
+                assert trajectory.failure is None
+                _check(trajectory, prompt, tokenizer, oracle)
+        assert len({tuple(trajectory.token_ids.tolist()) for trajectory in good}) > 1, (
+            "every sample has a seed of its own"
+        )
         again, edited = _collect(pool, ["hi", "edits"])
-        assert [one.token_ids.tolist() for one in again] == [one.token_ids.tolist() for one in good]
-        for one in edited:
-            assert one.failure is None
-            first, *branches = one.split_segments()
+        assert [trajectory.token_ids.tolist() for trajectory in again] == [
+            trajectory.token_ids.tolist() for trajectory in good
+        ]
+        for trajectory in edited:
+            assert trajectory.failure is None
+            first, *branches = trajectory.split_segments()
             _check(replace(first, reward=first.response_tokens), "edits", tokenizer, oracle)
-            assert one.reward == one.response_tokens, "every sampled token is in the loss once"
+            assert trajectory.reward == trajectory.response_tokens, "every sampled token is in the loss once"
             prompt = tokenizer("uedits<eos>ae<eos>ux1<eos>a", add_special_tokens=False)["input_ids"]
             for branch in branches:
                 begin = branch.spans[0].start
@@ -167,17 +173,17 @@ def test_an_agents_calls_are_trained_on_as_they_were_sampled(generation: VllmGen
             assert len(branches) == 2
 
 
-def _check(one: Trajectory, prompt: str, tokenizer: AutoTokenizer, oracle: Oracle) -> None:
+def _check(trajectory: Trajectory, prompt: str, tokenizer: AutoTokenizer, oracle: Oracle) -> None:
     """What was given is the template's, what was sampled has the model's log-probabilities, turn by turn."""
-    tokens = one.token_ids.tolist()
-    assert one.reward == one.response_tokens, "the agent was told of the same tokens"
-    logprobs, position = one.logprobs.tolist(), 0
-    assert len(one.spans) == len(QUESTIONS)
-    for question, span in zip(QUESTIONS, one.spans, strict=True):
-        given = tokens[position : span.start]
+    tokens = trajectory.token_ids.tolist()
+    assert trajectory.reward == trajectory.response_tokens, "the agent was told of the same tokens"
+    logprobs, position = trajectory.logprobs.tolist(), 0
+    assert len(trajectory.spans) == len(QUESTIONS)
+    for question, span in zip(QUESTIONS, trajectory.spans, strict=True):
+        prompt_tokens = tokens[position : span.start]
         ended = position > 0 and tokens[position - 1] == EOS  # the model's last message, by the model itself
         text = f"u{question or prompt}<eos>a" if position == 0 or ended else f"<eos>u{question}<eos>a"
-        assert given == tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert prompt_tokens == tokenizer(text, add_special_tokens=False)["input_ids"]
         sampled = tokens[span.start : span.end]
         expected = oracle.logprobs(tokens[: span.start], sampled, TEMPERATURE)
         assert [logprobs.pop(0) for _ in sampled] == pytest.approx(expected, abs=1e-4)

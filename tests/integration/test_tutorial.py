@@ -36,11 +36,11 @@ class Reader:
     def type(self, block: str) -> str:
         """Run a block; return what it printed."""
         block = block.replace("make quickstart", "python -m megatron_grpo.train +exp=quickstart")
-        done = subprocess.run(["bash", "-euo", "pipefail", "-c", block], cwd=self.folder, env=self.env, text=True,
+        process = subprocess.run(["bash", "-euo", "pipefail", "-c", block], cwd=self.folder, env=self.env, text=True,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=590)  # fmt: skip
-        self.has_failed = done.returncode != 0
-        assert not self.has_failed, f"{block}\n{done.stdout}"
-        return done.stdout
+        self.has_failed = process.returncode != 0
+        assert not self.has_failed, f"{block}\n{process.stdout}"
+        return process.stdout
 
 
 @pytest.fixture(scope="module")

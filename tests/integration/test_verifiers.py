@@ -183,8 +183,8 @@ def test_a_resources_server_of_nemo_gym_verifies_responses(tokenizer: Any, tmp_p
     options: list[dict[str, str]] = [{"A": "1"}, {"B": "2"}]
     row = {"responses_create_params": question, "options": options, "expected_answer": "B", "uuid": "0"}
     (tmp_path / "rows.jsonl").write_text(json.dumps({**row, "grading_mode": "strict_single_letter_boxed"}))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     server = subprocess.Popen([NEMO_GYM, str(FOLDER.parent / "nemo_gym_server.py"), str(port)])
     try:
         deadline = time.monotonic() + 120

@@ -16,35 +16,35 @@ from tests.support.tiny_models import TinyModel
 
 def fill_b(rank: PolicyRank) -> None:
     """Put numbers into B that depend on the layer alone: its whole matrix, of which a rank takes its rows."""
-    size, here = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    size, index = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     for name, layer in adapted_layers(rank).items():
         rows = len(layer.lora_b) * (size if layer.split_matrix == "lora_b" else 1)
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
-        whole = 0.3 * torch.randn(rows, LORA.rank, generator=torch.Generator().manual_seed(seed))
+        full = 0.3 * torch.randn(rows, LORA.rank, generator=torch.Generator().manual_seed(seed))
         if layer.split_matrix == "lora_b":
-            matrices = whole.chunk(2) if "fc1" in name else (whole,)
-            whole = torch.cat([matrix.chunk(size)[here] for matrix in matrices])
-        layer.lora_b.data.copy_(whole)
+            matrices = full.chunk(2) if "fc1" in name else (full,)
+            full = torch.cat([matrix.chunk(size)[index] for matrix in matrices])
+        layer.lora_b.data.copy_(full)
 
 
 def own_parts(rank: PolicyRank, gradients: bool) -> dict[str, Tensor]:
     """This rank's A and B, or their gradients, by "LAYER.NAME.lora_a"."""
     return {
-        f"{name}.{which}": (getattr(layer, which).main_grad if gradients else getattr(layer, which)).detach().clone()
+        f"{name}.{part}": (getattr(layer, part).main_grad if gradients else getattr(layer, part)).detach().clone()
         for name, layer in adapted_layers(rank).items()
-        for which in ("lora_a", "lora_b")
+        for part in ("lora_a", "lora_b")
     }
 
 
 def joined(by_rank: list[dict[str, Tensor]], layout: Layout) -> dict[str, Tensor]:
     """Whole A and B from what every rank has: tensor-parallel neighbours are consecutive, other copies are equal."""
-    whole: dict[str, Tensor] = {}
+    full_tensors: dict[str, Tensor] = {}
     for begin in range(0, layout.ranks, layout.tensor):
         neighbours = by_rank[begin : begin + layout.tensor]
         for name in neighbours[0]:
-            value = _join(name, [one[name] for one in neighbours])
-            torch.testing.assert_close(value, whole.setdefault(name, value), atol=0, rtol=0)
-    return whole
+            value = _join(name, [neighbour[name] for neighbour in neighbours])
+            torch.testing.assert_close(value, full_tensors.setdefault(name, value), atol=0, rtol=0)
+    return full_tensors
 
 
 def _join(name: str, parts: list[Tensor]) -> Tensor:
@@ -75,26 +75,26 @@ def rows_of(model: TinyModel, matrix: str, lora_b: Tensor) -> Tensor:
     return lora_b[rows]
 
 
-def peft_oracle(model: TinyModel, whole: dict[str, Tensor]) -> PeftModel:
+def peft_oracle(model: TinyModel, full_tensors: dict[str, Tensor]) -> PeftModel:
     """The model in transformers with adapters of peft, whose A and B are these."""
     targets = [matrix.rpartition(".")[2] for matrices in MATRICES.values() for matrix in matrices]
     config = PeftConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=targets, task_type="CAUSAL_LM")
     oracle = get_peft_model(model.load(), config)
-    for name, of_a, of_b, matrix in places(oracle, whole):
-        assert of_a.shape == whole[f"{name}.lora_a"].shape
-        of_a.data.copy_(whole[f"{name}.lora_a"])
-        of_b.data.copy_(rows_of(model, matrix, whole[f"{name}.lora_b"]))
+    for name, of_a, of_b, matrix in places(oracle, full_tensors):
+        assert of_a.shape == full_tensors[f"{name}.lora_a"].shape
+        of_a.data.copy_(full_tensors[f"{name}.lora_a"])
+        of_b.data.copy_(rows_of(model, matrix, full_tensors[f"{name}.lora_b"]))
     return oracle
 
 
-def places(oracle: PeftModel, whole: dict[str, Tensor]) -> list[tuple[str, Tensor, Tensor, str]]:
+def places(oracle: PeftModel, full_tensors: dict[str, Tensor]) -> list[tuple[str, Tensor, Tensor, str]]:
     """For every matrix of transformers: the adapted layer that it belongs to, its A and B in peft, and its name."""
     parameters = dict(oracle.named_parameters())
-    found = []
-    for name in sorted({key.rpartition(".")[0] for key in whole}):
+    weights = []
+    for name in sorted({key.rpartition(".")[0] for key in full_tensors}):
         layer, _, megatron = name.partition(".")
         for matrix in MATRICES[megatron]:
             inside = f"base_model.model.model.layers.{layer}.{matrix}"
-            lora_a, lora_b = (parameters[f"{inside}.lora_{which}.default.weight"] for which in "AB")
-            found.append((name, lora_a, lora_b, matrix))
-    return found
+            lora_a, lora_b = (parameters[f"{inside}.lora_{part}.default.weight"] for part in "AB")
+            weights.append((name, lora_a, lora_b, matrix))
+    return weights

@@ -105,14 +105,14 @@ def gradients_on_rank(
     layout: Layout, models: list[TinyModel], packing: bool = True, settings: dict[str, Any] | None = None
 ) -> list[tuple[dict[str, Tensor], float]]:
     """Gradients and their norm of every model; `settings` are further keys of the policy."""
-    found = []
+    results = []
     for model in models:
         engine = make_engine(layout, model, distributed=False, packing=packing, **(settings or {}))
         share, microbatches, loss_fn, counts = train_arguments(layout)
         engine.compute_gradients(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
         gradients = whole_gradients(engine)
-        found.append((gradients, engine.optimizer.compute_grad_norm()))
-    return found
+        results.append((gradients, engine.optimizer.compute_grad_norm()))
+    return results
 
 
 def hf_loss(model: torch.nn.Module) -> Tensor:
@@ -138,9 +138,9 @@ def expect_gradients_of_transformers(
         model = tiny.load()
         loss(model).backward()
         # transformers stacks experts, and its files, whose names `actual` has, do not.
-        gradients = {name: one.grad for name, one in model.named_parameters() if ".indexer." not in name}
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters() if ".indexer." not in name}
         expected = revert_weight_conversion(model, gradients)
-        actual = merged([found[index][0] for found in by_rank])
+        actual = merged([results[index][0] for results in by_rank])
         # Biases of expert selection and indexers are exported, and have no gradient.
         without = {name for name in actual if name.endswith("e_score_correction_bias") or ".indexer." in name}
         without |= dict(model.named_buffers()).keys()
@@ -149,5 +149,5 @@ def expect_gradients_of_transformers(
         for name, gradient in expected.items():
             error = (actual[name] - gradient).norm() / gradient.norm().clamp(min=LEAST_SHARE * norm)
             assert error < tolerance, f"{tiny.name} {name}: relative error {error:.1e}"
-        for found in by_rank:
-            assert found[index][1] == pytest.approx(norm, rel=tolerance), tiny.name
+        for results in by_rank:
+            assert results[index][1] == pytest.approx(norm, rel=tolerance), tiny.name

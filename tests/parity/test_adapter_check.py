@@ -73,29 +73,29 @@ def faults_on_rank(layout: Layout, model: TinyModel, precision: Precision) -> di
     """The layers that the check names for each fault; of healthy ranks before and after steps."""
     rank = make_rank(layout, model, precision)
     assert check(rank) == AdapterCheck([], has_moved=False)
-    found: dict[str, list[str]] = {}
+    texts_by_fault: dict[str, list[str]] = {}
     rank.train(*train_arguments(layout))
-    found["after a step"] = check(rank).faults
+    texts_by_fault["after a step"] = check(rank).faults
     with planted(BoundEntry, "compute_weight", lambda bound: bound.parameter.detach()):
-        found["the weight without its adapter"] = check(rank).faults
+        texts_by_fault["the weight without its adapter"] = check(rank).faults
     original = adapter_check.bind_entries
     with planted(
         adapter_check, "bind_entries", lambda *args: [replace(bound, adapted=None) for bound in original(*args)]
     ):
-        found["no layer counts as adapted"] = check(rank).faults
+        texts_by_fault["no layer counts as adapted"] = check(rank).faults
     stale = {name: layer.merge_weight() for name, layer in adapted_layers(rank).items()}
     rank.train(*train_arguments(layout))
-    found["after two steps"] = check(rank).faults
+    texts_by_fault["after two steps"] = check(rank).faults
     for fault, merge in merges(rank, stale).items():
         with planted(AdaptedLinear, "merge_weight", merge):
-            found[fault] = check(rank).faults
+            texts_by_fault[fault] = check(rank).faults
     with planted(AdaptedLinear, "adapter_on", False):
-        found["the layer computes without it"] = check(rank).faults
+        texts_by_fault["the layer computes without it"] = check(rank).faults
     with planted(AdaptedLinear, "compute_term", lambda *args: 2 * compute_term(*args)):
-        found["the layer adds it twice"] = check(rank).faults
-    found["healthy at the end"] = check(rank).faults
+        texts_by_fault["the layer adds it twice"] = check(rank).faults
+    texts_by_fault["healthy at the end"] = check(rank).faults
     assert check(rank).has_moved
-    return found
+    return texts_by_fault
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -114,7 +114,7 @@ def test_every_fault_is_found_and_nothing_else(
         for matrices in MATRICES.values()
     }
     for fault in by_rank[0]:
-        texts = {text for found in by_rank for text in found[fault]}
+        texts = {text for faults in by_rank for text in faults[fault]}
         named = {text.partition(": ")[0] for text in texts}
         spared = {"first layer alone": {GATE_AND_UP}}.get(fault, layers if fault in HEALTHY else set())
         assert named == layers - spared, fault

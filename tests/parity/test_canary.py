@@ -64,12 +64,15 @@ def test_ranks_compute_what_the_folder_says(
     for number, boxes in enumerate(engine):
         expected = _of_folder(tiny, boxes)
         parts = [part[number] for part, _ in by_rank]
-        found = {name: one for part in parts for name, one in part.items()}
-        assert found.keys() == expected.keys()
+        fingerprints = {name: fingerprint for part in parts for name, fingerprint in part.items()}
+        assert fingerprints.keys() == expected.keys()
         assert sum(map(len, parts)) == len(expected), "every tensor from one rank"
-        assert max(measure_difference(expected[name], found[name]) for name in found) < OUTPUT_TOLERANCES[torch.float32]
-        tensors = [name for name in found if not name.rpartition(".")[2].isdigit()]
-        assert all(measure_difference(expected[name], found[name]) == 0 for name in tensors)
+        assert (
+            max(measure_difference(expected[name], fingerprints[name]) for name in fingerprints)
+            < OUTPUT_TOLERANCES[torch.float32]
+        )
+        tensors = [name for name in fingerprints if not name.rpartition(".")[2].isdigit()]
+        assert all(measure_difference(expected[name], fingerprints[name]) == 0 for name in tensors)
     logprobs = [values for _, values in by_rank if values is not None]
     for values in logprobs:
         for actual, expected_one in zip(values, _by_transformers(tiny, sequences), strict=True):
@@ -79,7 +82,7 @@ def test_ranks_compute_what_the_folder_says(
 
 def _by_transformers(tiny: TinyModel, sequences: Sequences) -> tuple[tuple[float, ...], ...]:
     """Log-probabilities of all tokens but the first, each sequence computed alone."""
-    return tuple(tuple(tiny.logprobs(torch.tensor([one]))[0, 1:].tolist()) for one in sequences)
+    return tuple(tuple(tiny.logprobs(torch.tensor([sequence]))[0, 1:].tolist()) for sequence in sequences)
 
 
 def packed_wrongly(layout: Layout, model: TinyModel, sequences: Sequences, fault: str) -> Any:
@@ -91,8 +94,8 @@ def packed_wrongly(layout: Layout, model: TinyModel, sequences: Sequences, fault
 
     def faulty(packed: PackedLayout, *arguments: Any, **named: Any) -> Any:
         if fault == "leak":  # one boundary is lost: keys of all sequences before are seen
-            whole = packed.widths.sum(keepdims=True)
-            packed = replace(packed, widths=whole, lengths=whole)
+            total = packed.widths.sum(keepdims=True)
+            packed = replace(packed, widths=total, lengths=total)
         if fault == "positions":  # boundaries are a token late
             packed = replace(packed, positions=np.roll(packed.positions, 1))
         return original(packed, *arguments, **named)
@@ -111,28 +114,32 @@ def test_a_pack_shows_what_a_sequence_alone_does_not(layout: Layout, tmp_path: P
     assert tuple(map(len, sequences)) == CANARY_LENGTHS
     theirs = _by_transformers(tiny, sequences)
     for fault in ("none", "leak", "positions"):
-        (ours,) = [one for one in run_on_ranks(layout, packed_wrongly, tiny, sequences, fault) if one is not None]
+        (ours,) = [
+            result for result in run_on_ranks(layout, packed_wrongly, tiny, sequences, fault) if result is not None
+        ]
         prompt = CanaryPrompt(1, sequences, ours, limit=1e-4)
         if fault == "none":
             assert prompt.require_agreement(theirs).error < 1e-5
             continue
         with pytest.raises(CanaryError, match=r"sequence by sequence"):
             prompt.require_agreement(theirs)
-    (alone,) = [one for one in run_on_ranks(layout, packed_wrongly, tiny, sequences[:1], "leak") if one is not None]
+    (alone,) = [
+        result for result in run_on_ranks(layout, packed_wrongly, tiny, sequences[:1], "leak") if result is not None
+    ]
     assert CanaryPrompt(1, sequences[:1], alone, limit=1e-4).require_agreement(theirs[:1]).error < 1e-5
 
 
 def _of_folder(tiny: TinyModel, boxes: list[Box]) -> dict[str, Fingerprint]:
     """Fingerprints of the tensors in the folder that a rank of an engine keeps, and of the outputs of its experts."""
-    whole, found = tiny.tensors(), dict[str, Fingerprint]()
+    tensors, fingerprints = tiny.tensors(), dict[str, Fingerprint]()
     experts: defaultdict[str, list[Tensor]] = defaultdict(list)
     for box in filter(lambda box: box.tensor, boxes):
-        cut = whole[box.tensor][to_slices(box.cut.tensor)]
+        cut = tensors[box.tensor][to_slices(box.cut.tensor)]
         if ".experts." in box.tensor:
             experts[box.tensor.rsplit(".", 2)[0]].append(cut)
         else:
-            found[box.tensor] = compute_fingerprint(cut)
+            fingerprints[box.tensor] = compute_fingerprint(cut)
     inputs = draw_probes(tiny.shape.hidden, torch.device("cpu"))
     for name, (gate, up, down) in experts.items():
-        found[name] = compute_fingerprint((functional.silu(inputs @ gate.T) * (inputs @ up.T)) @ down.T)
-    return found
+        fingerprints[name] = compute_fingerprint((functional.silu(inputs @ gate.T) * (inputs @ up.T)) @ down.T)
+    return fingerprints

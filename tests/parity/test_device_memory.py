@@ -47,8 +47,8 @@ def of_training(rank: PolicyRank) -> Iterator[Tensor]:
     for parameter in parameters_of(rank):
         if parameter.requires_grad:
             yield parameter.main_grad
-    for one in rank.optimizer.optimizer.chained_optimizers:
-        for state in one.optimizer.state.values():
+    for optimizer in rank.optimizer.optimizer.chained_optimizers:
+        for state in optimizer.optimizer.state.values():
             yield from (value for name, value in state.items() if name != "step")
 
 
@@ -61,25 +61,25 @@ def nbytes(tensors: Iterator[Tensor]) -> int:
 def turns_on_rank(layout: Layout, model: TinyModel, settings: dict[str, Any]) -> list[bool]:
     """Steps with and without turns in between, and what is where in a turn."""
     moved, resident = (make_rank(layout, model, settings) for _ in range(2))
-    told = []
+    results = []
     for _ in range(3):
         for rank in (moved, resident):
             rank.train(*train_arguments(layout))
         before = nbytes(of_training(moved))
         moved.memory.offload(weights=False)
-        told.append(before > 0 and nbytes(of_training(moved)) == 0)
-        told.append(same_tensors(whole_tensors(moved), whole_tensors(resident)))
+        results.append(before > 0 and nbytes(of_training(moved)) == 0)
+        results.append(same_tensors(whole_tensors(moved), whole_tensors(resident)))
         moved.memory.offload(weights=True)
         chunks = [*moved.chunks, *(moved.reference or [])]
-        told.append(nbytes(parameter for chunk in chunks for parameter in chunk.parameters()) == 0)
+        results.append(nbytes(parameter for chunk in chunks for parameter in chunk.parameters()) == 0)
         with pytest.raises(RuntimeError, match="the weights are in host memory"):
             moved.gather_chunks()
         moved.memory.onload()
-        told.append(nbytes(of_training(moved)) == before)
-        told.append(
+        results.append(nbytes(of_training(moved)) == before)
+        results.append(
             all(map(torch.equal, map(on_host, chunks), map(on_host, [*resident.chunks, *(resident.reference or [])])))
         )
-    return told
+    return results
 
 
 def on_host(chunk: torch.nn.Module) -> Tensor:
@@ -87,12 +87,12 @@ def on_host(chunk: torch.nn.Module) -> Tensor:
     return torch.cat([tensor.detach().flatten().float() for tensor in (*chunk.parameters(), *chunk.buffers())])
 
 
-def same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same_tensors(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_in_turns_is_that_which_stays(case: str, tmp_path: Path) -> None:
     layout, name, settings = CASES[case]
-    for told in run_on_ranks(layout, turns_on_rank, make_tiny_model(name, tmp_path), settings):
-        assert told == [True] * 15
+    for result in run_on_ranks(layout, turns_on_rank, make_tiny_model(name, tmp_path), settings):
+        assert result == [True] * 15

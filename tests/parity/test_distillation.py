@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyModel]:
 
 def outputs_on_rank(layout: Layout, teachers: list[TinyModel], top_k: int | None) -> list[dict[int, Tensor] | None]:
     """Each teacher's outputs by sequence; None on ranks that do not report."""
-    found: list[dict[int, Tensor] | None] = []
+    outputs: list[dict[int, Tensor] | None] = []
     for tiny in teachers:
         config = PolicyConfig(model=ModelConfig(path=str(tiny.path)), parallel=layout.parallel, precision="float32")
         output = TeacherOutput(vocab=VOCAB, top_k=top_k)
@@ -60,15 +60,15 @@ def outputs_on_rank(layout: Layout, teachers: list[TinyModel], top_k: int | None
         share, microbatches, order = rank_share(make_batch(), layout)
         values = teacher.compute_outputs(fetched(teacher, share, None), microbatches)
         pieces = None if values is None else values.split(share.lengths)
-        found.append(None if pieces is None else dict(zip(order, pieces, strict=True)))
-    return found
+        outputs.append(None if pieces is None else dict(zip(order, pieces, strict=True)))
+    return outputs
 
 
 def teach(layout: Layout, teachers: list[TinyModel], top_k: int | None = None) -> Outputs:
     """The outputs of each sequence's teacher, as the driver merges them."""
     by_rank = run_on_ranks(layout, outputs_on_rank, teachers, top_k)
     by_teacher = [
-        {index: tensor for found in by_rank for index, tensor in (found[number] or {}).items()}
+        {index: tensor for rank_outputs in by_rank for index, tensor in (rank_outputs[number] or {}).items()}
         for number in range(len(teachers))
     ]
     choice = CHOICE if len(teachers) > 1 else [0] * len(LENGTHS)
@@ -186,11 +186,11 @@ def test_mixtures_of_experts(models: dict[str, TinyModel]) -> None:
 def test_all_tokens_as_the_likeliest_are_the_whole_distribution(models: dict[str, TinyModel]) -> None:
     layout, policy, teacher = Layout(tensor=2, sequence=True), models["qwen3_tied"], models["llama_untied"]
     loss = LossConfig(kl_type="mixed")
-    found = []
+    losses = []
     for top_k in (None, VOCAB):
         outputs = teach(layout, [teacher], top_k)
-        found.append(run_on_ranks(layout, gradients_on_rank, policy, [teacher], outputs, loss, True, top_k))
-    for (whole, value), (top, top_value) in zip(*found, strict=True):
+        losses.append(run_on_ranks(layout, gradients_on_rank, policy, [teacher], outputs, loss, True, top_k))
+    for (full, value), (top, top_value) in zip(*losses, strict=True):
         assert top_value == pytest.approx(value, rel=1e-6)
-        for name, gradient in whole[0][0].items():
+        for name, gradient in full[0][0].items():
             torch.testing.assert_close(top[0][0][name], gradient, atol=1e-6, rtol=1e-4)

@@ -61,8 +61,8 @@ def assert_same_model(output: Path, model: TinyModel) -> None:
 def test_exported_folder_is_the_trained_model(name: str, tiny_models: dict[str, TinyModel], tmp_path: Path) -> None:
     checkpoint = make_run(tiny_models[name], tmp_path / "run", Layout(tensor=2, pipeline=2))
     command = [sys.executable, "-m", "megatron_grpo.export", f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}"]
-    done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == (f"wrote {tmp_path / 'out'} from {checkpoint}\n", "")
+    process = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
+    assert (process.stdout, process.stderr) == (f"wrote {tmp_path / 'out'} from {checkpoint}\n", "")
     assert_same_model(tmp_path / "out", tiny_models[name])
     assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
 
@@ -125,8 +125,8 @@ def test_mistakes_get_one_message(run_dir: Path, tmp_path: Path, capsys: pytest.
     for text in ("", "policy: {model: 3}", "policy: 3", "policy: {model: {path: 3}, precision: float32}", "[1]"):
         (run_dir / "config.yaml").write_text(text)
         assert str(run_dir / "config.yaml") in mistake(capsys, checkpoint, output)
-    gone = f"policy: {{model: {{path: {tmp_path}/gone}}, precision: float32}}"
-    (run_dir / "config.yaml").write_text(gone)
+    settings = f"policy: {{model: {{path: {tmp_path}/gone}}, precision: float32}}"
+    (run_dir / "config.yaml").write_text(settings)
     assert f"policy.model.path in {run_dir}/config.yaml, is not there" in mistake(capsys, checkpoint, output)
     (run_dir / "config.yaml").unlink()
     assert "has to stay in its run directory" in mistake(capsys, checkpoint, output)
@@ -148,11 +148,11 @@ def test_a_damaged_checkpoint_is_refused_and_the_file_named(
 ) -> None:
     checkpoint = run_dir / "checkpoints" / "step_3"
     for name in files_of(checkpoint):
-        whole = (checkpoint / name).read_bytes()
+        content = (checkpoint / name).read_bytes()
         damage(checkpoint / name)
         message = mistake(capsys, f"checkpoint={checkpoint}", f"output={tmp_path}/out")
         assert message.startswith(f"export: {checkpoint / name} is ")
-        (checkpoint / name).write_bytes(whole)
+        (checkpoint / name).write_bytes(content)
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 

@@ -34,14 +34,14 @@ BATCH = make_batch(vocab=131, sequences=7, longest=40, seed=0)
 @pytest.fixture(scope="module")
 def problem(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Truth]]:
     """A family's tiny model, and what transformers computes with it."""
-    made: dict[str, tuple[Path, Truth]] = {}
+    problems: dict[str, tuple[Path, Truth]] = {}
     folder = tmp_path_factory.mktemp("families")
 
     def make(family: str) -> tuple[Path, Truth]:
-        if family not in made:
+        if family not in problems:
             path = prepare_model(f"tiny:{family}", False, folder / family, 0)
-            made[family] = path, compute_truth(path, BATCH)
-        return made[family]
+            problems[family] = path, compute_truth(path, BATCH)
+        return problems[family]
 
     return make
 

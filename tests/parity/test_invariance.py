@@ -61,15 +61,15 @@ CUTS = st.tuples(st.permutations(AS_IT_COMES[0]), st.integers(1, 12 * len(LENGTH
 
 def gradients_on_rank(layout: Layout, model: TinyModel, cuts: dict[str, Cut]) -> dict[str, tuple[float, Gradients]]:
     """For each loss this rank's share of it, and its part of the whole step's gradient."""
-    engine, found = make_engine(layout, model, distributed=False), {}
+    engine, results = make_engine(layout, model, distributed=False), {}
     for name, (order, microbatch_tokens) in cuts.items():
         batch = learning_batch().select(order)
         plan = SequencePadder(microbatch_tokens, 1).assign_microbatches(batch.lengths, layout.data)
         share = plan[parallel_state.get_data_parallel_rank()]
         loss_fn, counts = ClippedPGLossFn(CONFIGS[name]), step_counts(batch)
         metrics = engine.compute_gradients(fetched(engine, batch, loss_fn), share, loss_fn, counts)
-        found[name] = sum(float(one["loss"]) for one in metrics), whole_gradients(engine)
-    return found
+        results[name] = sum(float(metric["loss"]) for metric in metrics), whole_gradients(engine)
+    return results
 
 
 def whole_steps(layout: Layout, model: TinyModel, cuts: dict[str, Cut]) -> dict[str, tuple[float, Gradients]]:

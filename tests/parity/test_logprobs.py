@@ -67,7 +67,7 @@ def by_sequence(logits: Tensor, token_ids: Tensor) -> Tensor:
 
 def logprobs_on_rank(layout: Layout, folders: list[Path], precision: str, recompute: bool) -> list[list[Tensor]]:
     """Token log-probabilities by model and microbatch; empty lists before the last stage."""
-    found = []
+    results = []
     for folder in folders:
         shape = read_model_shape(folder)
         (model,) = build_model(
@@ -75,8 +75,8 @@ def logprobs_on_rank(layout: Layout, folders: list[Path], precision: str, recomp
         )
         load_hf_weights([model], shape, folder)
         logits = megatron_logits(model, microbatches(), shape.window)
-        found.append([logprobs_of_logits(x.cpu(), ids) for x, ids in zip(logits, microbatches(), strict=False)])
-    return found
+        results.append([logprobs_of_logits(x.cpu(), ids) for x, ids in zip(logits, microbatches(), strict=False)])
+    return results
 
 
 def expect_parity(
@@ -84,10 +84,10 @@ def expect_parity(
 ) -> None:
     """Log-probabilities on every rank of the last stage agree with transformers'."""
     by_rank = run_on_ranks(layout, logprobs_on_rank, [m.path for m in models.values()], precision, recompute)
-    last_stage = [found for found in by_rank if found[0]]
+    last_stage = [rank_result for rank_result in by_rank if rank_result[0]]
     assert len(last_stage) == layout.tensor * layout.data
-    for found in last_stage:
-        for model, actual in zip(models.values(), found, strict=True):
+    for rank_result in last_stage:
+        for model, actual in zip(models.values(), rank_result, strict=True):
             for ids, logprobs in zip(microbatches(), actual, strict=True):
                 torch.testing.assert_close(
                     logprobs, model.logprobs(ids), atol=tolerance, rtol=0, msg=lambda m, name=model.name: f"{name}: {m}"

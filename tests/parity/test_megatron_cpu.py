@@ -114,9 +114,9 @@ def step_on_rank(layout: Layout, folder: Path, distributed: bool) -> dict[str, T
         use_gloo_process_groups=False,
     )
     wrapped.zero_grad_buffer()
-    own = TOKENS.chunk(layout.data)[parallel_state.get_data_parallel_rank()]
-    packed = build_packed_sequences(lay_out([own.shape[1]] * len(own)), transformer_engine=False)
-    wrapped(own.view(1, -1), None, None, packed_seq_params=packed)[..., :VOCAB].square().sum().backward()
+    share = TOKENS.chunk(layout.data)[parallel_state.get_data_parallel_rank()]
+    packed = build_packed_sequences(lay_out([share.shape[1]] * len(share)), transformer_engine=False)
+    wrapped(share.view(1, -1), None, None, packed_seq_params=packed)[..., :VOCAB].square().sum().backward()
     finalize_model_grads([wrapped], num_tokens=torch.ones((), dtype=torch.int) * layout.data)
     assert optimizer.step()[0]
     return {name: tensor.clone() for name, tensor in iter_hf_tensors([model], shape) if tensor is not None}
@@ -129,10 +129,10 @@ def test_optimizer_step(distributed: bool, tiny_models: dict[str, TinyModel]) ->
     optimizer = torch.optim.AdamW(reference.parameters(), betas=(0.9, 0.999), eps=1e-8, **OPTIMIZER)
     (reference(TOKENS).logits.square().sum() / 4).backward()
     optimizer.step()
-    found, second = run_on_ranks(Layout(data=2), step_on_rank, model.path, distributed)
+    first, second = run_on_ranks(Layout(data=2), step_on_rank, model.path, distributed)
     assert not second, "the first replica speaks for all"
     for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(found[name], parameter.detach(), atol=2e-6, rtol=0, msg=lambda m, n=name: n + m)
+        torch.testing.assert_close(first[name], parameter.detach(), atol=2e-6, rtol=0, msg=lambda m, n=name: n + m)
 
 
 def save_on_rank(layout: Layout, folder: Path, output: Path) -> None:
@@ -157,7 +157,7 @@ def load_on_rank(layout: Layout, folder: Path, checkpoint: Path) -> dict[str, Te
 def test_checkpoint_loads_in_another_layout(tiny_models: dict[str, TinyModel], tmp_path: Path) -> None:
     model = tiny_models["qwen3_untied"]
     run_on_ranks(Layout(pipeline=2), save_on_rank, model.path, tmp_path)
-    found = run_on_ranks(Layout(tensor=2, data=2), load_on_rank, model.path, tmp_path)
-    assert found[0].keys() == model.tensors().keys()
+    result = run_on_ranks(Layout(tensor=2, data=2), load_on_rank, model.path, tmp_path)
+    assert result[0].keys() == model.tensors().keys()
     for name, tensor in model.tensors().items():
-        assert torch.equal(found[0][name], tensor), name
+        assert torch.equal(result[0][name], tensor), name

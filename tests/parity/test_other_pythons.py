@@ -36,25 +36,25 @@ def interpreters() -> dict[str, str]:
     listed += [Path(path) for minor in (12, 13, 14) if (path := shutil.which(f"python3.{minor}")) is not None]
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     listed += sorted(pyenv.glob("versions/3.1[234].*/bin/python"))
-    found = {}
+    versions = {}
     for path in listed:
         answer = subprocess.run([path, "-c", QUESTION], capture_output=True, text=True, check=False, cwd="/")
-        found[str(path)] = answer.stdout.strip() or "does not start"
-    return found
+        versions[str(path)] = answer.stdout.strip() or "does not start"
+    return versions
 
 
 def test_adapters_are_published_under_other_versions() -> None:
-    found = interpreters()
-    whole = [path for path, state in found.items() if state == "whole"]
-    if not whole:
-        pytest.skip(f"no other Python with {', '.join(NEEDED)}; set {OTHER_PYTHONS}. Looked at: {found or 'none'}")
-    for path in whole:
+    states = interpreters()
+    usable = [path for path, state in states.items() if state == "whole"]
+    if not usable:
+        pytest.skip(f"no other Python with {', '.join(NEEDED)}; set {OTHER_PYTHONS}. Looked at: {states or 'none'}")
+    for path in usable:
         # Without compiled modules every process of the tests would compile all of torch again.
         dropped = ("PYTEST_", "PYTHONDONTWRITEBYTECODE")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
         environment |= {"PYTHONPATH": f"{ROOT}", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         command = [path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "tp1-pp1-dp1 or merged_model"]
         command += [str(ROOT / "tests" / "parity" / name) for name in TESTS]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
-        assert done.returncode == 0, f"{path}: {done.stdout[-4000:]}{done.stderr[-2000:]}"
-        assert " passed" in done.stdout
+        process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+        assert process.returncode == 0, f"{path}: {process.stdout[-4000:]}{process.stderr[-2000:]}"
+        assert " passed" in process.stdout

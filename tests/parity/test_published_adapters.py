@@ -57,7 +57,7 @@ class RecordedLinks:
         pieces = plan_messages(shape, sources, engine, 1, dtypes, BUCKET_BYTES)
         self.messages = split_messages(pieces[pieces["source"] == dist.get_rank()])
         laid = [lay_out_pieces(message, [getattr(torch, name) for name in dtypes]) for message in self.messages]
-        self.packed_pieces, self.sizes = [one for one, _ in laid], [size for _, size in laid]
+        self.packed_pieces, self.sizes = [tensor for tensor, _ in laid], [size for _, size in laid]
         self.is_relayed = [False] * len(self.messages)
 
     def send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
@@ -67,8 +67,8 @@ class RecordedLinks:
             fill(number, message)
             for piece, packed in zip(pieces, self.packed_pieces[number], strict=True):
                 name, shape = tensors[piece["tensor"]]
-                whole = self.tensors.setdefault(name, torch.full(shape, torch.nan))
-                whole[to_slices(read_ranges(piece))] = packed.view_values(message).float()
+                full_tensor = self.tensors.setdefault(name, torch.full(shape, torch.nan))
+                full_tensor[to_slices(read_ranges(piece))] = packed.view_values(message).float()
 
 
 def expected_weight(layers: dict[int, Any], bound: BoundEntry) -> Tensor:
@@ -96,7 +96,10 @@ def publish_on_rank(
     refit.mkdir(exist_ok=True)
     connect_folder(rank, refit, BUCKET_BYTES)
     send_files(rank, "000001", True)
-    return {"expected": {name: one.clone() for name, one in tensors if one is not None}, "reshard": links.tensors}
+    return {
+        "expected": {name: tensor.clone() for name, tensor in tensors if tensor is not None},
+        "reshard": links.tensors,
+    }
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -107,7 +110,7 @@ def test_refit_and_export_publish_the_merged_model(
     model, checkpoint = tiny_models["qwen3_tied"], tmp_path / "checkpoints" / "step_3"
     (checkpoint / "megatron").mkdir(parents=True)
     by_rank = run_on_ranks(layout, publish_on_rank, model, precision, tmp_path, timeout_s=400.0)
-    expected = merged([found["expected"] for found in by_rank])
+    expected = merged([rank_tensors["expected"] for rank_tensors in by_rank])
     adapted = {
         f"model.layers.{layer}.{matrix}.weight"
         for layer in range(model.shape.layers)
@@ -117,9 +120,9 @@ def test_refit_and_export_publish_the_merged_model(
     for name, base in model.tensors().items():
         changed = int((expected[name] != base.to(expected[name].dtype)).sum())
         assert changed > 10 * BORDERLINE if name in adapted else changed == 0, (name, changed)
-    resharded = {name: torch.full_like(one, torch.nan, dtype=torch.float32) for name, one in expected.items()}
-    for found in by_rank:
-        for name, part in found["reshard"].items():
+    resharded = {name: torch.full_like(tensor, torch.nan, dtype=torch.float32) for name, tensor in expected.items()}
+    for rank_tensors in by_rank:
+        for name, part in rank_tensors["reshard"].items():
             resharded[name] = torch.where(part.isnan(), resharded[name], part)
     expect_equal(resharded, expected)
     expect_equal(TinyModel("files", tmp_path / "refit" / "000001").tensors(), expected)
@@ -133,11 +136,11 @@ def test_refit_and_export_publish_the_merged_model(
     expect_equal(TinyModel("exported", tmp_path / "hf").tensors(), expected)
 
 
-def expect_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def expect_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Up to the order of float32 sums, for which few elements of bfloat16 may be rounded to the other side."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         if tensor.dtype == torch.float32:
-            torch.testing.assert_close(found[name], tensor, atol=1e-7, rtol=1e-6, msg=name)
+            torch.testing.assert_close(actual[name], tensor, atol=1e-7, rtol=1e-6, msg=name)
         else:
-            assert int((found[name].float() != tensor.float()).sum()) <= BORDERLINE, name
+            assert int((actual[name].float() != tensor.float()).sum()) <= BORDERLINE, name

@@ -49,10 +49,10 @@ def test_layouts_agree_at_float32(
     family: str, settings: dict[str, Any], sizes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = make_recorded_run(tmp_path, family, **settings)
-    code, found = replayed(run_dir, capsys, *layout(**sizes))
-    (compared,) = found["comparisons"]
-    apart = {one["quantity"]: one for one in compared["differences"]}
-    assert (code, found["agrees"]) == (0, True), compared
+    code, report = replayed(run_dir, capsys, *layout(**sizes))
+    (compared,) = report["comparisons"]
+    apart = {difference["quantity"]: difference for difference in compared["differences"]}
+    assert (code, report["agrees"]) == (0, True), compared
     assert list(apart) == [
         "weights",
         "hidden states",
@@ -73,11 +73,11 @@ def test_layouts_agree_at_float32(
 @pytest.mark.slow
 def test_several_optimizer_steps_and_padded_batches_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = make_recorded_run(tmp_path, prev=True, **STEPS)
-    code, found = replayed(run_dir, capsys, *layout(data=2), "policy.packing=true")
-    of_record, _, changed = found["comparisons"]
+    code, report = replayed(run_dir, capsys, *layout(data=2), "policy.packing=true")
+    of_record, _, changed = report["comparisons"]
     assert (changed["second"], changed["agrees"]) == ("replayed", True), changed
     assert (code, of_record["second"], of_record["agrees"]) == (1, "recorded", False), "the engine's were recorded"
-    assert [one["quantity"] for one in of_record["differences"]] == ["log-probabilities"]
+    assert [difference["quantity"] for difference in of_record["differences"]] == ["log-probabilities"]
 
 
 def altered(run_dir: Path, tensor: str, change: torch.Tensor | float, row: int) -> str:
@@ -96,15 +96,15 @@ def test_one_changed_weight_of_one_layer_is_found(tmp_path: Path, capsys: pytest
     change = torch.zeros(96)
     change[7] = 0.05
     override = altered(run_dir, "model.layers.2.mlp.down_proj.weight", change, 3)
-    code, found = replayed(run_dir, capsys, override, *layout(pipeline=2))
-    (compared,) = found["comparisons"]
+    code, report = replayed(run_dir, capsys, override, *layout(pipeline=2))
+    (compared,) = report["comparisons"]
     assert code == 1
-    assert not found["agrees"]
-    place = compared["place"]
-    assert (place["quantity"], place["layer"]) == ("weights", 2)
-    assert place["tensor"] == "model.layers.2.mlp.down_proj.weight"
-    assert place["point"] == "layers.2.mlp"
-    hidden = next(one for one in compared["differences"] if one["quantity"] == "hidden states")
+    assert not report["agrees"]
+    point = compared["place"]
+    assert (point["quantity"], point["layer"]) == ("weights", 2)
+    assert point["tensor"] == "model.layers.2.mlp.down_proj.weight"
+    assert point["point"] == "layers.2.mlp"
+    hidden = next(difference for difference in compared["differences"] if difference["quantity"] == "hidden states")
     assert (hidden["tensor"], hidden["layer"]) == ("layers.2.mlp", 2)
 
 
@@ -115,11 +115,11 @@ def test_a_changed_embedding_is_found_at_the_first_token_that_has_it(
     row = next(iter(read_rollouts(run_dir, 1)))["token_ids"]
     token_id = int(row[4])
     assert token_id not in row[:4]
-    code, found = replayed(run_dir, capsys, altered(run_dir, "model.embed_tokens.weight", 0.5, token_id))
-    place = found["comparisons"][0]["place"]
+    code, report = replayed(run_dir, capsys, altered(run_dir, "model.embed_tokens.weight", 0.5, token_id))
+    point = report["comparisons"][0]["place"]
     assert code == 1
-    assert place["tensor"] == "model.embed_tokens.weight"
-    assert (place["point"], place["sequence"], place["token"], place["token_id"]) == ("embedding", 0, 4, token_id)
+    assert point["tensor"] == "model.embed_tokens.weight"
+    assert (point["point"], point["sequence"], point["token"], point["token_id"]) == ("embedding", 0, 4, token_id)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_healthy_bfloat16_steps_agree(
 ) -> None:
     """With experts too, of which rounding gives some tokens others."""
     run_dir = make_recorded_run(tmp_path, family, policy={"precision": "bfloat16"})
-    code, found = replayed(run_dir, capsys, *changes)
-    assert code == 0, found["comparisons"]
+    code, report = replayed(run_dir, capsys, *changes)
+    assert code == 0, report["comparisons"]
 
 
 @pytest.mark.slow
@@ -150,21 +150,21 @@ def test_healthy_bfloat16_steps_of_deep_models_agree(
     monkeypatch.setitem(problem.TINY, family, {"model_type": family, "num_hidden_layers": 28 + 4 * seed})
     run_dir = make_recorded_run(tmp_path, family, policy={"precision": "bfloat16"})
     for changes in (["policy.precision=float32"], layout(tensor=2, sequence=True)):
-        code, found = replayed(run_dir, capsys, *changes)
-        assert code == 0, found["comparisons"]
+        code, report = replayed(run_dir, capsys, *changes)
+        assert code == 0, report["comparisons"]
     override = altered(run_dir, f"model.layers.{20 + seed}.mlp.down_proj.weight", 2.0, 3)
-    code, found = replayed(run_dir, capsys, override)
-    assert (code, found["comparisons"][0]["place"]["point"]) == (1, f"layers.{20 + seed}.mlp")
+    code, report = replayed(run_dir, capsys, override)
+    assert (code, report["comparisons"][0]["place"]["point"]) == (1, f"layers.{20 + seed}.mlp")
 
 
 def test_an_unrecorded_step_without_changes_is_compared_with_a_second_replay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = make_recorded_run(tmp_path)
-    code, found = replayed(run_dir, capsys)
-    (compared,) = found["comparisons"]
+    code, report = replayed(run_dir, capsys)
+    (compared,) = report["comparisons"]
     assert (code, compared["first"], compared["second"]) == (0, "replayed again", "replayed")
-    differences = {one["quantity"]: one["difference"] for one in compared["differences"]}
+    differences = {difference["quantity"]: difference["difference"] for difference in compared["differences"]}
     assert set(differences) == set(TOLERANCES["float32"])
     assert set(differences.values()) == {0.0}
     assert replay.main([str(run_dir), "step=1", "device=cpu", "baseline=record"]) == 2
@@ -223,17 +223,21 @@ def test_a_changed_operation_is_named_against_the_record(
     run_dir = make_recorded_run(tmp_path, family)
     add_figures(run_dir, *layout(**sizes))
     on_one_rank = [f"policy.parallel.{name}={'false' if name == 'sequence' else 1}" for name in sizes]
-    code, found = replayed(run_dir, capsys, *on_one_rank)
-    assert code == 0, found["comparisons"]
-    unchanged = next(one for one in found["comparisons"] if (one["first"], one["second"]) == ("replayed", "recorded"))
-    hidden = next(one for one in unchanged["differences"] if one["quantity"] == "hidden states")
+    code, report = replayed(run_dir, capsys, *on_one_rank)
+    assert code == 0, report["comparisons"]
+    unchanged = next(
+        difference
+        for difference in report["comparisons"]
+        if (difference["first"], difference["second"]) == ("replayed", "recorded")
+    )
+    hidden = next(difference for difference in unchanged["differences"] if difference["quantity"] == "hidden states")
     assert hidden["difference"] <= 1e-6
     edit_config(run_dir, **changes)
-    code, found = replayed(run_dir, capsys)
-    (compared,) = found["comparisons"]
-    place = compared["place"]
-    assert (code, place["quantity"], place["tensor"], place["point"]) == (1, "hidden states", point, point)
-    assert place["layer"] == int(point.split(".")[1])
+    code, report = replayed(run_dir, capsys)
+    (compared,) = report["comparisons"]
+    location = compared["place"]
+    assert (code, location["quantity"], location["tensor"], location["point"]) == (1, "hidden states", point, point)
+    assert location["layer"] == int(point.split(".")[1])
 
 
 def test_what_cannot_be_replayed_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,5 +149,5 @@ def test_missing_and_infinite_results_fail(tmp_path: Path) -> None:
     assert not compare_layout("tp1", True, [lacking], truth, BATCH, None).passed
     broken = replace(exact, logprobs=logprobs | {2: logprobs[2] * float("nan")})
     assert any("inf" in text for text in compare_layout("tp1", True, [broken], truth, BATCH, None).faults)
-    other = replace(exact, weights={name: value * 2 for name, value in truth.weights.items()})
-    assert compare_layout("tp1", True, [other], truth, BATCH, None).faults == ["exported weights differ"]
+    doubled = replace(exact, weights={name: value * 2 for name, value in truth.weights.items()})
+    assert compare_layout("tp1", True, [doubled], truth, BATCH, None).faults == ["exported weights differ"]

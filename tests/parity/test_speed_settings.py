@@ -31,18 +31,18 @@ def steps_on_rank(layout: Layout, model: TinyModel, settings: dict[str, Any]) ->
     last = [piece for index in microbatches[-1] for piece in [unlearnt.fields.loss_mask.split(share.lengths)[index]]]
     for piece in last:
         piece.zero_()
-    found: list[Any] = []
+    results: list[Any] = []
     for batch in (share, unlearnt, share):
         engine.train(fetched(engine, batch, loss_fn), microbatches, loss_fn, counts)
-        found.append(engine.compute_logprobs(fetched(engine, batch, None), microbatches))
+        results.append(engine.compute_logprobs(fetched(engine, batch, None), microbatches))
     groups = [len(chunk.bucket_groups) for chunk in engine.optimizer.chunks]
-    return [groups, *found, whole_tensors(engine)]
+    return [groups, *results, whole_tensors(engine)]
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    return torch.equal(one, other) if isinstance(one, Tensor) else one == other
+def is_same(first: Any, second: Any) -> bool:
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return torch.equal(first, second) if isinstance(first, Tensor) else first == second
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,9 @@ def test_overlapping_changes_no_bit(
     model = tiny_models.get(name) or make_tiny_model(name, tmp_path_factory.mktemp("deep"))
     plain = run_on_ranks(layout, steps_on_rank, model, UNCLIPPED)
     overlapped = run_on_ranks(layout, steps_on_rank, model, OVERLAPPED)
-    assert max(max(found[0]) for found in overlapped) > 2  # several buckets, so that some travel during the pass
-    for one, other in zip(plain, overlapped, strict=True):
-        assert all(map(same, one[1:], other[1:]))
+    assert max(max(result[0]) for result in overlapped) > 2  # several buckets, so that some travel during the pass
+    for first, second in zip(plain, overlapped, strict=True):
+        assert all(map(is_same, first[1:], second[1:]))
 
 
 def take_numbers(target: Tensor, source: Tensor) -> None:
@@ -116,7 +116,7 @@ def test_recomputing_parts_of_a_layer_changes_no_bit(
     recomputed = run_on_ranks(layout, recomputed_on_rank, model, [module], counted)
     for (once, expected), (again, actual) in zip(plain, recomputed, strict=True):
         assert again > once
-        assert same(expected, actual)
+        assert is_same(expected, actual)
 
 
 def config_sizes(config: TransformerConfig) -> dict[str, int]:
@@ -145,8 +145,8 @@ def fields_on_rank(layout: Layout, model: TinyModel) -> tuple[Any, ...]:
 
 
 def test_fields_reach_megatron_core(tiny_models: dict[str, TinyModel]) -> None:
-    (found,) = run_on_ranks(Layout(), fields_on_rank, tiny_models["qwen3_tied"])
-    assert found == ("fp32", "unfused", True, False, True)
+    (result,) = run_on_ranks(Layout(), fields_on_rank, tiny_models["qwen3_tied"])
+    assert result == ("fp32", "unfused", True, False, True)
 
 
 def refused_on_rank(layout: Layout, model: TinyModel) -> str:

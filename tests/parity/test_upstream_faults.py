@@ -71,8 +71,8 @@ def delta_net(layout: Layout, norm: type) -> torch.nn.Module:
             for part in parameter.split(list(lengths), dim=axis or 0):
                 size = list(part.shape)
                 size[axis or 0] *= layout.tensor if axis is not None else 1
-                whole = torch.randn(size, generator=generator) * 0.5
-                part.copy_(whole if axis is None else whole.chunk(layout.tensor, axis)[groups.tp.rank()])
+                full = torch.randn(size, generator=generator) * 0.5
+                part.copy_(full if axis is None else full.chunk(layout.tensor, axis)[groups.tp.rank()])
     return net
 
 
@@ -134,8 +134,8 @@ def expert_on_rank(layout: Layout, row: Callable[..., torch.nn.Module]) -> list[
     by_hand = F.linear(F.silu(gate) * up * weights[:, None], fc2) + bias2 * weights[:, None]
     by_hand.square().sum().backward()
     torch.testing.assert_close(output, by_hand)
-    for parameter, other in zip(expert.parameters(), parameters, strict=True):
-        torch.testing.assert_close(parameter.grad, other.grad)
+    for parameter, twin in zip(expert.parameters(), parameters, strict=True):
+        torch.testing.assert_close(parameter.grad, twin.grad)
     return [output.detach(), *(parameter.grad for parameter in expert.parameters())]
 
 
@@ -169,7 +169,9 @@ def resumed_rates_on_rank(layout: Layout, model: TinyModel, folder: str, rates: 
     engine.checkpoint.load(folder)
     engine.train(*train_arguments(layout))
     groups = engine.optimizer.optimizer.param_groups
-    rate, of_embeddings = ({group["lr"] for group in groups if group["default_config"] is own} for own in (True, False))
+    rate, of_embeddings = (
+        {group["lr"] for group in groups if group["default_config"] is is_own} for is_own in (True, False)
+    )
     return rate.pop(), of_embeddings.pop()
 
 

@@ -32,7 +32,7 @@ def step_counts(batch: TokenBatch) -> GlobalCounts:
     weighted = batch.fields.loss_mask * weight
     return GlobalCounts(
         tokens=sum(map(sum, masks)),
-        sequences=sum(one for one, mask in zip(weights, masks, strict=True) if any(mask)),
+        sequences=sum(sequence_weight for sequence_weight, mask in zip(weights, masks, strict=True) if any(mask)),
         all_sequences=sum(weights),
         positive_tokens=0.0 if batch.fields.positive is None else float(weighted @ batch.fields.positive),
         token_weight=float(weighted.sum()) / sum(map(sum, masks)),
@@ -59,9 +59,9 @@ def fetched(model: PolicyRank | ValueRank, batch: TokenBatch, loss_fn: LossFunct
 def rank_share(batch: TokenBatch, layout: Layout) -> tuple[TokenBatch, list[list[int]], list[int]]:
     """This replica's sequences, its microbatches, and which sequences of the batch they are, as the driver plans it."""
     plan = SequencePadder(30, 2).assign_microbatches(batch.lengths, layout.data)
-    mine = plan[parallel_state.get_data_parallel_rank()]
-    order = [index for microbatch in mine for index in microbatch]
-    return batch.select(order), [[order.index(index) for index in microbatch] for microbatch in mine], order
+    indices = plan[parallel_state.get_data_parallel_rank()]
+    order = [index for microbatch in indices for index in microbatch]
+    return batch.select(order), [[order.index(index) for index in microbatch] for microbatch in indices], order
 
 
 def whole_tensors(engine: PolicyRank | ValueRank) -> dict[str, Tensor]:
@@ -77,8 +77,8 @@ def parameters_of(engine: PolicyRank | ValueRank) -> list[Any]:
 
 def merged(by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """What the ranks export together; ranks that export the same tensor export the same values."""
-    whole: dict[str, Tensor] = {}
-    for found in by_rank:
-        for name, tensor in found.items():
-            torch.testing.assert_close(tensor, whole.setdefault(name, tensor), atol=0, rtol=0)
-    return whole
+    tensors: dict[str, Tensor] = {}
+    for rank_tensors in by_rank:
+        for name, tensor in rank_tensors.items():
+            torch.testing.assert_close(tensor, tensors.setdefault(name, tensor), atol=0, rtol=0)
+    return tensors

@@ -54,7 +54,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 def every_kill(origin: Path, scratch: Path, action: Callable[[Path], object]) -> Iterator[Path]:
-    """Copies of `origin` in which a process was killed while it ran `action`, one for every point; the last was not.
+    """Copies of `origin`, killed at every point of `action` but the last.
 
     A point is before something in the folder is opened for writing, made, renamed or removed.
     """
@@ -72,14 +72,14 @@ def _run_until(point: int, folder: Path, action: Callable[[Path], object]) -> bo
     """action(folder) in a process of its own that dies at the point; False: it came to its end before."""
     child = os.fork()
     if child == 0:
-        seen = 0
+        lines = 0
 
         def die_at_point(event: str, arguments: tuple[object, ...]) -> None:
-            nonlocal seen
+            nonlocal lines
             changes = event in _EVENTS and not (event == "open" and not int(str(arguments[2])) & _WRITING)
             if changes and str(arguments[0]).startswith(str(folder)):
-                seen += 1
-                if seen == point:
+                lines += 1
+                if lines == point:
                     os._exit(9)
 
         sys.addaudithook(die_at_point)

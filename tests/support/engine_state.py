@@ -26,13 +26,13 @@ def list_objects(layers: list[nn.Module]) -> dict[str, Any]:
     return objects
 
 
-def _walk(path: str, value: Any, seen: set[int], objects: dict[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
+def _walk(path: str, value: Any, visited: set[int], objects: dict[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Tensor | _LEAVES):
         yield path, value
         return
-    if isinstance(value, nn.Module | enum.Enum | type) or id(value) in seen:
+    if isinstance(value, nn.Module | enum.Enum | type) or id(value) in visited:
         return
-    seen = seen | {id(value)}
+    visited = visited | {id(value)}
     if isinstance(value, dict):
         items = [(str(key), item) for key, item in value.items() if key not in _BOOKKEEPING]
     elif isinstance(value, list | tuple):
@@ -44,4 +44,4 @@ def _walk(path: str, value: Any, seen: set[int], objects: dict[str, Any] | None 
     else:
         return
     for key, item in items:
-        yield from _walk(f"{path}.{key}", item, seen, objects)
+        yield from _walk(f"{path}.{key}", item, visited, objects)

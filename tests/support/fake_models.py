@@ -61,8 +61,10 @@ class FakeModel(ABC):
         self.lessons.append(Lesson(sequences.tolist(), tokens))
         rectangles = in_rectangles(tokens)
         _, metrics = loss_fn(self.output(rectangles), rectangles, GlobalCounts.count(batch, sequences))
-        found = {name: float(value) for name, value in metrics.items()}
-        return TrainResult(loss=found.pop("loss"), grad_norm=1.0, learning_rate=0.1, metrics=found, gpu_memory_gib=3.5)
+        figures = {name: float(value) for name, value in metrics.items()}
+        return TrainResult(
+            loss=figures.pop("loss"), grad_norm=1.0, learning_rate=0.1, metrics=figures, gpu_memory_gib=3.5
+        )
 
     @abstractmethod
     def output(self, tokens: TokenFields) -> Tensor:
@@ -151,7 +153,7 @@ class FakeValue(FakeModel):
 
 def fetched(batch: StepBatch, sequences: NDArray[np.int64], names: tuple[str, ...]) -> TokenBatch:
     """Some sequences as a single replica that owns all shards gets them, with those of the entries that are there."""
-    stored = {name: [one.get() for one in batch.fields[name]] for name in names if name in batch.fields}
+    stored = {name: [entry.get() for entry in batch.fields[name]] for name in names if name in batch.fields}
     of_replica = TokenBatch.from_replica(batch.select_partitions(slice(None)), stored)
     order = np.concatenate(batch.partitions).tolist()
     return of_replica.select([order.index(number) for number in sequences])

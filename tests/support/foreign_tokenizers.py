@@ -38,8 +38,8 @@ def byte_level(
 ) -> Tokenizer:
     """A byte-level BPE tokenizer, as of Llama 3, Qwen and DeepSeek; `bos`: token that begins every text."""
     vocabulary = {letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    for left, right in MERGES:
-        vocabulary.setdefault(left + right, len(vocabulary))
+    for first, right in MERGES:
+        vocabulary.setdefault(first + right, len(vocabulary))
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=MERGES))
     if nfc:
         core.normalizer = normalizers.NFC()

@@ -35,7 +35,7 @@ class Run:
         self.policy = self.run.policy
 
     def sampled(self, group: int) -> list[Trajectory]:
-        return [one for one in self.trajectories + self.dropped if one.group == group]
+        return [trajectory for trajectory in self.trajectories + self.dropped if trajectory.group == group]
 
     def step(self) -> StepReport:
         report = grpo.grpo_step(self.run, self.prompts())
@@ -44,7 +44,9 @@ class Run:
         return report
 
     def prompts(self) -> Iterator[Any]:
-        yield [{"idx": group} for group in sorted({one.group for one in self.trajectories + self.dropped})]
+        yield [
+            {"idx": group} for group in sorted({trajectory.group for trajectory in self.trajectories + self.dropped})
+        ]
 
     def in_loss(self) -> list[float]:
         """Tokens in the loss of each sequence of the only optimizer step."""

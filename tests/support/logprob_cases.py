@@ -84,14 +84,14 @@ def by_ranks(rank: int, case: Case, kernel: str, store_file: str, columns: tuple
     """
     hidden, weight, targets, factors = case.tensors()
     start = sum(columns[:rank])
-    own = weight[start : start + columns[rank] + case.padding].clone().requires_grad_()
+    part = weight[start : start + columns[rank] + case.padding].clone().requires_grad_()
     hidden.requires_grad_()
     store = dist.FileStore(store_file, 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     try:
         logprobs, entropy = linear_logprobs(
             hidden,
-            own,
+            part,
             targets,
             start=start,
             columns=columns[rank],
@@ -100,7 +100,7 @@ def by_ranks(rank: int, case: Case, kernel: str, store_file: str, columns: tuple
             cap=case.cap,
             kernel=kernel,
         )
-        return _results(case, hidden, own, factors, logprobs, entropy)
+        return _results(case, hidden, part, factors, logprobs, entropy)
     finally:
         dist.destroy_process_group()
 
@@ -109,15 +109,15 @@ def expect_equal(actual: Results, expected: Results, case: Case) -> None:
     """Values to float32's rounding of a logit; gradients, relative to their norm, to that of the case's dtype."""
     rounding = torch.finfo(torch.float32).eps * 4 * case.scale * case.spread * case.hidden**0.5
     for name in ("logprobs", "entropy"):
-        found = getattr(actual, name)
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found.double(), getattr(expected, name), atol=2e-5 + rounding, rtol=1e-5)
+        actual_value = getattr(actual, name)
+        assert actual_value.dtype == torch.float32
+        torch.testing.assert_close(actual_value.double(), getattr(expected, name), atol=2e-5 + rounding, rtol=1e-5)
     # bfloat16 rounds the gradient of the logits and of the results; the interpreter cuts off instead.
     tolerance = {"float32": 2e-5, "bfloat16": 6e-3}[case.dtype]
     for name in ("of_hidden", "of_weight"):
-        found, wanted = getattr(actual, name), getattr(expected, name)
-        assert found.dtype == getattr(torch, case.dtype)
-        error = (found.double() - wanted).norm() / wanted.norm()
+        actual_value, expected_value = getattr(actual, name), getattr(expected, name)
+        assert actual_value.dtype == getattr(torch, case.dtype)
+        error = (actual_value.double() - expected_value).norm() / expected_value.norm()
         assert error < tolerance, f"{name}: relative error {error:.1e}"
 
 

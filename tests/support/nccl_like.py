@@ -66,7 +66,7 @@ class NcclLikeGroup:
         threading.Thread(target=self._accept, daemon=True).start()
         threading.Thread(target=self._stream, daemon=True).start()
         store.set(f"nccl/{rank}", str(self._listener.getsockname()[1]))
-        store.wait([f"nccl/{other}" for other in range(size)])
+        store.wait([f"nccl/{peer}" for peer in range(size)])
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> NcclLikeTransfer:
         """Start sending one tensor to a member; the first time this blocks until it starts receiving."""
@@ -96,10 +96,10 @@ class NcclLikeGroup:
     def abort(self) -> None:
         """End calls of this process that block. Peers that notice go on waiting all the same."""
         self._aborted.set()
-        for one in (self._listener, *self._sockets.values()):
+        for connection in (self._listener, *self._sockets.values()):
             with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)  # ends calls of other threads, which close() does not
-            one.close()
+                connection.shutdown(socket.SHUT_RDWR)  # ends calls of other threads, which close() does not
+            connection.close()
         with self._arrived:
             self._arrived.notify_all()
 

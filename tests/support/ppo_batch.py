@@ -36,7 +36,7 @@ def make_trajectories() -> list[Trajectory]:
 def advantages_of(config: Config) -> dict[str, Tensor]:
     """Entries of the batch by name, flat and in the order of the responses: advantages, returns and loss_mask."""
     rollouts: Any = FakeRollouts()
-    groups = rollouts.put([[one] for one in make_trajectories()])
+    groups = rollouts.put([[trajectory] for trajectory in make_trajectories()])
     batch = build_batch(config, groups, rollouts)
     generation = np.concatenate(by_sequence(batch, "generation_logprobs"))
     add_entry(batch, "values", VALUES.numpy())

@@ -37,14 +37,14 @@ Parts = list[tuple[str, str]]
 
 
 def _entries(file: str) -> dict[str, Parts]:
-    """Entries of a file by name; each has its parts with their texts, the first of them the program under ""."""
+    """Entries of a file by name; the parts of each with their texts, the program under "" first."""
     entries: dict[str, Parts] = {}
     for entry in (_DATA / file).read_text().removeprefix("=== ").split("\n=== "):
         name, *parts = f"{entry.strip()}\n".split("\n--- ")
         name, _, program = name.partition("\n")
         entries[name] = [
             ("", program),
-            *((key, text.strip("\n")) for key, _, text in (one.partition("\n") for one in parts)),
+            *((key, text.strip("\n")) for key, _, text in (part.partition("\n") for part in parts)),
         ]
     return entries
 
@@ -54,16 +54,16 @@ def _of(parts: Parts, name: str) -> tuple[str, ...]:
 
 
 def _honest() -> list[Honest]:
-    found = []
+    programs = []
     for kind, parts in _entries("honest_programs.txt").items():
         (program,), ((right, _, wrong),) = _of(parts, ""), (text.partition("\n") for text in _of(parts, "wrong"))
         assert right in program, f"{kind} has no text {right}"
-        found.append(Honest(kind, program, _of(parts, "test"), program.replace(right, wrong)))
-    return found
+        programs.append(Honest(kind, program, _of(parts, "test"), program.replace(right, wrong)))
+    return programs
 
 
 def _hostile() -> list[Hostile]:
-    entries, found = _entries("hostile_programs.txt"), []
+    entries, programs = _entries("hostile_programs.txt"), []
     for kind, parts in entries.items():
         if kind.startswith(("tests: ", "part: ")):
             continue
@@ -71,8 +71,8 @@ def _hostile() -> list[Hostile]:
         before = [f"{entries[f'part: {name}'][0][1]}\n" for name in _of(parts, "after")]
         (tests,) = _of(parts, "tests") or ("equal",)
         texts = _of(parts, "test") or hostile_tests(tests)
-        found.append(Hostile(kind, "".join([*before, program]), texts, bool(_of(parts, "touches"))))
-    return found
+        programs.append(Hostile(kind, "".join([*before, program]), texts, bool(_of(parts, "touches"))))
+    return programs
 
 
 def hostile_tests(name: str) -> tuple[str, ...]:

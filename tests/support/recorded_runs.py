@@ -51,10 +51,10 @@ def add_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    made = PreTrainedTokenizerFast(
+    fast_tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<bos>", pad_token="<pad>", chat_template=TEMPLATE
     )
-    made.save_pretrained(folder)
+    fast_tokenizer.save_pretrained(folder)
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -75,7 +75,10 @@ def moved(source: Path, target: Path, seed: int, scale: float = 0.02) -> Path:
 
     def step(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         draw = torch.Generator().manual_seed(seed)
-        return {name: one + scale * one.std() * torch.randn(one.shape, generator=draw) for name, one in tensors.items()}
+        return {
+            name: tensor + scale * tensor.std() * torch.randn(tensor.shape, generator=draw)
+            for name, tensor in tensors.items()
+        }
 
     return edited_copy(source, target, step)
 
@@ -98,7 +101,7 @@ class RecordedRun:
     def prompts(self, config: Config | None = None) -> list[list[int]]:
         """Token ids of the first prompts of the data, under the run's configuration or another one."""
         loader: Any = load_prompt_data(config or self.config, self.versions[0]).loader
-        return [one["message_log"][0]["token_ids"] for one in loader.load_prompts(range(PROMPTS))]
+        return [prompt["message_log"][0]["token_ids"] for prompt in loader.load_prompts(range(PROMPTS))]
 
     def add_version(self, folder: Path | None = None) -> Path:
         """The next version, and its checkpoint; without a folder of weights, every number changes a little.
@@ -130,7 +133,7 @@ class RecordedRun:
     def write_metrics(self, errors: Mapping[int, Mapping[str, float]]) -> None:
         """Write metrics.jsonl: the figures of each step (`consistency`), by step."""
         steps = [{"step": step, "reward": 0.5, "weight_version": float(step - 1), **errors[step]} for step in errors]
-        rows = (one | {"timing": {"total": 1.0}, "throughput": {}} for one in steps)
+        rows = (figures | {"timing": {"total": 1.0}, "throughput": {}} for figures in steps)
         (self.run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -152,7 +155,7 @@ def make_run(root: Path, model_of: str | Path, *overrides: str, **model_config: 
     data = root / "train.jsonl"
     words = ("add one and two", "what is left", "say it again", "count to four")
     data.write_text("".join(json.dumps({"prompt": word, "answer": "1"}) + "\n" for word in words))
-    given = [
+    basics = [
         "+exp=quickstart",
         f"run_dir={root / 'run'}",
         f"policy.model.path={model}",
@@ -167,7 +170,7 @@ def make_run(root: Path, model_of: str | Path, *overrides: str, **model_config: 
         f"grpo.num_generations_per_prompt={SAMPLES}",
         *overrides,
     ]
-    composed = compose_typed(given)
+    composed = compose_typed(basics)
     assert composed.config is not None, composed.problems
     assert not composed.problems
     return RecordedRun(root, composed.config, [model])
@@ -263,7 +266,7 @@ def sampled(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     prepare(model)
     draw = torch.Generator().manual_seed(seed)
-    found = []
+    trajectories = []
     for row, prompt in enumerate(prompts):
         for sample in range(samples):
             ids, logprobs = list(prompt), []
@@ -275,22 +278,22 @@ def sampled(
                 ids.append(token)
                 if token == EOS:
                     break
-            found.append(rollout(row, sample, (recorded or prompts)[row], ids[len(prompt) :], logprobs, version))
-    return found
+            trajectories.append(rollout(row, sample, (recorded or prompts)[row], ids[len(prompt) :], logprobs, version))
+    return trajectories
 
 
 def rollout(
     row: int, sample: int, prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float], version: int
 ) -> Trajectory:
     """The record of one response to the prompt of a row."""
-    whole = [*prompt, *response]
+    full = [*prompt, *response]
     return Trajectory(
         prompt_idx=row,
         group=row,
         sample=sample,
         task_name="addition",
-        token_ids=np.array(whole, dtype=np.int32),
-        spans=[Span(len(prompt), len(whole), version)],
+        token_ids=np.array(full, dtype=np.int32),
+        spans=[Span(len(prompt), len(full), version)],
         logprobs=np.array(logprobs, dtype=np.float32),
         response="",
         stop_reason="stop" if response[-1] == EOS else "length",
@@ -323,20 +326,20 @@ def scored(
         forward: computes the logits of all sequences.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    logits = forward(model, [one.token_ids.tolist() for one in rollouts])
-    found = []
-    for one, own in zip(rollouts, logits, strict=True):
-        places = np.concatenate([np.arange(span.start, span.end) for span in one.spans])
-        rows = torch.stack([choose(row / temperature) for row in own[places - 1].float()])
-        ids = torch.from_numpy(one.token_ids[places]).long()
-        found.append(rows.log_softmax(-1).gather(1, ids[:, None])[:, 0].numpy())
-    return found
+    logits = forward(model, [rollout.token_ids.tolist() for rollout in rollouts])
+    arrays = []
+    for rollout, row_logits in zip(rollouts, logits, strict=True):
+        positions = np.concatenate([np.arange(span.start, span.end) for span in rollout.spans])
+        rows = torch.stack([choose(row / temperature) for row in row_logits[positions - 1].float()])
+        ids = torch.from_numpy(rollout.token_ids[positions]).long()
+        arrays.append(rows.log_softmax(-1).gather(1, ids[:, None])[:, 0].numpy())
+    return arrays
 
 
 def consistency(rollouts: Sequence[Trajectory], trained: Sequence[NDArray[np.float32]]) -> dict[str, float]:
     """The metrics of a step that compare engine and trainer (docs/metrics.md), with numpy, in float64."""
     prev = np.concatenate(list(trained)).astype(np.float64)
-    generation = np.concatenate([one.logprobs for one in rollouts]).astype(np.float64)
+    generation = np.concatenate([rollout.logprobs for rollout in rollouts]).astype(np.float64)
     removed = np.isneginf(prev)  # tokens that a filter removes in training count as agreement
     log_ratio = np.where(removed, 0.0, np.clip(np.where(removed, 0.0, prev) - generation, -40, 40))
     error, ratio = np.exp(np.abs(log_ratio)), np.exp(log_ratio)

@@ -52,8 +52,8 @@ class _Done:
     def wait(self) -> None: ...
 
 
-def inject(links: Links, moment: str, target: tuple[int, int] | None, what: str | None) -> None:
-    """When the message of the moment is due on a rank of the policy, signal a process, or lose or change the message.
+def inject(links: Links, moment: str, target: tuple[int, int] | None, fault_name: str | None) -> None:
+    """Signal a process, or lose or change a message, when it is due on a rank of the policy.
 
     With a message all later ones of the rank are lost: a link never skips a message, and gloo ends a process that gets
     one of another size.
@@ -68,9 +68,9 @@ def inject(links: Links, moment: str, target: tuple[int, int] | None, what: str 
     def fault(buffer: Any) -> None:
         if target is not None:
             os.kill(*target)
-        if what == FAIL:
+        if fault_name == FAIL:
             raise RuntimeError("the cable is out")
-        if what == FLIP:
+        if fault_name == FLIP:
             buffer[3] ^= 1
 
     begin, last = links.begin, len(links.messages) - 1
@@ -79,6 +79,6 @@ def inject(links: Links, moment: str, target: tuple[int, int] | None, what: str 
     def faulty(number: int) -> Any:
         if number == due:
             fault(links.view_buffer(number))
-        return [_Done()] if what == DROP and number >= due else begin(number)
+        return [_Done()] if fault_name == DROP and number >= due else begin(number)
 
     links.begin = faulty  # type: ignore[method-assign]

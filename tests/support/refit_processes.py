@@ -52,14 +52,14 @@ class PlayedRay:
     @staticmethod
     def get(refs: Future[Any] | Sequence[Future[Any]], timeout: float | None = None) -> Any:
         """As `ray.get`: raises as soon as one call has failed, beside calls that are not over."""
-        wanted = [refs] if isinstance(refs, Future) else list(refs)
-        over, pending = wait(wanted, timeout, FIRST_EXCEPTION)
-        for ref in wanted:
+        futures = [refs] if isinstance(refs, Future) else list(refs)
+        over, pending = wait(futures, timeout, FIRST_EXCEPTION)
+        for ref in futures:
             if ref in over and ref.exception() is not None:
                 ref.result()
         if pending:
             raise GetTimeoutError
-        return refs.result() if isinstance(refs, Future) else [ref.result() for ref in wanted]
+        return refs.result() if isinstance(refs, Future) else [ref.result() for ref in futures]
 
 
 class Actor:
@@ -104,18 +104,18 @@ class Actor:
 
 
 def _serve(pipe: Connection, kind: type[Any], arguments: tuple[Any, ...]) -> None:
-    held = kind(*arguments)
+    owner = kind(*arguments)
     while True:
         method, values = pipe.recv()
         try:
-            result = getattr(held, method)(*values)
+            result = getattr(owner, method)(*values)
         except Exception as error:  # noqa: BLE001 - raised where the answer is read
             result = RuntimeError(f"{error}")
         pipe.send(result)
 
 
 class Member:
-    """One rank of either side; `gpu` is its number among all, by which it has a GPU in the group "gpus"."""
+    """One rank of either side; `gpu`, its number among all, names its GPU in the group "gpus"."""
 
     def __init__(self, group: str, rank: int, gpu: int) -> None:
         if group == "nccl":
@@ -128,21 +128,21 @@ class Member:
 
     def end(self, moment: str, number: int) -> None:
         """Send this process a signal when it connects the next time."""
-        real = Links._open_links
+        open_links = Links._open_links
 
         def greet(*arguments: Any) -> None:
             os.kill(os.getpid(), number)
-            real(*arguments)
+            open_links(*arguments)
 
         if moment == GREETING:
             Links._open_links = greet  # type: ignore[method-assign]
         else:
             self._connect = lambda *_: os.kill(os.getpid(), number)  # type: ignore[method-assign]
 
-    def inject(self, moment: str, target: tuple[int, int] | None, what: str | None) -> None:
+    def inject(self, moment: str, target: tuple[int, int] | None, fault: str | None) -> None:
         """`refit_faults.inject` on these links."""
         assert self.links is not None
-        inject(self.links, moment, target, what)
+        inject(self.links, moment, target, fault)
 
     def _connect(self, rendezvous: Rendezvous, side: Side, rank: int) -> None:
         self.links = None
@@ -241,9 +241,9 @@ class Generation:
         """Call a method of these engines."""
         return {engine: self.actors[engine].call(method.__name__, *arguments) for engine in engines}
 
-    def replace(self, lost: Mapping[int, str]) -> None:
+    def replace(self, losses: Mapping[int, str]) -> None:
         """Start new engines in place of lost ones."""
-        for engine in lost:
+        for engine in losses:
             self.actors[engine].process.kill()
             self.actors[engine] = self._start(engine)
             self.restarts[engine] += 1

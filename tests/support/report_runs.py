@@ -60,8 +60,12 @@ def make_run(folder: Path, *, steps: int, model: Path, trajectories: Sequence[Tr
     summary = {"outcome": "completed", "reason": None, "accuracy_before": 0.0, "accuracy_after": 1.0, "train_s": 61.0}
     (folder / "summary.json").write_text(json.dumps(summary))
     first = locate_rollouts_file(folder, 1)
-    samples = {one.group: [two for two in trajectories if two.group == one.group] for one in trajectories}
-    write_rollouts(first, [(group, with_learnt(*ones, prev=learnt)) for group, ones in samples.items()])
+    samples = {
+        trajectory.group: [two for two in trajectories if two.group == trajectory.group] for trajectory in trajectories
+    }
+    write_rollouts(
+        first, [(group, with_learnt(*group_samples, prev=learnt)) for group, group_samples in samples.items()]
+    )
     for step in range(2, steps + 1):
         shutil.copy(first, locate_rollouts_file(folder, step))
     return folder

@@ -50,8 +50,8 @@ def set_others_aside(items: Iterable[pytest.Item]) -> None:
         if not isinstance(item, pytest.Function) or item.get_closest_marker("slow") or not hasattr(item, "callspec"):
             continue
         if any(name in item.callspec.params for name in LAYOUT):
-            others = sorted((name, str(value)) for name, value in item.callspec.indices.items() if name not in LAYOUT)
-            tests[f"{item.nodeid.partition('[')[0]} {others}"].append(item)
+            values = sorted((name, str(value)) for name, value in item.callspec.indices.items() if name not in LAYOUT)
+            tests[f"{item.nodeid.partition('[')[0]} {values}"].append(item)
     for name, cases in tests.items():
         chosen = choose_part(name, cases, (len(cases) + 1) // 2)
         for case in cases:

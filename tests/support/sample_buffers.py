@@ -91,10 +91,10 @@ class Process:
 
     def rest(self) -> list[list[int]]:
         """Rows of all steps that are left."""
-        taken = []
+        rest = []
         while (rows := self.take()) is not None:
-            taken.append(rows)
-        return taken
+            rest.append(rows)
+        return rest
 
     def checkpoint(self) -> dict[str, Any]:
         saved: dict[str, Any] = json.loads(json.dumps({"position": self.buffer.loader_state, "taken": self.taken}))

@@ -29,7 +29,7 @@ def advantages_of(
     for name, values in entries.items():
         add_entry(batch, name, np.asarray(values))
     workers: Any = rollouts
-    finite = add_advantages(config, score(config, [one.outcome for one in trajectories]), batch, workers)
+    finite = add_advantages(config, score(config, [trajectory.outcome for trajectory in trajectories]), batch, workers)
     assert finite.all()
     assert (batch.advantages is None) == ("advantages" in stored_names(batch)), "in one place or the other"
     if batch.advantages is None:
@@ -37,6 +37,6 @@ def advantages_of(
     assert rollouts.computed == [], "no token is looked at"
     assert batch.advantages.dtype == np.float32
     return [
-        [float(advantage) if one else 0.0 for one in sampled]
+        [float(advantage) if trajectory else 0.0 for trajectory in sampled]
         for advantage, sampled in zip(batch.advantages, by_sequence(batch, "sampled"), strict=True)
     ]

@@ -41,22 +41,22 @@ def make_outcome(tokens: int = 2, **changes: Any) -> Outcome:
 
 
 def with_learnt(*trajectories: Trajectory, prev: bool = False) -> list[tuple[Trajectory, TrainedValues]]:
-    """Trajectories as they are written: token t of one with n has advantage n + t / 8, and `prev` says it is known."""
+    """Trajectories as they are written: token t of n has advantage n + t / 8; `prev`: it is known."""
     rows = []
-    for one in trajectories:
-        advantages = (len(one.logprobs) + np.arange(len(one.logprobs)) / 8).astype(np.float32)
-        known = {"prev_logprobs": one.logprobs - np.float32(0.25)} if prev else {}
-        rows.append((one, {"advantages": advantages} | known))
+    for trajectory in trajectories:
+        advantages = (len(trajectory.logprobs) + np.arange(len(trajectory.logprobs)) / 8).astype(np.float32)
+        learnt = {"prev_logprobs": trajectory.logprobs - np.float32(0.25)} if prev else {}
+        rows.append((trajectory, {"advantages": advantages} | learnt))
     return rows
 
 
 def plain(trajectory: Trajectory) -> dict[str, Any]:
     """Every field as numbers and lists, and the types of the arrays: trajectories of equal ones are the same."""
-    values = {one.name: getattr(trajectory, one.name) for one in fields(trajectory)}
+    values = {field.name: getattr(trajectory, field.name) for field in fields(trajectory)}
     arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
     return values | {name: (str(array.dtype), array.tolist()) for name, array in arrays.items()}
 
 
 def plain_groups(groups: Sequence[Sequence[Trajectory]]) -> list[list[dict[str, Any]]]:
     """`plain` of every trajectory of some groups."""
-    return [[plain(one) for one in group] for group in groups]
+    return [[plain(trajectory) for trajectory in group] for group in groups]

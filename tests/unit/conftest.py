@@ -37,7 +37,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def given(model: Path, rows: Path, tmp_path: Path) -> list[str]:
+def base_overrides(model: Path, rows: Path, tmp_path: Path) -> list[str]:
     """The least that a run needs."""
     return [f"policy.model.path={model}", f"data.train_path={rows}", f"run_dir={tmp_path / 'run'}"]
 

@@ -35,14 +35,16 @@ ROWS = [{"prompt": f"{n}+{n}=", "answer": f"{2 * n:03d}"} for n in range(10, 74)
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, UserObjects]]:
     """Configurations that would have been run, each with what was given beside it."""
-    seen: list[tuple[Config, UserObjects]] = []
-    monkeypatch.setattr(api, "run_algorithm", lambda config, given, began: seen.append((config, given)))
-    return seen
+    calls: list[tuple[Config, UserObjects]] = []
+    monkeypatch.setattr(
+        api, "run_algorithm", lambda config, base_overrides, began: calls.append((config, base_overrides))
+    )
+    return calls
 
 
 def test_the_start_up_begins_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     began: list[float] = []
-    monkeypatch.setattr(api, "run_algorithm", lambda config, given, called: began.append(called))
+    monkeypatch.setattr(api, "run_algorithm", lambda config, base_overrides, called: began.append(called))
     before = time.time()
     megatron_grpo.train("+exp=quickstart")
     between = time.time()
@@ -77,39 +79,39 @@ def test_a_mapping_is_a_command_line(started: list[tuple[Config, UserObjects]], 
     run = megatron_grpo.train(
         {"+exp": "quickstart", "run_dir": str(tmp_path / "r"), "generation.stop_token_ids": [1, 2]}
     )
-    ((config, given),) = started
+    ((config, objects),) = started
     assert run.run_dir == tmp_path / "r"
     expected = compose_config(["+exp=quickstart", f"run_dir={tmp_path / 'r'}", "generation.stop_token_ids=[1,2]"])
     assert config == expected
-    assert given == UserObjects(rewards={}, callbacks=())
+    assert objects == UserObjects(rewards={}, callbacks=())
     assert run.metrics == []
 
 
 @pytest.mark.parametrize("form", ["list", "generator", "dataset", "iterable dataset", "path"])
 def test_datasets_and_rewards(started: list[tuple[Config, UserObjects]], tmp_path: Path, form: str) -> None:
-    def mine(completions: list[str], **_: Any) -> list[float]:
+    def score(completions: list[str], **_: Any) -> list[float]:
         return [0.0] * len(completions)
 
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    whole = Dataset.from_list(ROWS)
+    full_set = Dataset.from_list(ROWS)
     dataset = {
         "list": ROWS,
         "generator": iter(ROWS),
-        "dataset": whole,
-        "iterable dataset": whole.to_iterable_dataset(),
+        "dataset": full_set,
+        "iterable dataset": full_set.to_iterable_dataset(),
         "path": path,
     }[form]
     megatron_grpo.train(
         ["+exp=quickstart", f"run_dir={tmp_path / 'r'}", "env.addition.reward_weights=[1,0.5]", "checkpointing=none"],
         train_dataset=dataset,
         val_dataset={"easy": ROWS[:8], "hard": ROWS[8:]},
-        rewards=[right, mine],
+        rewards=[right, score],
     )
-    ((config, given),) = started
-    entries = ["tests.integration.example_rewards.right", "given.mine"]
+    ((config, objects),) = started
+    entries = ["tests.integration.example_rewards.right", "given.score"]
     assert (config.env["addition"].type, config.env["addition"].reward_funcs) == ("reward_functions", entries)
-    assert given.rewards == {"given.mine": mine}
+    assert objects.rewards == {"given.score": score}
     (training,) = config.data.training_sets.values()
     assert Path(training.path).is_file()
     assert {key.split(".")[2] for key in config.data.validation_sets} == {"easy", "hard"}
@@ -129,21 +131,21 @@ def test_an_endless_stream_is_read_while_the_run_trains(
     base = ["+exp=quickstart", f"run_dir={tmp_path / 'r'}", "checkpointing=none", "data.streaming=true"]
     base += ["data.shuffle_buffer=20"]
     megatron_grpo.train(base, train_dataset=Endless())
-    ((config, given),) = started
+    ((config, objects),) = started
     prepare("addition", Path(config.prepare.folder))
     model = Path(config.policy.model.path)
 
     def read(batches: int, state: dict[str, Any] | None = None) -> tuple[list[list[Any]], dict[str, Any]]:
-        loader = load_examined_prompts(config, model, None, given.train_rows).loader
+        loader = load_examined_prompts(config, model, None, objects.train_rows).loader
         if state is not None:
             loader.load_state_dict(state)
         prompts = [[prompt["prompt"] for prompt in batch] for batch in islice(loader, batches)]
         return prompts, loader.state_dict()
 
-    whole, _ = read(4)
+    dataset, _ = read(4)
     first, state = read(3)
     rest, _ = read(1, state)
-    assert first + rest == whole
+    assert first + rest == dataset
     with pytest.raises(ConfigError, match=r"script:train_dataset +stands for rows of a script"):
         load_examined_prompts(config, model)
     refused: list[tuple[Any, str]] = [
@@ -188,12 +190,12 @@ def test_one_of_several_needs_no_list(started: list[tuple[Config, UserObjects]],
     megatron_grpo.train("+exp=quickstart", rewards="tests.integration.example_rewards.right")
     entries = [config.env["addition"].reward_funcs for config, _ in started]
     assert entries == [["tests.integration.example_rewards.right"]] * 2
-    assert [list(given.callbacks) for _, given in started] == [[watcher], []]
+    assert [list(objects.callbacks) for _, objects in started] == [[watcher], []]
 
 
 def test_values_of_a_mapping() -> None:
-    given = {"a": Path("/x/y"), "b": np.int64(3), "c": [np.float64(0.5), None], "d": {"e": np.bool_(True)}}
-    assert format_overrides(given) == ["a=/x/y", "b=3", "c=[0.5,null]", "d={e:true}"]
+    mapping = {"a": Path("/x/y"), "b": np.int64(3), "c": [np.float64(0.5), None], "d": {"e": np.bool_(True)}}
+    assert format_overrides(mapping) == ["a=/x/y", "b=3", "c=[0.5,null]", "d={e:true}"]
     with pytest.raises(ConfigError, match=r"grpo.seed +is object; give a number, a text"):
         format_overrides({"grpo.seed": object()})
     with pytest.raises(ConfigError, match=r"data.tasks.one +is set; give"):
@@ -205,7 +207,7 @@ def test_values_of_a_mapping() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("base_overrides", "message"),
     [
         ({"rewards": [3]}, r"rewards\[0\] +is int; give a function, its import path"),
         ({"rewards": {"right": right}}, r"rewards +is dict; give a list"),
@@ -225,10 +227,10 @@ def test_values_of_a_mapping() -> None:
     ],
 )
 def test_objects_of_another_kind(
-    started: list[tuple[Config, UserObjects]], tmp_path: Path, given: dict[str, Any], message: str
+    started: list[tuple[Config, UserObjects]], tmp_path: Path, base_overrides: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
-        megatron_grpo.train(["+exp=quickstart", f"run_dir={tmp_path / 'r'}"], **given)
+        megatron_grpo.train(["+exp=quickstart", f"run_dir={tmp_path / 'r'}"], **base_overrides)
     assert len(raised.value.problems) == 1
     assert not (tmp_path / "r").exists()
     assert started == []
@@ -249,14 +251,14 @@ def test_objects_of_transformers_are_no_reward_functions(tmp_path: Path, kind: s
     config = Qwen2Config(vocab_size=16, num_key_value_heads=1, num_labels=1, **sizes)
     model = AutoModelForSequenceClassification.from_config(config)
     words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0})))
-    given: Any = {
+    arguments_by_kind: Any = {
         "a model": model,
         "a model of a list": [right, model],
         "a tokenizer": words,
         "a class of models": [type(model)],
     }
     with pytest.raises(ConfigError) as raised:
-        megatron_grpo.train(["+exp=quickstart", f"run_dir={tmp_path / 'r'}"], rewards=given[kind])
+        megatron_grpo.train(["+exp=quickstart", f"run_dir={tmp_path / 'r'}"], rewards=arguments_by_kind[kind])
     (problem,) = raised.value.problems
     assert problem.subject == ("rewards[1]" if "list" in kind else "rewards[0]" if "class" in kind else "rewards")
     assert "folder with save_pretrained, and give the folder: rewards=['./FOLDER']" in problem.text
@@ -264,22 +266,24 @@ def test_objects_of_transformers_are_no_reward_functions(tmp_path: Path, kind: s
 
 def test_settings_of_trls_configuration_are_told_their_keys() -> None:
     settings = GRPOConfig(output_dir="run", use_cpu=True, bf16=False, beta=0.04, num_generations=4, weight_decay=0.1)
-    told = {
+    texts_by_key = {
         "output_dir=run": "TRL's output_dir is run_dir here",
         "beta=0.04": "TRL's beta is loss_fn.reference_policy_kl_penalty here",
         "num_generations=4": "TRL's num_generations is grpo.num_generations_per_prompt here",
         "weight_decay=0.1": "TRL's weight_decay is policy.optimizer.weight_decay here",
     }
-    for name, first, given in (
+    for name, first, keywords in (
         ("config", "is GRPOConfig; give overrides as on the command line", {"config": settings}),
         ("args", "no such argument; TRL's args is config here", {"args": settings}),
     ):
         with pytest.raises(ConfigError) as raised:
-            megatron_grpo.train(**given)
-        whole, *rest = raised.value.problems
-        assert whole.subject == name
-        assert whole.text.startswith(first)
-        assert {one.subject: one.text for one in rest} == {f"{name}.{key}": text for key, text in told.items()}
+            megatron_grpo.train(**keywords)
+        first_problem, *rest = raised.value.problems
+        assert first_problem.subject == name
+        assert first_problem.text.startswith(first)
+        assert {problem.subject: problem.text for problem in rest} == {
+            f"{name}.{key}": text for key, text in texts_by_key.items()
+        }
 
 
 def test_a_model_that_is_loaded_is_given_by_its_folder() -> None:
@@ -320,8 +324,8 @@ def test_names_of_validation_sets(started: list[tuple[Config, UserObjects]], tmp
 
 
 def test_environments_are_named_by_where_they_are(tmp_path: Path) -> None:
-    found = make_environment_overrides({"math": "math", "mine": UserObjects})
-    assert found == ["env.math.type=math", "env.mine.type=megatron_grpo.run.user_objects:UserObjects"]
+    environment_overrides = make_environment_overrides({"math": "math", "mine": UserObjects})
+    assert environment_overrides == ["env.math.type=math", "env.mine.type=megatron_grpo.run.user_objects:UserObjects"]
     local = type("Local", (), {"__module__": "__main__"})
     with pytest.raises(ConfigError, match="cannot be imported by the processes of the run"):
         megatron_grpo.train("+exp=quickstart", environments={"mine": local})

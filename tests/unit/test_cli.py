@@ -78,11 +78,11 @@ def test_help_names_every_recipe_and_group(capsys: pytest.CaptureFixture[str]) -
 def test_cfg_prints_the_resolved_configuration(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["+exp=quickstart", "grpo.max_num_steps=3", *option]) == 0
     captured = capsys.readouterr()
-    shown = yaml.safe_load(captured.out)
-    assert shown["grpo"]["max_num_steps"] == 3
-    assert shown["grpo"]["use_leave_one_out_baseline"] is True
-    assert shown["policy"]["model"]["path"].endswith("/model")
-    assert "${" not in str(shown)
+    configuration = yaml.safe_load(captured.out)
+    assert configuration["grpo"]["max_num_steps"] == 3
+    assert configuration["grpo"]["use_leave_one_out_baseline"] is True
+    assert configuration["policy"]["model"]["path"].endswith("/model")
+    assert "${" not in str(configuration)
     assert captured.err == ""
 
 
@@ -103,9 +103,9 @@ def test_cfg_prints_and_says_when_files_are_missing(
 def test_cfg_shows_what_was_given_also_where_it_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--cfg", "job", "grpo.max_num_steps=0", "nope=3"]) == 2
     captured = capsys.readouterr()
-    shown = yaml.safe_load(captured.out)
-    assert shown["data"]["train_path"] == "???"
-    assert shown["grpo"]["max_num_steps"] == 0
+    configuration = yaml.safe_load(captured.out)
+    assert configuration["data"]["train_path"] == "???"
+    assert configuration["grpo"]["max_num_steps"] == 0
     for text in ("data.train_path       is required", "nope ", "grpo.max_num_steps=0  must be int > 0"):
         assert text in captured.err
 
@@ -148,7 +148,7 @@ def test_all_options_of_another_command_are_told_at_once(capsys: pytest.CaptureF
     assert command.main(line.split()) == 2
     problems = capsys.readouterr().err.splitlines()
     assert problems[0] == "configuration has 4 problems:"
-    assert [line.split()[0] for line in problems[1:]] == [one for one in line.split() if one.startswith("--")]
+    assert [line.split()[0] for line in problems[1:]] == [word for word in line.split() if word.startswith("--")]
 
 
 def test_the_quickstart_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,13 +224,13 @@ def test_check_imports_the_reward_functions(function: str, text: str, capsys: py
 
 @pytest.mark.parametrize(("longest", "code"), [(2, 2), (3, 0)])
 def test_check_renders_the_prompts(
-    longest: int, code: int, given: list[str], model: Path, capsys: pytest.CaptureFixture[str]
+    longest: int, code: int, base_overrides: list[str], model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = Tokenizer(WordLevel({"?": 0, "<unk>": 1, "<eos>": 2}, unk_token="<unk>"))
     words.pre_tokenizer = Split("", "isolated")  # a token a character
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(model)
     lengths = [f"data.max_input_seq_length={longest}", "data.apply_chat_template=false", "checkpointing=none"]
-    assert command.main([*given, *lengths, "--check"]) == code
+    assert command.main([*base_overrides, *lengths, "--check"]) == code
     captured = capsys.readouterr()
     if code:
         assert "has 10 usable rows, fewer than the 32 prompts that are sampled together" in captured.err
@@ -258,14 +258,14 @@ def test_check_sees_that_another_run_holds_the_folder(tmp_path: Path, capsys: py
 
 
 def test_remarks_come_before_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    seen: list[str] = []
-    put_loop_in_place(monkeypatch, also=lambda: seen.append(capsys.readouterr().out))
-    given = ["+exp=quickstart", "generation.temperature=0", "grpo.early_stop.threshold=0.9"]
-    assert command.main(given) == 0
-    (before,) = seen
+    calls: list[str] = []
+    put_loop_in_place(monkeypatch, also=lambda: calls.append(capsys.readouterr().out))
+    overrides = ["+exp=quickstart", "generation.temperature=0", "grpo.early_stop.threshold=0.9"]
+    assert command.main(overrides) == 0
+    (before,) = calls
     assert "generation.temperature=0 is greedy" in before
     assert "grpo.early_stop.threshold=0.9 changes nothing in this run: needs grpo.early_stop.enabled=true" in before
-    assert command.main([*given, "--check"]) == 0
+    assert command.main([*overrides, "--check"]) == 0
     assert "generation.temperature=0 is greedy" in capsys.readouterr().out
 
 
@@ -286,15 +286,15 @@ def test_a_mistake_is_answered_within_a_second_of_work() -> None:
     """In a process of its own, imports included; seconds of CPU, which other processes do not add to."""
     command = [sys.executable, "-m", "megatron_grpo.train", "+exp=quickstart", "grpo.max_num_step=3", "learning_rate=1"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == 2
-    assert "TRL's learning_rate is policy.optimizer.lr here" in done.stderr
+    assert process.returncode == 2
+    assert "TRL's learning_rate is policy.optimizer.lr here" in process.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3
 
 
 def test_the_documented_name_is_a_function() -> None:
     """In a process of its own: importing the module of the command would take its name."""
     code = "import megatron_grpo; megatron_grpo.train(['+exp=quickstart', 'grpo.max_num_step=3'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "did you mean grpo.max_num_steps?" in done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "did you mean grpo.max_num_steps?" in process.stderr

@@ -18,7 +18,7 @@ SKIPPED = "import pytest\n\n@pytest.mark.skip\ndef test_nothing(): pass\n"
 PASSED = "\ndef test_something(): pass\n"
 
 
-def collected(path: Path) -> Any:
+def make_item(path: Path) -> Any:
     """A collected test, of which only the path counts and the markers that it gets."""
     markers: list[pytest.MarkDecorator] = []
     return SimpleNamespace(path=path, markers=markers, add_marker=markers.append, get_closest_marker=lambda name: None)
@@ -27,7 +27,7 @@ def collected(path: Path) -> Any:
 def test_only_tests_of_gpus_are_skipped_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv(gpu.DRY, raising=False)
-    items = [collected(ROOT / "tests/gpu/torch_only/test_one.py"), collected(ROOT / "tests/parity/test_other.py")]
+    items = [make_item(ROOT / "tests/gpu/torch_only/test_one.py"), make_item(ROOT / "tests/parity/test_other.py")]
     gpu.pytest_collection_modifyitems(items)
     assert [[marker.name for marker in item.markers] for item in items] == [["skip"], []]
 
@@ -43,6 +43,6 @@ def test_only_tests_of_gpus_are_skipped_without_one(monkeypatch: pytest.MonkeyPa
 def test_a_run_that_skips_everything_fails(tmp_path: Path, source: str, workers: str, code: int) -> None:
     (tmp_path / "test_these.py").write_text(source)
     command = [sys.executable, "-m", "pytest", "-p", "tests.support.nothing_shown", "-n", workers, "-c", "/dev/null"]
-    found = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert found.returncode == code, found.stdout
-    assert ("every test was skipped" in found.stdout) is (code != pytest.ExitCode.OK)
+    process = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == code, process.stdout
+    assert ("every test was skipped" in process.stdout) is (code != pytest.ExitCode.OK)

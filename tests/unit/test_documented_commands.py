@@ -22,24 +22,24 @@ RECIPES_ALONE = {"--cfg", "job", "--check", "--help", "--version", "--json", "--
 
 def of_module(*names: str) -> list[Command]:
     """The commands that start one of these modules."""
-    return [one for one in SHOWN if one.words[0] in {f"megatron_grpo.{name}" for name in names}]
+    return [command for command in SHOWN if command.words[0] in {f"megatron_grpo.{name}" for name in names}]
 
 
 def test_commands_are_found() -> None:
     assert len(of_module("train")) > 10
     assert len(of_module("verify", "export", "refit_plan")) > 3
     assert len(of_module("plan")) > 3
-    assert {"make", "sbatch"} <= {word for one in SHOWN for word in one.words}
+    assert {"make", "sbatch"} <= {word for command in SHOWN for word in command.words}
 
 
 @pytest.mark.parametrize("command", of_module("train", "refit_plan", "plan"), ids=str)
 def test_recipes_and_keys_compose(command: Command) -> None:
-    given = [word for word in command.words[1:] if word not in RECIPES_ALONE and not OF_THE_READER.search(word)]
-    if any("exp=" in word for word in given):
-        compose_config(given)
+    words = [word for word in command.words[1:] if word not in RECIPES_ALONE and not OF_THE_READER.search(word)]
+    if any("exp=" in word for word in words):
+        compose_config(words)
 
 
-@pytest.mark.parametrize("command", [one for one in SHOWN if "sbatch" in one.words], ids=str)
+@pytest.mark.parametrize("command", [command for command in SHOWN if "sbatch" in command.words], ids=str)
 def test_jobs_of_slurm_compose(command: Command) -> None:
     words = command.words[command.words.index("sbatch") + 1 :]
     script = next(index for index, word in enumerate(words) if not word.startswith("-"))
@@ -48,7 +48,9 @@ def test_jobs_of_slurm_compose(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [one for one in SHOWN if re.match(r"megatron_grpo\.(?!train$|refit_plan$|plan$)", one.words[0])], ids=str
+    "command",
+    [command for command in SHOWN if re.match(r"megatron_grpo\.(?!train$|refit_plan$|plan$)", command.words[0])],
+    ids=str,
 )
 def test_other_programs_know_their_options(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     with suppress(SystemExit):
@@ -61,7 +63,9 @@ def test_other_programs_know_their_options(command: Command, capsys: pytest.Capt
         assert re.search(rf"(?<![\w-]){re.escape(name)}\b", usage), f"{word} is not in the usage"
 
 
-@pytest.mark.parametrize("command", [one for one in SHOWN if one.words[0].startswith("benchmarks/")], ids=str)
+@pytest.mark.parametrize(
+    "command", [command for command in SHOWN if command.words[0].startswith("benchmarks/")], ids=str
+)
 def test_benchmarks_know_their_options(command: Command) -> None:
     source = (ROOT / command.words[0]).read_text()
     for word in command.words[1:]:
@@ -70,7 +74,7 @@ def test_benchmarks_know_their_options(command: Command) -> None:
             assert re.search(rf"""["'](--)?{name.replace("-", "[-_]")}["']""", source), f"{word} is not an option"
 
 
-@pytest.mark.parametrize("command", [one for one in SHOWN if "make" in one.words], ids=str)
+@pytest.mark.parametrize("command", [command for command in SHOWN if "make" in command.words], ids=str)
 def test_targets_of_make(command: Command) -> None:
     targets = [word for word in command.words[command.words.index("make") + 1 :] if "=" not in word and word != "..."]
     for target in targets:
@@ -80,7 +84,7 @@ def test_targets_of_make(command: Command) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_settings_begin_with_a_section(document: Path, tmp_path: Path) -> None:
     if document.name == "jobs.md":  # fields of a job, not sections
-        for number, block in enumerate(one for one in blocks(document.read_text()) if re.match(r"\w+:", one)):
+        for number, block in enumerate(text for text in blocks(document.read_text()) if re.match(r"\w+:", text)):
             file = tmp_path / f"{number}.yaml"
             file.write_text(block)
             assert read_job_file(str(file))

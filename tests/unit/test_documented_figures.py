@@ -53,11 +53,11 @@ def test_what_is_said_of_the_critic() -> None:
 def test_what_fp8_does_to_logprobs() -> None:
     result = newest("*_fp8_logprobs_cpu.json")
     assert f"Measured {result['date']} on a CPU ({result['machine']}), {result['layers']} layers" in FP8_PAGE
-    rows = {name: found for name, found in result.items() if isinstance(found, dict) and "kl" in found}
+    rows = {name: row for name, row in result.items() if isinstance(row, dict) and "kl" in row}
     assert len(rows) == 7
-    for name, found in rows.items():
-        numbers = " | ".join(f"{found[key]:.3f}" for key in ("mean_abs", "p99_abs", "max_abs"))
-        assert f"| `{name}` | {numbers} | {found['kl']:.1e} |" in FP8_PAGE
+    for name, row in rows.items():
+        numbers = " | ".join(f"{row[key]:.3f}" for key in ("mean_abs", "p99_abs", "max_abs"))
+        assert f"| `{name}` | {numbers} | {row['kl']:.1e} |" in FP8_PAGE
 
 
 def test_what_a_million_rows_take() -> None:

@@ -33,8 +33,8 @@ def _exists(name: str) -> bool:
     inner = name.rstrip("/")
     pattern = inner if "/" in inner else f"**/{inner}"
     folder = name.endswith("/")
-    found = [*ROOT.glob(inner), *PACKAGE.glob(pattern)]
-    return any(path.is_dir() if folder else path.is_file() for path in found)
+    matches = [*ROOT.glob(inner), *PACKAGE.glob(pattern)]
+    return any(path.is_dir() if folder else path.is_file() for path in matches)
 
 
 def missing_from_the_top(text: str) -> list[str]:
@@ -57,8 +57,8 @@ def _defines(name: str) -> Iterator[bool]:
 
 def _sources(module: str) -> tuple[Path, Path]:
     # conf/ lies at the top of the repository, and is a module of the package once that is installed.
-    place = ROOT.joinpath(*re.sub(r"^megatron_grpo\.conf\b", "conf", module).split("."))
-    return place.with_suffix(".py"), place / "__init__.py"
+    path = ROOT.joinpath(*re.sub(r"^megatron_grpo\.conf\b", "conf", module).split("."))
+    return path.with_suffix(".py"), path / "__init__.py"
 
 
 def test_architecture_names_files_and_folders_that_are_there() -> None:
@@ -109,10 +109,10 @@ def test_a_step_reads_in_few_files_and_lines() -> None:
 
 def test_names_that_extending_says_are_in_a_file_are_in_it() -> None:
     text = (ROOT / "docs" / "extending.md").read_text()
-    places = re.findall(r"`([\w.]+)` (?:of `\w+` )?in `((?:\w+/)+\w+\.(?:py|yaml))`", text)
-    assert len(places) > 15
+    mentions = re.findall(r"`([\w.]+)` (?:of `\w+` )?in `((?:\w+/)+\w+\.(?:py|yaml))`", text)
+    assert len(mentions) > 15
     missing = []
-    for name, file in places:
+    for name, file in mentions:
         path = next(folder / file for folder in (PACKAGE, ROOT) if (folder / file).exists())
         if name.rpartition(".")[2] not in path.read_text():
             missing.append((name, file))

@@ -55,7 +55,7 @@ def consenting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.input", lambda _="": "y")
 
 
-def module_of(folder: Path, canary: Canary) -> None:
+def name_module(folder: Path, canary: Canary) -> None:
     """Write a module of a model with its own code, which makes the folder when it is imported."""
     folder.mkdir(exist_ok=True)
     code = f"import os\nos.mkdir({str(canary.folder)!r})\nclass Mine: pass\n"
@@ -71,7 +71,7 @@ def test_the_canary_sings(tmp_path: Path, canary: Canary) -> None:
 @pytest.mark.parametrize("model_type", ["qwen3", "mine"])
 def test_a_tokenizer_runs_no_code_of_its_folder(tmp_path: Path, canary: Canary, model_type: str) -> None:
     folder = tmp_path / "model"
-    module_of(folder, canary)
+    name_module(folder, canary)
     auto_map = {"AutoConfig": "mine.Mine", "AutoTokenizer": ["mine.Mine", "mine.Mine"]}
     (folder / "config.json").write_text(json.dumps({"model_type": model_type, "auto_map": auto_map}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Mine", "auto_map": auto_map}))
@@ -83,7 +83,7 @@ def test_a_tokenizer_runs_no_code_of_its_folder(tmp_path: Path, canary: Canary, 
 @pytest.mark.parametrize("kind", ["code", "pickle"])
 def test_a_reward_model_runs_no_code_of_its_folder(tmp_path: Path, canary: Canary, kind: str) -> None:
     folder = tmp_path / "model"
-    module_of(folder, canary)
+    name_module(folder, canary)
     auto_map = {"AutoConfig": "mine.Mine", "AutoModelForSequenceClassification": "mine.Mine"}
     config = {"architectures": ["MineForSequenceClassification"], "num_labels": 1, "model_type": "mine"}
     small = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -120,7 +120,7 @@ def arrow(path: Path, canary: Canary) -> Path:
 
 def script(path: Path, canary: Canary) -> Path:
     """A folder with a loading script of its own name."""
-    module_of(path, canary)
+    name_module(path, canary)
     (path / "mine.py").rename(path / f"{path.name}.py")
     return path
 
@@ -142,7 +142,7 @@ def webdataset(path: Path, canary: Canary) -> Path:
     return path
 
 
-@pytest.mark.parametrize("forge", [parquet, arrow, script, pandas, webdataset], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("forge", [parquet, arrow, script, pandas, webdataset], ids=lambda forge: forge.__name__)
 def test_rows_run_no_code(
     tmp_path: Path, canary: Canary, forge: Callable[[Path, Canary], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

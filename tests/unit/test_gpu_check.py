@@ -86,8 +86,8 @@ def call(tmp_path: Path) -> Call:
         tool.parent.mkdir(exist_ok=True)
         tool.write_text("".join(["#!/bin/sh\n", *(f"echo '{gpu}'\n" for gpu in gpus)]))
         tool.chmod(0o755)
-        found = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-        environment = found | {"PATH": f"{tool.parent}:{os.environ['PATH']}"}
+        variables = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        environment = variables | {"PATH": f"{tool.parent}:{os.environ['PATH']}"}
         file = tmp_path / "result.json"
         code = CALL.format(benchmarks=str(BENCHMARKS), rows=rows)
         command = [sys.executable, "-c", code, "--result", str(file), *options]
@@ -98,14 +98,14 @@ def call(tmp_path: Path) -> Call:
 
 
 def row(file: Path, text: str, settings: str = "") -> str:
-    """A row of the table, which has the name of the file of tests that it runs and that is written."""
+    """A row of the table by the name of its file of tests, which is written."""
     file.write_text(text)
     return f"Check(name={file.stem.removeprefix('test_')!r}, part='image', run={str(file)!r}, {settings})"
 
 
 def by_name(check: dict[str, Any]) -> dict[str, Any]:
     """The tests of a check."""
-    return {name.partition("::")[2]: one for name, one in check["tests"].items()}
+    return {name.partition("::")[2]: test for name, test in check["tests"].items()}
 
 
 def test_every_outcome_of_a_check_is_told(call: Call, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_every_outcome_of_a_check_is_told(call: Call, tmp_path: Path) -> None:
     assert check["verdict"] == "fail"
     assert check["why"].startswith("2 failed, first ")
     tests = by_name(check)
-    assert {name: one["verdict"] for name, one in tests.items()} == {
+    assert {name: test["verdict"] for name, test in tests.items()} == {
         "test_right": "pass",
         "test_wrong": "fail",
         "test_without_its_fixture": "fail",
@@ -169,13 +169,13 @@ def test_a_result_of_another_machine_is_left_alone(call: Call, tmp_path: Path) -
     rows = row(tmp_path / "test_two.py", RIGHT, "gpus=2")
     assert call(rows)[0] == 0
     before = (tmp_path / "result.json").read_text()
-    code, _, told = call(rows, gpus=(GPU, GPU))
+    code, _, output = call(rows, gpus=(GPU, GPU))
     assert code == 1
-    assert "result.json differs from this machine in gpus; give another --result" in told
+    assert "result.json differs from this machine in gpus; give another --result" in output
     assert (tmp_path / "result.json").read_text() == before
-    code, _, told = call(rows, "--again", "tow")
+    code, _, output = call(rows, "--again", "tow")
     assert code == 2
-    assert "--again tow: no such check; there are two" in told
+    assert "--again tow: no such check; there are two" in output
 
 
 @pytest.mark.slow
@@ -189,11 +189,11 @@ def test_a_check_that_has_no_time_is_left_for_the_next_call(call: Call, tmp_path
 
 def test_a_dry_run_needs_no_gpu(call: Call, tmp_path: Path) -> None:
     stands_in = row(tmp_path / "test_dry.py", DRY, "gpus=8, needs=('transformer_engine_torch',), dry='cpu'")
-    real = row(tmp_path / "test_real.py", RIGHT)
-    code, result, _ = call(f"{stands_in}, {real}", "--dry", gpus=())
+    right_tests = row(tmp_path / "test_real.py", RIGHT)
+    code, result, _ = call(f"{stands_in}, {right_tests}", "--dry", gpus=())
     assert (code, result["dry"]) == (0, True)
     assert (result["checks"]["dry"]["verdict"], result["checks"]["dry"]["dry"]) == ("dry", "cpu")
-    assert [one["verdict"] for one in by_name(result["checks"]["dry"]).values()] == ["dry", "dry"]
+    assert [test["verdict"] for test in by_name(result["checks"]["dry"]).values()] == ["dry", "dry"]
     assert result["checks"]["real"]["why"] == "needs a GPU: nothing stands in for it"
 
 

@@ -92,9 +92,9 @@ def test_an_older_python_installs_uv_to_download_one(machine: Machine) -> None:
 @pytest.mark.parametrize("uv", ["exit 1", '[ "$2" != find ]'], ids=["no download", "no Python"])
 def test_one_message_says_that_there_is_none(machine: Machine, uv: str) -> None:
     machine.add("bin/uv", uv)
-    done = machine.run("find_python.sh")
-    assert (done.returncode, done.stdout) == (2, "")
-    first, last = done.stderr.splitlines()
+    process = machine.run("find_python.sh")
+    assert (process.returncode, process.stdout) == (2, "")
+    first, last = process.stderr.splitlines()
     assert first == "there is no Python 3.12 or 3.13 on the PATH or in pyenv: uv downloads one"
     assert last.startswith("no Python 3.12 could be downloaded; install one")
     assert last.endswith("make PYTHON=...")
@@ -103,10 +103,10 @@ def test_one_message_says_that_there_is_none(machine: Machine, uv: str) -> None:
 def test_a_chosen_python_is_the_only_one(machine: Machine) -> None:
     machine.add("bin/python3.12", "")
     assert machine.run("find_python.sh", sys.executable).stdout == f"{sys.executable}\n"
-    done = machine.run("find_python.sh", "/usr/bin/false")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("Python 3.12 or newer is needed")
-    assert "/usr/bin/false" in done.stderr
+    process = machine.run("find_python.sh", "/usr/bin/false")
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.startswith("Python 3.12 or newer is needed")
+    assert "/usr/bin/false" in process.stderr
 
 
 def test_make_refuses_an_interpreter_before_it_installs(tmp_path: Path) -> None:
@@ -114,9 +114,9 @@ def test_make_refuses_an_interpreter_before_it_installs(tmp_path: Path) -> None:
     command = ["make", f"VENV={venv}", "PYTHON=/usr/bin/false", f"{venv}/.runtime"]
     # The options of a make that runs these tests are not those of this one.
     variables = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS")}
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "Python 3.12 or newer is needed" in done.stderr
+    process = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    assert process.returncode == 2
+    assert "Python 3.12 or newer is needed" in process.stderr
     assert not venv.exists()
 
 
@@ -137,8 +137,8 @@ def test_uv_installs(machine: Machine) -> None:
 @pytest.mark.parametrize("fails", [UV, "uv --quiet"], ids=["no uv", "uv fails"])
 def test_pip_installs_where_uv_does_not(machine: Machine, fails: str) -> None:
     machine.add("venv/bin/python", INSTALLER.format(fails=f"'{fails}'"))
-    done = machine.run("uv_or_pip.sh", str(machine.folder / "venv"), "--no-deps", "a==1")
-    assert (done.returncode, done.stderr) == (0, "uv did not install them: now pip tries, which takes longer\n")
+    process = machine.run("uv_or_pip.sh", str(machine.folder / "venv"), "--no-deps", "a==1")
+    assert (process.returncode, process.stderr) == (0, "uv did not install them: now pip tries, which takes longer\n")
     assert machine.list_calls()[-1] == "python -m pip --disable-pip-version-check --quiet install --no-deps a==1"
 
 
@@ -190,9 +190,9 @@ def test_the_cpu_build_of_torch_comes_from_any_index(machine: Machine, state: st
 
 def test_torchvision_is_of_the_build_of_torch_or_left_out(machine: Machine) -> None:
     machine.add("venv/bin/python", f'[[ "$*" == *"import torch;"* ]] && echo +cpu; [[ "$*" != *{VISION}* ]]')
-    done = machine.run("install_cpu.sh", str(machine.folder / "venv"))
-    assert done.returncode == 0
-    assert f"no index that is reached has {VISION}+cpu, without which vLLM serves no Qwen3.5" in done.stderr
+    process = machine.run("install_cpu.sh", str(machine.folder / "venv"))
+    assert process.returncode == 0
+    assert f"no index that is reached has {VISION}+cpu, without which vLLM serves no Qwen3.5" in process.stderr
     calls = [call for call in machine.list_calls() if VISION in call]
     assert [OF_PYTORCH in call for call in calls] == [False, True]
 
@@ -204,5 +204,5 @@ def test_the_installed_torch_counts_only_in_the_locked_version(machine: Machine)
     code = question.removeprefix("python -c ")
     torch = "import sys, types; sys.modules['torch'] = types.SimpleNamespace(__version__='{}'); "
     for version, counts in ((f"{TORCH.removeprefix('torch==')}+cpu", True), ("2.0.0", False)):
-        done = subprocess.run([sys.executable, "-c", torch.format(version) + code], check=False, capture_output=True)
-        assert (done.returncode == 0) == counts
+        process = subprocess.run([sys.executable, "-c", torch.format(version) + code], check=False, capture_output=True)
+        assert (process.returncode == 0) == counts

@@ -1,4 +1,4 @@
-"""Names and first lines of docstrings throughout the package: what docs/extending.md asks of them, counted."""
+"""Names and first lines of docstrings in package and tests: what docs/extending.md asks of them, counted."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ REFUSED = frozenset((ROOT / "tests" / "support" / "refused_names.txt").read_text
 
 MOST_WORDS, MEDIAN_WORDS = 14, 10
 MOST_FUNCTION_LINES, MOST_FILE_LINES = 60, 420
+MOST_TEST_WORDS = 20
+"""A test says in a sentence what it shows, and a helper of tests what it stands in for."""
 
 QUANTITIES = ("losses",)
 """Folders whose functions are formulas and have the name of what they compute, like `leave_one_out_baseline`."""
@@ -83,6 +85,19 @@ WRITTEN_BY_USERS = frozenset(
 """Refused names that stand in users' files or calls, so that another name would break them."""
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+OF_TESTS = (
+    "benchmarks",
+    "tests/cuda",
+    "tests/gpu",
+    *(f"tests/unit/{folder}" for folder in ("algorithms", "config", "data", "environments", "generation", "kernels")),
+    *(f"tests/unit/{folder}" for folder in ("platform", "preflight", "prepare", "rollouts", "run")),
+)
+"""Folders of tests whose names are held to the same words."""
+TEST_SOURCES = sorted(
+    {*(ROOT / "tests/unit").glob("*.py"), *(f for folder in OF_TESTS for f in (ROOT / folder).rglob("*.py"))}
+)
+PARTICIPLES = frozenset({"begun", "chosen", "drawn", "learnt", "lent", "sent", "spoken", "taught", "written"})
+"""Irregular ones; beside them every name of a single word in -ed."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -118,6 +133,18 @@ def nameless_functions(tree: ast.Module) -> Iterator[str]:
             yield node.name
 
 
+def bare_functions(tree: ast.Module) -> Iterator[str]:
+    """Functions of a module of tests that are a bare participle, or return nothing and begin with no verb."""
+    for node in tree.body:
+        if isinstance(node, Function) and node.name in nameless_functions(ast.Module([node], [])):
+            word, returns = node.name.strip("_"), node.returns
+            is_participle = "_" not in word and (word.endswith("ed") or word in PARTICIPLES)
+            gives_nothing = isinstance(returns, ast.Constant) and returns.value is None
+            is_fixture = any("fixture" in ast.unparse(decorator) for decorator in node.decorator_list)
+            if (is_participle or gives_nothing) and not is_fixture and not word.startswith("pytest_"):
+                yield node.name
+
+
 def first_lines(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Functions and classes with the number of words in the first line of their docstring."""
     for node in ast.walk(tree):
@@ -139,6 +166,19 @@ def test_first_lines_say_the_meaning_alone() -> None:
     lines = [(f"{path}: {name}", words) for path, tree in trees() for name, words in first_lines(tree)]
     assert [f"{name}: {words} words" for name, words in lines if words > MOST_WORDS] == []
     assert statistics.median(words for _, words in lines) <= MEDIAN_WORDS
+
+
+def test_names_in_tests_say_what_they_name() -> None:
+    """Fixtures, oracles and builders have the name of what they give."""
+    problems = []
+    for source in TEST_SOURCES:
+        tree, path = ast.parse(source.read_text()), source.relative_to(ROOT)
+        problems += [f"{path}: {name}" for name in names_of(tree) if name.strip("_") in REFUSED]
+        problems += [f"{path}: {name} is no noun and no verb" for name in bare_functions(tree)]
+        problems += [
+            f"{path}: {name} has {words} words" for name, words in first_lines(tree) if words > MOST_TEST_WORDS
+        ]
+    assert problems == []
 
 
 def test_no_module_name_stands_twice() -> None:
@@ -177,11 +217,11 @@ def test_a_function_without_a_verb_is_noticed() -> None:
 def test_code_outside_the_configuration_reads_the_loop_that_runs() -> None:
     """`config.grpo` holds defaults in a PPO run: the shared keys are in the section of the algorithm that runs."""
     pattern = re.compile(r"\bconfig\.(?:grpo|ppo|sft|dpo)\b")
-    places = [
+    lines = [
         f"{file.relative_to(PACKAGE)}:{number}"
         for file in sorted(PACKAGE.rglob("*.py"))
         if file.relative_to(PACKAGE).parts[0] != "config"
         for number, line in enumerate(file.read_text().splitlines(), start=1)
         if pattern.search(line)
     ]
-    assert not places, f"use config.training_loop: {places}"
+    assert not lines, f"use config.training_loop: {lines}"

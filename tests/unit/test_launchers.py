@@ -20,31 +20,31 @@ SCRIPTS = [*sorted((ROOT / "launchers").iterdir()), *sorted((ROOT / "requirement
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
 def test_scripts_are_clean_and_executable(script: Path) -> None:
-    done = subprocess.run([tool("shellcheck"), str(script)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    process = subprocess.run([tool("shellcheck"), str(script)], capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout
     assert os.access(script, os.X_OK)
 
 
 @pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.cuda"])
 def test_container_files_are_clean(name: str) -> None:
-    done = subprocess.run([tool("hadolint"), str(ROOT / "docker" / name)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    process = subprocess.run([tool("hadolint"), str(ROOT / "docker" / name)], capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout
 
 
 def test_local_launcher_passes_its_arguments_and_keeps_the_output(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHON": sys.executable, "RUN_DIR": str(tmp_path / "run")}
     command = [str(ROOT / "launchers" / "local.sh"), "grpo.max_num_step=3", "--cfg", "job"]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "did you mean grpo.max_num_steps?" in done.stdout
-    assert (tmp_path / "run" / "output.log").read_text() == done.stdout
+    process = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 2
+    assert "did you mean grpo.max_num_steps?" in process.stdout
+    assert (tmp_path / "run" / "output.log").read_text() == process.stdout
 
 
 def test_the_slurm_script_refuses_to_run_outside_slurm() -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    done = subprocess.run([str(ROOT / "launchers" / "slurm_pyxis.sbatch")], env=env, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == "slurm_pyxis.sbatch: start it with sbatch\n"
+    process = subprocess.run([str(ROOT / "launchers" / "slurm_pyxis.sbatch")], env=env, capture_output=True, text=True)
+    assert process.returncode == 2
+    assert process.stderr == "slurm_pyxis.sbatch: start it with sbatch\n"
 
 
 def test_the_slurm_script_raises_the_limits_of_nodes() -> None:
@@ -53,8 +53,8 @@ def test_the_slurm_script_raises_the_limits_of_nodes() -> None:
     highest = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     for hard, expected in ((highest, min(highest, 65_535)), (2_000, 2_000)):
         limit = f"ulimit -Sn 100; ulimit -Hn {hard}; {function}raise_limits; ulimit -Sn"
-        done = subprocess.run(["bash", "-euc", limit], capture_output=True, text=True)
-        assert (done.stdout, done.stderr) == (f"{expected}\n", "")
+        process = subprocess.run(["bash", "-euc", limit], capture_output=True, text=True)
+        assert (process.stdout, process.stderr) == (f"{expected}\n", "")
     for call in ('head_node \\"', 'worker_node \\"'):
         assert f"$(declare -f raise_limits {call.split()[0]})" in text
 
@@ -72,8 +72,8 @@ def test_kernels_that_a_container_compiles_outlive_the_job(tmp_path: Path) -> No
     env |= {"SLURM_SUBMIT_DIR": str(tmp_path / "submitted"), "HF_HOME": str(tmp_path / "hf"), "CACHE_DIR": str(cache)}
     env |= {"CONTAINER_IMAGE": "image.sqsh", "RUN_DIR": str(tmp_path / "run"), "VLLM_CACHE_ROOT": "/mine"}
     script = [str(ROOT / "launchers" / "slurm_pyxis.sbatch"), "+exp=quickstart"]
-    done = subprocess.run(script, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(script, env=env, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
     lines = log.read_text().splitlines()
     (mounts,) = [line for line in lines if line.startswith("--container-mounts=")]
     assert cache.is_dir()
@@ -115,25 +115,25 @@ def test_the_wheel_carries_the_configuration_and_works_in_any_folder(tmp_path: P
         "from megatron_grpo import command; print(command.__file__); command.main(['+exp=quickstart', '--cfg', 'job'])"
     )
     env = {**os.environ, "PYTHONPATH": str(installed)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(str(installed))
-    assert "name: quickstart" in done.stdout
+    process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith(str(installed))
+    assert "name: quickstart" in process.stdout
 
 
 def tool(name: str) -> str:
     """A command that was installed beside the interpreter, or is on the path."""
     beside = Path(sys.executable).with_name(name)
-    found = str(beside) if beside.exists() else shutil.which(name)
-    assert found is not None, f"{name} is not installed"
-    return found
+    path = str(beside) if beside.exists() else shutil.which(name)
+    assert path is not None, f"{name} is not installed"
+    return path
 
 
 def job(tmp_path: Path, *arguments: str, nodes: int, driver: str = "exit 0", **variables: str) -> subprocess.Popen[str]:
     """The Slurm script in a job whose srun only records its commands, and runs `driver` in place of the driver."""
     folder, tools = tmp_path / "submit", tmp_path / "tools"
-    for one in (folder, tools):
-        one.mkdir(exist_ok=True)
+    for subfolder in (folder, tools):
+        subfolder.mkdir(exist_ok=True)
     record = tmp_path / "commands"
     names = "\n".join(f"node{number}" for number in range(nodes))
     scripts = {
@@ -158,7 +158,7 @@ done
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def submitted(tmp_path: Path, *arguments: str, nodes: int = 2, **variables: str) -> list[list[str]]:
+def submit_job(tmp_path: Path, *arguments: str, nodes: int = 2, **variables: str) -> list[list[str]]:
     """The commands that the Slurm script gives to srun."""
     with job(tmp_path, *arguments, nodes=nodes, **variables) as script:
         _, errors = script.communicate(timeout=60)
@@ -173,21 +173,21 @@ def mounts_of(command: list[str]) -> list[str]:
 
 
 def test_what_a_run_writes_outlives_its_containers(tmp_path: Path) -> None:
-    run, refit, more = tmp_path / "runs" / "one", tmp_path / "scratch" / "refit", tmp_path / "data"
-    commands = submitted(
+    run, refit, data = tmp_path / "runs" / "one", tmp_path / "scratch" / "refit", tmp_path / "data"
+    commands = submit_job(
         tmp_path,
         "+exp=quickstart",
         f"refit.directory={refit}",
         CONTAINER_IMAGE="image.sqsh",
         RUN_DIR=str(run),
-        CONTAINER_MOUNTS=f"{more}:/data",
+        CONTAINER_MOUNTS=f"{data}:/data",
     )
     assert len(commands) == 2, "the other node, then the first"
     for command in commands:
         home = tmp_path / "home" / ".cache"
         folders = tmp_path / "submit", run, home / "huggingface", home / "megatron_grpo", refit
         expected = [f"{folder}:{folder}" for folder in folders]
-        assert mounts_of(command) == [*expected, f"{more}:/data"]
+        assert mounts_of(command) == [*expected, f"{data}:/data"]
         assert "--cpu-bind=none" in command
     assert run.is_dir(), "pyxis mounts what is there"
     assert f"run_dir={run}" in commands[1]
@@ -195,7 +195,7 @@ def test_what_a_run_writes_outlives_its_containers(tmp_path: Path) -> None:
 
 def test_a_folder_within_the_submission_folder_is_mounted_with_it(tmp_path: Path) -> None:
     models = tmp_path / "models"
-    (command,) = submitted(tmp_path, nodes=1, CONTAINER_IMAGE="image.sqsh", RUN_DIR="runs/one", HF_HOME=str(models))
+    (command,) = submit_job(tmp_path, nodes=1, CONTAINER_IMAGE="image.sqsh", RUN_DIR="runs/one", HF_HOME=str(models))
     folders = tmp_path / "submit", models, tmp_path / "home" / ".cache" / "megatron_grpo"
     assert mounts_of(command) == [f"{folder}:{folder}" for folder in folders]
     assert f"run_dir={tmp_path / 'submit' / 'runs' / 'one'}" in command
@@ -238,25 +238,27 @@ def test_a_run_saves_before_its_job_is_requeued(tmp_path: Path, driver: str, cod
 
 
 @pytest.mark.parametrize(
-    ("of_name", "own", "expected"),
+    ("of_name", "own_address", "expected"),
     [("10.1.0.5", "172.17.0.1 10.1.0.5", "10.1.0.5"), ("127.0.1.1", "fe80::1 10.1.0.5", "10.1.0.5"), ("", "", "")],
     ids=["resolved", "loopback", "none"],
 )
-def test_nodes_meet_at_the_address_of_the_first_name(tmp_path: Path, of_name: str, own: str, expected: str) -> None:
-    answers = {"getent": f"{of_name}     STREAM node0\n{of_name}     DGRAM" if of_name else "", "hostname": own}
+def test_nodes_meet_at_the_address_of_the_first_name(
+    tmp_path: Path, of_name: str, own_address: str, expected: str
+) -> None:
+    answers = {"getent": f"{of_name}     STREAM node0\n{of_name}     DGRAM" if of_name else "", "hostname": own_address}
     for name, text in answers.items():
         (tmp_path / name).write_text(f"#!/bin/bash\nprintf '{text}\\n'\n")
         (tmp_path / name).chmod(0o755)
     script = (ROOT / "launchers" / "slurm_pyxis.sbatch").read_text()
     function = script[script.index("first_address() {") :].partition("\n}\n")[0] + "\n}\nfirst_address"
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", function], env=env, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == expected
+    process = subprocess.run(["bash", "-c", function], env=env, capture_output=True, text=True, check=False)
+    assert process.stdout.strip() == expected
 
 
 def test_every_node_removes_the_folder_of_its_ray(tmp_path: Path) -> None:
     """The other nodes' Ray takes the folder of the head's."""
-    for command in submitted(tmp_path, PYTHON=sys.executable):
+    for command in submit_job(tmp_path, PYTHON=sys.executable):
         script = command[command.index("-c") + 1]
         assert 'rm -rf "$temp"' in script
         assert "/tmp/ray_7" in command

@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run_tool(folder: Path, *command: str) -> str:
     """Run a command; its output, if it succeeds."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", *command],
         cwd=folder,
         env=env,
@@ -34,8 +34,8 @@ def run_tool(folder: Path, *command: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    assert process.returncode == 0, process.stdout
+    return process.stdout
 
 
 def test_the_folder_is_clean_whatever_the_line_length(folder: Path) -> None:

@@ -65,7 +65,7 @@ def overrides(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("more", "text"),
+    ("further", "text"),
     [
         ([], "a plan needs the GPU: give cluster.gpu=a100"),
         (["cluster.gpu=h100", "cluster.gpus_per_node=0"], "is a run on CPU"),
@@ -77,27 +77,27 @@ def overrides(tmp_path: Path) -> list[str]:
     ],
 )
 def test_mistakes_are_one_message(
-    overrides: list[str], more: list[str], text: str, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], further: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan.main([*overrides, *more]) == MISTAKE
+    assert plan.main([*overrides, *further]) == MISTAKE
     assert text in capsys.readouterr().err
 
 
 def test_a_plan_has_every_figure(overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
     assert plan.main([*overrides, "cluster.gpu=h100", "cluster.nodes=2", "--json", "--html", str(page)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found.keys() == KEYS
-    assert found["fits"] is True
-    assert [one["stage"] for one in found["ranks"]] == [0, 1]
-    for rank in found["ranks"]:
+    answer = json.loads(capsys.readouterr().out)
+    assert answer.keys() == KEYS
+    assert answer["fits"] is True
+    assert [share["stage"] for share in answer["ranks"]] == [0, 1]
+    for rank in answer["ranks"]:
         assert rank["peak_gib"] == pytest.approx(max(rank["phases"].values()) + rank["reserve_gib"], abs=2e-3)
         assert rank["phases"].keys() == {"reference", "train", "refit", "checkpoint"}
         assert rank["holders"]
-    assert (found["gpus"], found["idle_gpus"], found["advice"]) == (16, 8, None)
-    assert found["peak_gib"] == max(one["peak_gib"] for one in found["ranks"])
-    assert {"generation", "train", "optimizer", "refit"} <= found["phase_s"].keys()
-    assert found["step_s"] == pytest.approx(sum(found["phase_s"].values()), rel=0.01)
+    assert (answer["gpus"], answer["idle_gpus"], answer["advice"]) == (16, 8, None)
+    assert answer["peak_gib"] == max(share["peak_gib"] for share in answer["ranks"])
+    assert {"generation", "train", "optimizer", "refit"} <= answer["phase_s"].keys()
+    assert answer["step_s"] == pytest.approx(sum(answer["phase_s"].values()), rel=0.01)
     text = page.read_text()
     assert "Memory by phase" in text
     assert "fits, 8 of 16 idle" in text
@@ -110,12 +110,12 @@ def test_a_plan_has_every_figure(overrides: list[str], tmp_path: Path, capsys: p
 @pytest.mark.slow
 def test_a_search_ranks_layouts_by_their_seconds(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main([*overrides, "cluster.gpu=h100", "--search", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    seconds = [one["step_s"] for one in found["layouts"] if one["fits"]]
+    answer = json.loads(capsys.readouterr().out)
+    seconds = [layout["step_s"] for layout in answer["layouts"] if layout["fits"]]
     assert len(seconds) > 1
     assert seconds == sorted(seconds)
-    assert not found["layouts"][0]["reason"]
-    assert all("slower" in one["reason"] for one in found["layouts"][1 : len(seconds)])
+    assert not answer["layouts"][0]["reason"]
+    assert all("slower" in layout["reason"] for layout in answer["layouts"][1 : len(seconds)])
 
 
 def test_an_unknown_family_is_called_that_as_by_check(
@@ -123,11 +123,11 @@ def test_an_unknown_family_is_called_that_as_by_check(
 ) -> None:
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
-    (told,) = explain_unusable_model(f"policy.model.path={file.parent}", str(file.parent))
-    assert "architecture MambaForCausalLM is not supported; supported: Qwen3ForCausalLM" in told.text
+    (problem,) = explain_unusable_model(f"policy.model.path={file.parent}", str(file.parent))
+    assert "architecture MambaForCausalLM is not supported; supported: Qwen3ForCausalLM" in problem.text
     assert plan.main([*overrides, "cluster.gpu=h100"]) == MISTAKE
-    assert " ".join(told.text.split()) in " ".join(capsys.readouterr().err.split())
-    assert [one.text for one in check_fit(compose_config([*overrides, "cluster.gpu=h100"]))] == [told.text]
+    assert " ".join(problem.text.split()) in " ".join(capsys.readouterr().err.split())
+    assert [misfit.text for misfit in check_fit(compose_config([*overrides, "cluster.gpu=h100"]))] == [problem.text]
 
 
 def small_gpu(folder: Path, memory_gib: float) -> str:
@@ -139,12 +139,12 @@ def small_gpu(folder: Path, memory_gib: float) -> str:
 
 def test_check_remarks_on_a_run_that_does_not_fit(overrides: list[str], tmp_path: Path) -> None:
     assert not list(check_fit(compose_config(overrides)))
-    (found, *_) = check_fit(compose_config([*overrides, "cluster.gpu=h100", small_gpu(tmp_path, 2.0)]))
-    assert found.subject == "cluster.gpu=h100"
-    told = (
+    (message, *_) = check_fit(compose_config([*overrides, "cluster.gpu=h100", small_gpu(tmp_path, 2.0)]))
+    assert message.subject == "cluster.gpu=h100"
+    pattern = (
         r"does not fit: rank \d \(pipeline stage \d\) takes [\d.]+ of 2\.0 GiB in \w+; nothing makes it fit: CUDA and "
     )
-    assert re.match(told, found.text)
+    assert re.match(pattern, message.text)
 
 
 @pytest.mark.slow
@@ -164,7 +164,7 @@ def test_the_advice_of_a_run_that_does_not_fit_makes_it_fit(
 
 @pytest.fixture
 def run_dir(overrides: list[str], tmp_path: Path) -> Path:
-    """The folder of a run on H100s with one step of rollouts, of a model whose layers take longer than their launch."""
+    """The folder of a run on H100s with one step of rollouts, whose layers take longer than their launch."""
     model = tmp_path / "model" / "config.json"
     wide = {"hidden_size": 8192, "intermediate_size": 32768, "num_attention_heads": 64, "head_dim": 128}
     model.write_text(json.dumps(json.loads(model.read_text()) | wide))

@@ -14,14 +14,14 @@ LAYOUT = ["+exp=quickstart", "policy.parallel.tensor=2", "policy.parallel.pipeli
 
 def test_numbers_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert refit_plan.main([*LAYOUT, "--json", "--gb-per-s=2"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    sending, receiving = found["sending"], found["receiving"]
+    plan = json.loads(capsys.readouterr().out)
+    sending, receiving = plan["sending"], plan["receiving"]
     assert (sending["ranks"], receiving["ranks"]) == (2, 2)
     assert sending["most_peers"] == receiving["most_peers"] == 2, "both halves of every matrix go to both stages"
     # The embedding, which is tied to the head, is on both stages; everything else is on one.
-    assert found["bytes"] == receiving["bytes"]["smallest"] + receiving["bytes"]["largest"]
-    assert found["estimated_s"] >= receiving["bytes"]["largest"] / 2e9
-    assert found["nccl"] == {"communicators": 0, "ranks": 0, "sending_bytes": 0, "receiving_bytes": 0}, "on CPUs"
+    assert plan["bytes"] == receiving["bytes"]["smallest"] + receiving["bytes"]["largest"]
+    assert plan["estimated_s"] >= receiving["bytes"]["largest"] / 2e9
+    assert plan["nccl"] == {"communicators": 0, "ranks": 0, "sending_bytes": 0, "receiving_bytes": 0}, "on CPUs"
 
 
 def test_on_gpus_all_ranks_share_one_communicator(capsys: pytest.CaptureFixture[str]) -> None:

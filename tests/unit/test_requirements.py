@@ -40,8 +40,8 @@ def pins(name: str) -> dict[str, str]:
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_each_lock_satisfies_the_package(platform: str) -> None:
     locked = pins(f"{platform}.lock")
-    asked = [Requirement(one) for one in PROJECT["dependencies"] + PROJECT["optional-dependencies"][platform]]
-    unmet = [str(one) for one in asked if locked.get(canonicalize_name(one.name), "0") not in one.specifier]
+    requirements = [Requirement(line) for line in PROJECT["dependencies"] + PROJECT["optional-dependencies"][platform]]
+    unmet = [str(line) for line in requirements if locked.get(canonicalize_name(line.name), "0") not in line.specifier]
     assert unmet == []
 
 

@@ -62,13 +62,13 @@ def compared(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> Compared
     """Calls the script; returns its exit code and the cases by name."""
 
     def call(*arguments: object) -> tuple[int, dict[str, Any]]:
-        code = script.main([*(str(one) for one in arguments), f"--steps={STEPS}"])
+        code = script.main([*(str(argument) for argument in arguments), f"--steps={STEPS}"])
         return code, {case["name"]: case for case in json.loads(capsys.readouterr().out)["cases"]}
 
     return call
 
 
-def written(folder: Path, *rows: dict[str, Any], validation: tuple[dict[str, Any], ...] = ()) -> Path:
+def write_steps(folder: Path, *rows: dict[str, Any], validation: tuple[dict[str, Any], ...] = ()) -> Path:
     folder.mkdir(parents=True)
     for name, lines in (("metrics.jsonl", rows), ("validation.jsonl", validation)):
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -80,8 +80,8 @@ def row(step: int, **values: Any) -> dict[str, Any]:
 
 
 def test_only_the_clock_and_what_is_new_may_differ(script: ModuleType, tmp_path: Path) -> None:
-    before = written(tmp_path / "a", row(1, timing={"total": 1.5}, throughput={"samples_per_s": 3.0}), row(2))
-    after = written(tmp_path / "b", row(1, timing={"total": 2.5}), row(2, fresh={"one": 1.0}))
+    before = write_steps(tmp_path / "a", row(1, timing={"total": 1.5}, throughput={"samples_per_s": 3.0}), row(2))
+    after = write_steps(tmp_path / "b", row(1, timing={"total": 2.5}), row(2, fresh={"one": 1.0}))
     assert script.compare_folders(before, after) == {
         "steps": 2,
         "identical": True,
@@ -104,19 +104,19 @@ def test_the_last_digit_and_the_type_count(
     script: ModuleType, tmp_path: Path, changed: dict[str, Any], key: str, old: object, new: object
 ) -> None:
     rows = [row(step, inner={"one": 1.0}) for step in (1, 2, 3)]
-    before = written(tmp_path / "a", *rows)
-    after = written(tmp_path / "b", rows[0], rows[1] | changed, rows[2] | {"loss": 7.0})
-    found = script.compare_folders(before, after)
-    assert not found["identical"]
-    assert repr(found["first_difference"]) == repr(
+    before = write_steps(tmp_path / "a", *rows)
+    after = write_steps(tmp_path / "b", rows[0], rows[1] | changed, rows[2] | {"loss": 7.0})
+    folders = script.compare_folders(before, after)
+    assert not folders["identical"]
+    assert repr(folders["first_difference"]) == repr(
         {"file": "metrics.jsonl", "step": 2, "key": key, "before": old, "after": new}
     )
     assert script.compare_folders(before, after, ignore=[key, "loss"])["identical"]
 
 
 def test_validation_counts_too(script: ModuleType, tmp_path: Path) -> None:
-    before = written(tmp_path / "a", row(1), validation=({"step": 0, "val_accuracy": 0.25},))
-    after = written(tmp_path / "b", row(1), validation=({"step": 0, "val_accuracy": 0.5},))
+    before = write_steps(tmp_path / "a", row(1), validation=({"step": 0, "val_accuracy": 0.25},))
+    after = write_steps(tmp_path / "b", row(1), validation=({"step": 0, "val_accuracy": 0.5},))
     difference = script.compare_folders(before, after)["first_difference"]
     assert difference == {
         "file": "validation.jsonl",
@@ -131,15 +131,15 @@ def test_validation_counts_too(script: ModuleType, tmp_path: Path) -> None:
 def test_steps_that_are_missing_or_too_many(
     script: ModuleType, tmp_path: Path, new_steps: int, old: object, new: object
 ) -> None:
-    before = written(tmp_path / "a", *(row(step) for step in range(1, 4)))
-    after = written(tmp_path / "b", *(row(step) for step in range(1, new_steps + 1)))
+    before = write_steps(tmp_path / "a", *(row(step) for step in range(1, 4)))
+    after = write_steps(tmp_path / "b", *(row(step) for step in range(1, new_steps + 1)))
     difference = script.compare_folders(before, after)["first_difference"]
     assert (difference["key"], difference["before"], difference["after"]) == ("step", old, new)
 
 
 def test_no_steps_are_not_the_same_steps(script: ModuleType, tmp_path: Path) -> None:
-    found = script.compare_folders(written(tmp_path / "a"), written(tmp_path / "b"))
-    assert not found["identical"]
+    folders = script.compare_folders(write_steps(tmp_path / "a"), write_steps(tmp_path / "b"))
+    assert not folders["identical"]
 
 
 def test_every_preset_is_a_case(script: ModuleType) -> None:
@@ -150,13 +150,13 @@ def test_every_preset_is_a_case(script: ModuleType) -> None:
 
 def test_a_baseline_is_run_once(compared: Compared, tmp_path: Path) -> None:
     """The first call runs both sides and keeps what they wrote; the others run one side, and then none."""
-    same, other = checkout(tmp_path / "same"), checkout(tmp_path / "other", loss=0.25)
-    code, cases = compared(same, same, "--only", "defaults", "ppo", "--keep", tmp_path / "kept")
+    same_loss, other_loss = checkout(tmp_path / "same"), checkout(tmp_path / "other", loss=0.25)
+    code, cases = compared(same_loss, same_loss, "--only", "defaults", "ppo", "--keep", tmp_path / "kept")
     assert code == 0
     assert [(case["steps"], case["identical"]) for case in cases.values()] == [(STEPS, True)] * 2
     assert (tmp_path / "kept" / "after" / "ppo" / "log.txt").read_text() == "training\n"
     baseline = tmp_path / "kept" / "before"
-    code, cases = compared(baseline, other, "--only", "defaults", "rloo", "--keep", tmp_path / "new")
+    code, cases = compared(baseline, other_loss, "--only", "defaults", "rloo", "--keep", tmp_path / "new")
     assert code == 1
     assert cases["defaults"]["first_difference"]["after"] == 0.25
     assert cases["rloo"]["skipped"] == "before: not recorded"
@@ -168,7 +168,7 @@ def test_a_baseline_is_run_once(compared: Compared, tmp_path: Path) -> None:
 
 def test_records_of_another_command_line_are_no_baseline(compared: Compared, tmp_path: Path) -> None:
     code = checkout(tmp_path / "code")
-    record = written(tmp_path / "records" / "defaults", row(1))
+    record = write_steps(tmp_path / "records" / "defaults", row(1))
     command = ["python", "-m", "megatron_grpo.train", "+exp=quickstart", "grpo.max_num_steps=7", "run_dir=somewhere"]
     (record / "command.txt").write_text(shlex.join(command))
     status, cases = compared(record.parent, code, "--only", "defaults")

@@ -33,12 +33,12 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def times(parts: SimpleNamespace, **changed: float) -> Any:
     """A decoding step takes 10 ms with one response and 20 ms with two."""
-    given = {"token_s": 0.01, "response_s": 0.01, "train_tokens_per_s": 1000.0, "refit_gb_per_s": 25.0}
-    given |= {"message_s": 0.0, "move_s": 0.0, "median_tokens": 100.0, "sigma": 0.5, "right": 0.5, "speed_up": 1.0}
-    return parts.parts.Times(**{**given, **changed})
+    defaults = {"token_s": 0.01, "response_s": 0.01, "train_tokens_per_s": 1000.0, "refit_gb_per_s": 25.0}
+    defaults |= {"message_s": 0.0, "move_s": 0.0, "median_tokens": 100.0, "sigma": 0.5, "right": 0.5, "speed_up": 1.0}
+    return parts.parts.Times(**{**defaults, **changed})
 
 
-def decoded(parts: SimpleNamespace, tokens: list[int], limit: int = 8) -> list[tuple[int, float]]:
+def decode_requests(parts: SimpleNamespace, tokens: list[int], limit: int = 8) -> list[tuple[int, float]]:
     """Numbers of responses with their seconds, in the order in which they end."""
 
     async def run() -> list[tuple[int, float]]:
@@ -46,11 +46,11 @@ def decoded(parts: SimpleNamespace, tokens: list[int], limit: int = 8) -> list[t
         loop, ends = asyncio.get_running_loop(), []
         began = loop.time()
 
-        async def one(number: int, count: int) -> None:
+        async def decode(number: int, count: int) -> None:
             await decoder.decoded(count)
             ends.append((number, loop.time() - began))
 
-        await asyncio.gather(*(one(number, count) for number, count in enumerate(tokens)))
+        await asyncio.gather(*(decode(number, count) for number, count in enumerate(tokens)))
         assert decoder.counts.tokens == sum(tokens)
         return ends
 
@@ -58,8 +58,8 @@ def decoded(parts: SimpleNamespace, tokens: list[int], limit: int = 8) -> list[t
 
 
 def test_responses_share_the_steps_of_a_decoder(parts: SimpleNamespace) -> None:
-    """10 steps of two responses take 0.2 s, then 20 steps of the one that is left take 0.2 s more."""
-    (first, first_s), (second, second_s) = decoded(parts, [30, 10])
+    """10 steps of two responses take 0.2 s, then 20 steps of the longer take 0.2 s more."""
+    (first, first_s), (second, second_s) = decode_requests(parts, [30, 10])
     assert (first, second) == (1, 0)
     assert first_s >= 0.2
     assert second_s >= 0.4
@@ -67,7 +67,7 @@ def test_responses_share_the_steps_of_a_decoder(parts: SimpleNamespace) -> None:
 
 def test_a_full_decoder_lets_responses_wait(parts: SimpleNamespace) -> None:
     """One after the other: 20 steps of one response each."""
-    (first, _), (second, second_s) = decoded(parts, [10, 10], limit=1)
+    (first, _), (second, second_s) = decode_requests(parts, [10, 10], limit=1)
     assert (first, second) == (0, 1)
     assert second_s >= 0.2
 
@@ -94,8 +94,8 @@ def test_lengths_and_rewards_follow_from_the_seed(parts: SimpleNamespace) -> Non
 
     model, settings = times(parts), SamplingSettings(max_new_tokens=150)
     requests = [GenerationRequest(prompt_ids=None, seed=seed, max_new_tokens=1000) for seed in range(2000)]  # type: ignore[arg-type]
-    drawn = [model.drawn(one, settings) for one in requests]
-    assert drawn == [model.drawn(one, settings) for one in requests]
+    drawn = [model.drawn(request, settings) for request in requests]
+    assert drawn == [model.drawn(request, settings) for request in requests]
     lengths = sorted(tokens for tokens, _, _ in drawn)
     assert 95 < lengths[1000] < 105, "the median"
     assert lengths[-1] == 150
@@ -117,13 +117,13 @@ def test_a_small_run_in_which_an_engine_is_lost() -> None:
     command = [sys.executable, str(BENCHMARKS / "scale.py"), *options, "--steps", "1", "--median-tokens", "200"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert ended.returncode == 0, ended.stderr
-    whole, broken = json.loads(ended.stdout)["results"]
-    for result in (whole, broken):
+    healthy, broken = json.loads(ended.stdout)["results"]
+    for result in (healthy, broken):
         assert (result["ranks"], result["engines"], result["rollout_workers"]) == (RANKS, ENGINES, WORKERS)
         assert result["samples"] == 2 * GPUS
         assert 0 < result["driver_cpu_s"] < 10
         assert 0 < result["driver_peak_gib"] < 2
     # Ranks: log-probabilities, two optimizer steps, weights. Engines: weights, commit, counts. Workers: two calls of
     # sampling and one that hands groups over, shards, advantages, the file of rollouts.
-    assert whole["calls"] == 4 * RANKS + 3 * ENGINES + 3 * WORKERS + 2 * WORKERS + 1
-    assert (whole["metrics"]["engine_restarts"], broken["metrics"]["engine_restarts"]) == (0.0, 1.0)
+    assert healthy["calls"] == 4 * RANKS + 3 * ENGINES + 3 * WORKERS + 2 * WORKERS + 1
+    assert (healthy["metrics"]["engine_restarts"], broken["metrics"]["engine_restarts"]) == (0.0, 1.0)

@@ -21,16 +21,16 @@ class Became(Exception):  # noqa: N818 - what happened, no error
 
 @pytest.fixture
 def became(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"model": tmp_path}
+    values: dict[str, Any] = {"model": tmp_path}
     (tmp_path / "config.json").write_text("{}")
 
     def execve(program: str, arguments: list[str], environment: dict[str, str]) -> None:
-        found.update(program=program, arguments=arguments, environment=environment)
+        values.update(program=program, arguments=arguments, environment=environment)
         raise Became
 
     monkeypatch.setattr("os.execve", execve)
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    return found
+    return values
 
 
 def test_it_listens_on_loopback_and_can_be_refitted(became: dict[str, Any]) -> None:
@@ -54,16 +54,16 @@ def test_on_a_cpu_our_worker_records_the_experts_that_it_returns(option: str, be
 
 
 def test_it_makes_a_token_and_prints_it(became: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    made = set()
+    tokens = set()
     for host in ("127.0.0.1", "0.0.0.0"):
         with pytest.raises(Became):
             serve.main([str(became["model"]), f"--host={host}"])
         token = became["environment"][TOKEN_VARIABLE]
         assert f"export {TOKEN_VARIABLE}={token} " in capsys.readouterr().out
         assert token not in " ".join(became["arguments"]), "others see the command line"
-        made.add(token)
-    assert min(map(len, made)) >= 32
-    assert len(made) == 2
+        tokens.add(token)
+    assert min(map(len, tokens)) >= 32
+    assert len(tokens) == 2
 
 
 def test_a_token_that_is_given_is_kept(

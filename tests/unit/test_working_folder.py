@@ -28,25 +28,25 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def started(folder: Path, *command: str) -> str:
+def start_run(folder: Path, *command: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     assert not (folder / "canary").exists(), (folder / "canary").read_text()
-    return done.stdout
+    return process.stdout
 
 
 def test_commands_find_the_standard_library_first(folder: Path) -> None:
-    assert "megatron_grpo" in started(folder, "-m", "megatron_grpo", "--version")
+    assert "megatron_grpo" in start_run(folder, "-m", "megatron_grpo", "--version")
     options = ["env.addition.type=reward_functions", "env.addition.reward_funcs=[mine.right]"]
-    assert "is fine" in started(folder, "-m", "megatron_grpo.train", "+exp=quickstart", "--check", *options)
+    assert "is fine" in start_run(folder, "-m", "megatron_grpo.train", "+exp=quickstart", "--check", *options)
 
 
 def test_the_process_that_compares_answers_finds_it_first(folder: Path) -> None:
     verify = "from megatron_grpo.environments.math_answers import Verifier; print(Verifier().verify([('2', '2.0')]))"
-    assert started(folder, "-c", verify) == "[True]\n"
+    assert start_run(folder, "-c", verify) == "[True]\n"
 
 
 def test_a_worker_of_ray_finds_it_first(folder: Path) -> None:
@@ -54,10 +54,10 @@ def test_a_worker_of_ray_finds_it_first(folder: Path) -> None:
     (folder / "default_worker_of_ray").mkdir()
     worker = folder / "default_worker_of_ray" / "default_worker.py"
     worker.write_text(f"import sys; sys.path.insert(0, {str(folder)!r}); import megatron_grpo; import colorsys, mine")
-    started(folder, str(worker))
+    start_run(folder, str(worker))
 
 
 def test_a_script_keeps_its_folder_first(tmp_path: Path) -> None:
     (tmp_path / "colorsys.py").write_text("MINE = True")
     (tmp_path / "script.py").write_text("import megatron_grpo, colorsys; print(colorsys.MINE)")
-    assert started(tmp_path, str(tmp_path / "script.py")) == "True\n"
+    assert start_run(tmp_path, str(tmp_path / "script.py")) == "True\n"

@@ -28,26 +28,26 @@ def build(folder: Path) -> None:
     # Functions, and the versions that their names stand for.
     names = set(re.findall(r"CUDAAPI\s+(cu\w+)\s*\(", header))
     names |= set(re.findall(r"^#\s*define\s+cu\w+\s+(cu\w+)\s*$", header, re.MULTILINE))
-    names -= _defined(driver)
-    _compile(folder, DRIVER, ["gcc"], [_written(folder, "driver.c", driver + _functions(names, "return answer();"))])
+    names -= _list_defined(driver)
+    _compile(folder, DRIVER, ["gcc"], [_write_stub(folder, "driver.c", driver + _functions(names, "return answer();"))])
     _compile(folder, NVML, ["gcc"], [SOURCES / "nvml.c"])
-    own = [SOURCES / "runtime.cpp", SOURCES / "libraries.c"]
-    written = set().union(*(_defined(file.read_text()) for file in own))
-    exported = set().union(*(_exported(one) for one in REPLACED))
+    sources = [SOURCES / "runtime.cpp", SOURCES / "libraries.c"]
+    written = set().union(*(_list_defined(file.read_text()) for file in sources))
+    exported = set().union(*(_list_exported(library) for library in REPLACED))
     plain = {name for name in exported if not name.startswith("__") or name in LAUNCHES} - written
     objects = []
-    for file in (*own, _written(folder, "success.c", _functions(plain, "return 0;"))):
+    for file in (*sources, _write_stub(folder, "success.c", _functions(plain, "return 0;"))):
         objects.append(folder / f"{file.stem}.o")
         subprocess.run([*_compiler(file), "-c", f"-I{CUDA / 'include'}", "-o", objects[-1], file], check=True)
     _compile(folder, DEVICE, ["g++"], objects)
 
 
-def _defined(source: str) -> set[str]:
+def _list_defined(source: str) -> set[str]:
     """Names of the functions that a source defines."""
     return set(re.findall(r"^(?:EXPORT |static )?[\w ]+?[ *](\w+)\([^;]*?\) \{", source, re.MULTILINE))
 
 
-def _exported(library: str) -> set[str]:
+def _list_exported(library: str) -> set[str]:
     """Names of the functions that a library of CUDA exports, without their versions."""
     file = next((CUDA / "lib").glob(f"{library}.[0-9]*"))
     listing = subprocess.run(["nm", "-D", "--defined-only", file], check=True, capture_output=True, text=True).stdout
@@ -59,7 +59,7 @@ def _functions(names: set[str], body: str) -> str:
     return "".join(f"int {name}(void) {{ {body} }}\n" for name in sorted(names))
 
 
-def _written(folder: Path, name: str, text: str) -> Path:
+def _write_stub(folder: Path, name: str, text: str) -> Path:
     file = folder / name
     file.write_text(text)
     return file

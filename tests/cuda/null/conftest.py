@@ -73,9 +73,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("models")
 
     @cache
-    def made(family: str) -> Path:
+    def make_family(family: str) -> Path:
         return make_model(family, folder / family)
 
     for family in FAMILIES:  # before any test forks
-        made(family)
-    return made
+        make_family(family)
+    return make_family

@@ -56,7 +56,7 @@ def _attention(*arguments: Any) -> list[Tensor]:
 
 def _attention_backward(*arguments: Any) -> list[Tensor | None]:
     """Gradients of queries, keys and values."""
-    return [*(torch.empty_like(one) for one in arguments[19:22]), None, None]
+    return [*(torch.empty_like(argument) for argument in arguments[19:22]), None, None]
 
 
 def host_waits() -> int:
@@ -81,22 +81,22 @@ class Answers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = _ANSWERS.get(func.name())
-        if answer is None or not any(isinstance(one, Tensor) and one.is_cuda for one in args):
+        if answer is None or not any(isinstance(argument, Tensor) and argument.is_cuda for argument in args):
             return func(*args, **(kwargs or {}))
         return answer(self, *args, **(kwargs or {}))
 
-    def waited(self, what: str) -> None:
+    def waited(self, wait: str) -> None:
         """Record a wait of the host."""
-        self.waits[what, _place()] += 1
+        self.waits[wait, _locate_call()] += 1
 
 
-def _place() -> str:
+def _locate_call() -> str:
     """The innermost line of ours, or else of Megatron-Core's or Transformer Engine's, that is being run."""
     frames = [frame for frame in traceback.extract_stack() if "tests/cuda" not in frame.filename]
     for part in ("megatron_grpo/", "megatron/core/", "transformer_engine/"):
-        found = [frame for frame in frames if part in frame.filename]
-        if found:
-            return f"{part}{found[-1].filename.rpartition(part)[2]}:{found[-1].lineno}"
+        inside = [frame for frame in frames if part in frame.filename]
+        if inside:
+            return f"{part}{inside[-1].filename.rpartition(part)[2]}:{inside[-1].lineno}"
     return "elsewhere"
 
 
@@ -107,22 +107,22 @@ def _number(mode: Answers, tensor: Tensor) -> bool | float | int:
     return torch.ops.aten._local_scalar_dense(tensor)  # counts come from the host, and have the right content
 
 
-def _on_host(mode: Answers, tensor: Tensor, **asked: Any) -> Tensor:
+def _on_host(mode: Answers, tensor: Tensor, **options: Any) -> Tensor:
     """A copy of a tensor; floating-point numbers that come to the host are all 1."""
-    copied: Tensor = torch.ops.aten._to_copy(tensor, **asked)
+    copied: Tensor = torch.ops.aten._to_copy(tensor, **options)
     if copied.is_cuda:
         return copied
     mode.waited("copy to the host")
     return copied.fill_(1) if copied.is_floating_point() else copied
 
 
-def _selected(mode: Answers, tensor: Tensor, mask: Tensor) -> Tensor:
+def _select(mode: Answers, tensor: Tensor, mask: Tensor) -> Tensor:
     mode.waited("masked_select")
     return tensor.new_empty(mask.shape[-1] * mode.top_k)
 
 
-def _indexed(mode: Answers, tensor: Tensor, indices: Any) -> Tensor:
-    mask = next((one for one in indices if one is not None and one.dtype == torch.bool), None)
+def _index(mode: Answers, tensor: Tensor, indices: Any) -> Tensor:
+    mask = next((index for index in indices if index is not None and index.dtype == torch.bool), None)
     if mask is None:
         return torch.ops.aten.index.Tensor(tensor, indices)
     mode.waited("boolean index")
@@ -134,7 +134,7 @@ def _nonzero(mode: Answers, tensor: Tensor) -> Tensor:
     return tensor.new_zeros(tensor.numel(), tensor.dim(), dtype=torch.int64)
 
 
-def _same(mode: Answers, tensor: Tensor, *rest: Any) -> Tensor:
+def _copy_like(mode: Answers, tensor: Tensor, *rest: Any) -> Tensor:
     return tensor
 
 
@@ -150,7 +150,7 @@ def _order(mode: Answers, tensor: Tensor, *rest: Any, **settings: Any) -> Tensor
     return torch.zeros_like(tensor, dtype=torch.int64)
 
 
-def _sorted(mode: Answers, tensor: Tensor, *rest: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+def _sort(mode: Answers, tensor: Tensor, *rest: Any, **settings: Any) -> tuple[Tensor, Tensor]:
     return tensor.clone(), torch.zeros_like(tensor, dtype=torch.int64)
 
 
@@ -161,18 +161,18 @@ def _embedding_gradient(mode: Answers, gradient: Tensor, indices: Tensor, rows: 
 _ANSWERS: dict[str, Callable[..., Any]] = {
     "aten::_local_scalar_dense": _number,
     "aten::_to_copy": _on_host,
-    "aten::masked_select": _selected,
-    "aten::index.Tensor": _indexed,
+    "aten::masked_select": _select,
+    "aten::index.Tensor": _index,
     "aten::nonzero": _nonzero,
     # Sums, sorts and scatters wait within the kernel for what other blocks have written.
     "aten::cumsum": _sum,
-    "aten::cumsum_": _same,
+    "aten::cumsum_": _copy_like,
     "aten::argsort": _order,
-    "aten::sort": _sorted,
-    "aten::sort.stable": _sorted,
+    "aten::sort": _sort,
+    "aten::sort.stable": _sort,
     "aten::index_put": _copy,
-    "aten::index_put_": _same,
-    "aten::_index_put_impl_": _same,
+    "aten::index_put_": _copy_like,
+    "aten::_index_put_impl_": _copy_like,
     "aten::masked_scatter": _copy,
     "aten::embedding_dense_backward": _embedding_gradient,
 }

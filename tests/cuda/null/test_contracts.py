@@ -20,10 +20,12 @@ FEWEST_CALLS = 120
 
 def our_modules() -> list[str]:
     """Names of all modules but those for CPUs and commands."""
-    found = []
+    modules = []
     for package in (megatron_grpo, megatron_grpo_kernels):
-        found += [module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
-    return [name for name in found if not name.startswith("megatron_grpo.generation") and not name.endswith("__main__")]
+        modules += [module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+    return [
+        name for name in modules if not name.startswith("megatron_grpo.generation") and not name.endswith("__main__")
+    ]
 
 
 def test_our_calls_and_overridden_methods_fit_the_installed_libraries() -> None:

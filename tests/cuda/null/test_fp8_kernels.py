@@ -107,7 +107,7 @@ def mark_conversions(
         monkeypatch.setattr(
             method,
             "process_weights_after_loading",
-            lambda made, first=first, convert=convert: mark(made, first, convert),
+            lambda converted, first=first, convert=convert: mark(converted, first, convert),
         )
     return marked
 

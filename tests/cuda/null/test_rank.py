@@ -191,7 +191,7 @@ def send_weights(trial: Trial, number: int) -> None:
 
     links: Any = SimpleNamespace(
         messages=messages,
-        packed_pieces=[one for one, _ in packed],
+        packed_pieces=[piece for piece, _ in packed],
         sizes=sizes,
         is_relayed=[False] * len(messages),
         send=send,
@@ -209,8 +209,10 @@ def offload(rank: PolicyRank) -> None:
     rank.memory.offload(weights=False)
     rank.memory.offload(weights=True)
     gc.collect()
-    left = torch.cuda.memory_allocated()
-    assert left < 2 * 2**20, f"{left / 2**20:.2f} MiB of {before / 2**20:.2f} stay"  # histories of scales, small tables
+    remaining = torch.cuda.memory_allocated()
+    assert remaining < 2 * 2**20, (
+        f"{remaining / 2**20:.2f} MiB of {before / 2**20:.2f} stay"
+    )  # histories of scales, small tables
     rank.memory.onload()
     gc.collect()
     assert torch.cuda.memory_allocated() <= before
@@ -288,14 +290,14 @@ def entries(chunks: list[DecoderModel]) -> dict[str, Any]:
     return {f"{tensor.key} {tensor.global_offset}": (tensor.global_shape, tensor.local_shape) for tensor in tensors}
 
 
-@pytest.mark.parametrize(("family", "most"), [("qwen3", 10), ("qwen3_moe", 61), ("deepseek_v3", 61)])
-def test_a_step_seldom_waits_for_the_device(family: str, most: int, models: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(("family", "limit"), [("qwen3", 10), ("qwen3_moe", 61), ("deepseek_v3", 61)])
+def test_a_step_seldom_waits_for_the_device(family: str, limit: int, models: Callable[[str], Path]) -> None:
     """Twice a microbatch, for the norm and for the metrics; and where tokens are counted that go to experts."""
     trial = trial_of(Case(family), models)
     trial.train()
     before = host_waits()
     trial.answers.waits.clear()
     trial.train()
-    in_layers = {place for _, place in trial.answers.waits if "/model/" in place}
-    assert host_waits() - before <= most
-    assert all("experts.py" in place for place in in_layers)
+    in_layers = {site for _, site in trial.answers.waits if "/model/" in site}
+    assert host_waits() - before <= limit
+    assert all("experts.py" in site for site in in_layers)

@@ -53,19 +53,19 @@ CASES = {
 
 
 @contextmanager
-def held_after_layers(held: list[int], allocated: Callable[[], int]) -> Iterator[None]:
+def held_after_layers(sizes: list[int], allocated: Callable[[], int]) -> Iterator[None]:
     """Record the bytes that are allocated at the end of each layer's forward pass, where gradients will follow."""
 
     def record(module: Any, *_: Any) -> None:
         if isinstance(module, TransformerLayer) and torch.is_grad_enabled():
-            held.append(allocated())
+            sizes.append(allocated())
 
     handle = register_module_forward_hook(record)
     yield
     handle.remove()
 
 
-def tracked() -> int:
+def track_bytes() -> int:
     """Bytes that the dry run's tracker counts now."""
     tracker = next(mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, MemoryTracker))
     return tracker.live.total()
@@ -79,13 +79,13 @@ def test_layers_hold_what_transformer_engines_hold(case: Case, models: Callable[
     config.loss_fn.reference_policy_kl_penalty = 0.0
     trial = make_trial(folder, config.policy, case.number, lengths=2 * [SEQUENCES * [LENGTH]])
     trial.train()  # makes workspaces and copies of weights that stay
-    real: list[int] = []
-    with held_after_layers(real, torch.cuda.memory_allocated):
+    true_sizes: list[int] = []
+    with held_after_layers(true_sizes, torch.cuda.memory_allocated):
         trial.train()
     dry: list[int] = []
-    with held_after_layers(dry, tracked):
+    with held_after_layers(dry, track_bytes):
         run_dry(config, read_model_shape(folder), case.number)
     layers = len(trial.rank.chunks[0].decoder.layers)
     assert layers > 2
-    of_layers = [[after - before for before, after in pairwise(held[:layers])] for held in (real, dry)]
+    of_layers = [[after - before for before, after in pairwise(holding[:layers])] for holding in (true_sizes, dry)]
     assert of_layers[1] == pytest.approx(of_layers[0], abs=SMALL_TENSORS)

@@ -98,10 +98,10 @@ def test_the_models_own_layers_propose_tokens(family: str, models: Callable[[str
     assert draft.model.embed_tokens is inner.model.embed_tokens, "a refit fills the embedding of both"
     heads = [layer.shared_head.head for layer in draft.model.layers.values()] if "num_nextn" in str(raw) else []
     assert {draft.lm_head, *heads} == {inner.lm_head}
-    own = addresses(draft).keys() - {"model.embed_tokens.weight", "lm_head.weight"}
-    assert own
+    own_addresses = addresses(draft).keys() - {"model.embed_tokens.weight", "lm_head.weight"}
+    assert own_addresses
     filled = {model.get_parameter(box.parameter).data_ptr() for box in traced}
-    assert not filled & {addresses(draft)[name] for name in own if "shared_head.head" not in name}
+    assert not filled & {addresses(draft)[name] for name in own_addresses if "shared_head.head" not in name}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"])
@@ -122,7 +122,7 @@ def test_every_adapter_has_a_slot(family: str, models: Callable[[str], Path], mo
         with base_layers(model):
             assert trace_model(model, measure_tensors(shape), torch.bfloat16).boxes == before
         placed: list[str] = []
-        monkeypatch.setattr(engine_adapters, "_holds", lambda *found: placed.append(found[2]) or found[2] is not None)
+        monkeypatch.setattr(engine_adapters, "_holds", lambda *entry: placed.append(entry[2]) or entry[2] is not None)
         worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model), vllm_config=config)
         load = engine_adapters.AdapterLoad(worker, slot)
         adapters = measure_adapters(shape, policy.lora)
@@ -134,8 +134,8 @@ def test_every_adapter_has_a_slot(family: str, models: Callable[[str], Path], mo
         assert manager.list_adapters() == {slot.number}
         assert placed
         assert None not in placed
-        lost = next(name for name in tensors if ".o_proj.lora_A" in name)
-        for name in (lost, lost.replace("lora_A", "lora_B")):
+        missing = next(name for name in tensors if ".o_proj.lora_A" in name)
+        for name in (missing, missing.replace("lora_A", "lora_B")):
             load._tensors.pop(name)
         with pytest.raises(ValueError, match=r"does not hold the adapter of model\.layers\.0\.self_attn\.o_proj"):
             load.finish()

@@ -118,9 +118,9 @@ def make_trial(
     with (answers := Answers(top_k)):
         settings = RankSettings(config=config, shape=shape, folder=str(folder), decay_steps=10, reference=reference)
         rank = PolicyRank(settings)
-    _even_experts()
+    _share_experts()
     numbers = iter(range(sum(map(len, lengths))))
-    microbatches = [[next(numbers) for _ in one] for one in lengths]
+    microbatches = [[next(numbers) for _ in length] for length in lengths]
     return Trial(rank, _batch(shape, list(chain(*lengths))), microbatches, answers)
 
 
@@ -156,22 +156,22 @@ def _fake_groups() -> Iterator[None]:
     dist.init_process_group = init_process_group
 
 
-def _even_experts() -> None:
+def _share_experts() -> None:
     """Send every expert as many tokens, where kernels would have counted them."""
     preprocess = MoEAlltoAllTokenDispatcher.preprocess
 
     def evenly(self: Any, routing_map: Tensor) -> Tensor:
         device = preprocess(self, routing_map).device
         ranks, number = self.tp_size * self.ep_size, len(routing_map) * self.config.moe_router_topk
-        each = torch.full((self.num_experts,), number // self.num_experts)
-        each[: number % self.num_experts] += 1
-        own = each[self.local_expert_indices]
+        counts = torch.full((self.num_experts,), number // self.num_experts)
+        counts[: number % self.num_experts] += 1
+        local_counts = counts[self.local_expert_indices]
         if ranks > 1:
-            self.input_splits = each.view(self.ep_size, -1).sum(1).to(device)
-            self.output_splits = own.sum().repeat(self.ep_size).to(device)
-            self.output_splits_tp = (own.sum() * self.ep_size).repeat(self.tp_size).to(device)
+            self.input_splits = counts.view(self.ep_size, -1).sum(1).to(device)
+            self.output_splits = local_counts.sum().repeat(self.ep_size).to(device)
+            self.output_splits_tp = (local_counts.sum() * self.ep_size).repeat(self.tp_size).to(device)
         if self.num_local_experts > 1:
-            self.num_global_tokens_per_local_expert = own.repeat(ranks, 1).to(device)
-        return (own * ranks).to(device)
+            self.num_global_tokens_per_local_expert = local_counts.repeat(ranks, 1).to(device)
+        return (local_counts * ranks).to(device)
 
     MoEAlltoAllTokenDispatcher.preprocess = evenly

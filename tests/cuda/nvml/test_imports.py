@@ -36,5 +36,5 @@ def test_no_file_comes_from_two_packages_with_different_contents() -> None:
         for file, digest, _ in csv.reader(record.open()):
             if digest and not file.endswith(".pyc") and file != "build_backend.py":  # of the packages' own builds
                 contents.setdefault(file, {})[digest] = record.parent.name
-    clashes = {file: sorted(found.values()) for file, found in contents.items() if len(found) > 1}
+    clashes = {file: sorted(content.values()) for file, content in contents.items() if len(content) > 1}
     assert not clashes

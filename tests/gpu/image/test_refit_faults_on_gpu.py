@@ -15,8 +15,8 @@ GROUP = "gpus" if torch.cuda.is_available() else "nccl"
 
 
 def cases(faults: tuple[str, ...], moments: tuple[str, ...] = MOMENTS) -> Any:
-    found = [pytest.param(GROUP, *one, id=", ".join(one)) for one in product(faults, moments)]
-    return pytest.mark.parametrize(("scene", "fault", "moment"), found, indirect=["scene"])
+    rows = [pytest.param(GROUP, *pair, id=", ".join(pair)) for pair in product(faults, moments)]
+    return pytest.mark.parametrize(("scene", "fault", "moment"), rows, indirect=["scene"])
 
 
 @cases((KILL_WORKER, STALL_WORKER))

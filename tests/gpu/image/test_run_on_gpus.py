@@ -29,8 +29,8 @@ def test_a_run_learns_with_the_weights_that_it_refits(layout: str, tmp_path: Pat
     gpus, options = LAYOUTS[layout]
     if 0 < torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs, and this machine has {torch.cuda.device_count()}")
-    given = (f"cluster.gpus_per_node={gpus if ON_GPUS else 0}", "grpo.max_num_steps=5", *options)
-    run = TrainingRun(tmp_path / "run", *given)
+    overrides = (f"cluster.gpus_per_node={gpus if ON_GPUS else 0}", "grpo.max_num_steps=5", *options)
+    run = TrainingRun(tmp_path / "run", *overrides)
     assert run.finish(timeout_s=900) == 0, run.log()
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert summary["steps"] == 5

@@ -15,11 +15,11 @@ def test_every_gpu_multiplies(record_property: Callable[[str, object], None]) ->
     record_property("cuda", torch.version.cuda)
     record_property("cudnn", torch.backends.cudnn.version())
     record_property("nccl", ".".join(map(str, torch.cuda.nccl.version())))
-    one, other = torch.randn(2, 512, 512, dtype=torch.float64).unbind()
+    first, second = torch.randn(2, 512, 512, dtype=torch.float64).unbind()
     for index in range(torch.cuda.device_count()):
         for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
-            found = one.to(f"cuda:{index}", dtype) @ other.to(f"cuda:{index}", dtype)
-            assert (found.cpu() - one @ other).norm() < tolerance * (one @ other).norm(), (index, dtype)
+            product = first.to(f"cuda:{index}", dtype) @ second.to(f"cuda:{index}", dtype)
+            assert (product.cpu() - first @ second).norm() < tolerance * (first @ second).norm(), (index, dtype)
 
 
 def test_each_gpu_reaches_the_next(record_property: Callable[[str, object], None]) -> None:

@@ -26,6 +26,6 @@ def estimates(device: str) -> dict[str, Tensor]:
 
 def test_the_device_makes_no_difference(device: str) -> None:
     expected = estimates("cpu")
-    for name, found in estimates(device).items():
-        assert found.device.type == device, name
-        torch.testing.assert_close(found.cpu(), expected[name], msg=lambda text, name=name: f"{name}: {text}")
+    for name, estimate in estimates(device).items():
+        assert estimate.device.type == device, name
+        torch.testing.assert_close(estimate.cpu(), expected[name], msg=lambda text, name=name: f"{name}: {text}")

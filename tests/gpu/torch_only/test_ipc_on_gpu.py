@@ -15,17 +15,17 @@ CONTEXT = multiprocessing.get_context("spawn")
 Memory: Any = CudaMemory if torch.cuda.is_available() else HostMemory
 
 
-def lend(borrower: dict[str, str], told: Any) -> None:
+def lend(borrower: dict[str, str], messages: Any) -> None:
     """Own memory that two processes in turn see and double; tell whether it then holds what they wrote."""
-    mine = Memory(2**20 + 16)
+    memory = Memory(2**20 + 16)
     for _ in range(2):  # each process has an address of its own
-        mine.tensor.copy_(torch.arange(2**20 + 16) % 100)
+        memory.tensor.copy_(torch.arange(2**20 + 16) % 100)
         Memory.synchronize()
-        run(double, borrower, mine.export_address())
-        told.send(torch.equal(mine.tensor.cpu(), (torch.arange(2**20 + 16) % 100 * 2).byte()))
+        run(double_memory, borrower, memory.export_address())
+        messages.send(torch.equal(memory.tensor.cpu(), (torch.arange(2**20 + 16) % 100 * 2).byte()))
 
 
-def double(address: Sequence[int]) -> None:
+def double_memory(address: Sequence[int]) -> None:
     memory = Memory.map_address(address)
     assert memory is not None
     memory *= 2
@@ -44,10 +44,10 @@ def run(function: Callable[..., None], variables: dict[str, str], *args: Any) ->
 @pytest.mark.parametrize("settings", ["", "expandable_segments:True"], ids=["torch's settings", "a rank's settings"])
 def test_another_process_sees_it_and_writes_to_it(settings: str) -> None:
     shared = {"PYTORCH_ALLOC_CONF": settings}
-    told, tells = CONTEXT.Pipe(duplex=False)
+    messages, tells = CONTEXT.Pipe(duplex=False)
     run(lend, shared, shared, tells)
-    assert told.recv()
-    assert told.recv()
+    assert messages.recv()
+    assert messages.recv()
 
 
 @pytest.mark.gpu
@@ -56,6 +56,6 @@ def test_a_gpu_is_found_by_its_name_and_not_by_its_number() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, and this machine has {torch.cuda.device_count()}")
     first, second = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
-    told, tells = CONTEXT.Pipe(duplex=False)
+    messages, tells = CONTEXT.Pipe(duplex=False)
     run(lend, {"CUDA_VISIBLE_DEVICES": first}, {"CUDA_VISIBLE_DEVICES": f"{second},{first}"}, tells)
-    assert told.recv()
+    assert messages.recv()

@@ -21,7 +21,7 @@ START_S = 120.0
 NUMBERS = 2**20
 
 
-def member(rank: int, rendezvous: Rendezvous, fault: str, told: Any) -> None:
+def run_member(rank: int, rendezvous: Rendezvous, fault: str, messages: Any) -> None:
     """Exchange one message; then the second member is gone or silent, and the first waits for another message."""
     device = torch.device("cuda", rank) if CUDA else torch.device("cpu")
     if CUDA:
@@ -32,7 +32,7 @@ def member(rank: int, rendezvous: Rendezvous, fault: str, told: Any) -> None:
     first = move([buffer], 1 - rank, 0)
     watch.wait_until(first.is_completed)
     first.wait()
-    told.send(bool((buffer == 1).all()))
+    messages.send(bool((buffer == 1).all()))
     if rank:
         os.kill(os.getpid(), signal.SIGKILL) if fault == "gone" else time.sleep(600)
     pending, began = group.recv([buffer], 1, 0), time.monotonic()
@@ -46,7 +46,7 @@ def member(rank: int, rendezvous: Rendezvous, fault: str, told: Any) -> None:
     group.abort()
     aborted_s = time.monotonic() - began
     usable = (torch.ones(8, device=device) * 2).sum().item() == 16
-    told.send((reason, waited_s, aborted_s, usable))
+    messages.send((reason, waited_s, aborted_s, usable))
 
 
 @pytest.mark.parametrize("fault", ["gone", "silent"])
@@ -59,7 +59,8 @@ def test_the_other_member_is_told_and_its_abort_returns(
     rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=1, timeout_s=START_S)
     pipes = [CONTEXT.Pipe(duplex=False) for _ in range(2)]
     members = [
-        CONTEXT.Process(target=member, args=(rank, rendezvous, fault, tells)) for rank, (_, tells) in enumerate(pipes)
+        CONTEXT.Process(target=run_member, args=(rank, rendezvous, fault, tells))
+        for rank, (_, tells) in enumerate(pipes)
     ]
     for process in members:
         process.start()

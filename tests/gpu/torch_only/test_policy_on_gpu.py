@@ -73,8 +73,8 @@ def test_logprobs(layout: Layout, precision: str, tiny_models: dict[str, TinyMod
     before, reference, after = zip(*(reported for reported, _ in by_rank if reported), strict=True)
     start, trained = tiny.load(), tiny.load()
     trained.load_state_dict(merged([weights for _, weights in by_rank]), strict=False)
-    for found, model in ((before, start), (reference, start), (after, trained)):
-        expect_logprobs(found, model, LOGPROBS[precision])
+    for actual, model in ((before, start), (reference, start), (after, trained)):
+        expect_logprobs(actual, model, LOGPROBS[precision])
 
 
 @PRECISIONS
@@ -93,10 +93,10 @@ def test_gradients_of_interleaved_stages(layout: Layout, precision: str, special
 @pytest.mark.parametrize("layout", [ONE, Layout(tensor=2, pipeline=2), Layout(data=2)], ids=str)
 def test_optimizer_steps_are_those_of_torch_adamw(layout: Layout, tiny_models: dict[str, TinyModel]) -> None:
     tiny = tiny_models["qwen3_tied"]
-    by_rank = [found[0] for found in run_on_ranks(layout, steps_on_rank, [tiny], 3)]
+    by_rank = [result[0] for result in run_on_ranks(layout, steps_on_rank, [tiny], 3)]
     rates = [0.5e-2, 1e-2, 1e-2]
     assert by_rank[0][1] == pytest.approx(rates)
-    weights = merged([found for found, _ in by_rank])
+    weights = merged([result for result, _ in by_rank])
     for name, expected in adamw_steps(tiny, [(OPTIMIZER, rate) for rate in rates]).items():
         error = (weights[name] - expected).norm() / expected.norm()
         assert error < 1e-3, f"{name}: relative error {error:.1e}"
@@ -149,13 +149,13 @@ def test_a_deterministic_run_repeats_to_the_bit_and_over_a_checkpoint(
     layout: Layout, tiny_models: dict[str, TinyModel], tmp_path: Path
 ) -> None:
     settings = {"precision": "bfloat16", "deterministic": True}
-    found = []
+    results = []
     for number, body in enumerate((save_on_rank, save_on_rank, load_on_rank)):
         folder = tmp_path / str(number % 2)
         folder.mkdir(exist_ok=True)
         arguments = (body, tiny_models["qwen3_tied"], folder, settings)
-        found.append(merged(run_on_ranks(layout, repeatable_on_rank, *arguments)))
-    once, again, loaded = found
+        results.append(merged(run_on_ranks(layout, repeatable_on_rank, *arguments)))
+    once, again, loaded = results
     for name, expected in once.items():
         assert torch.equal(again[name], expected), name
         assert torch.equal(loaded[name], expected), name

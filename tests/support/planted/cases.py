@@ -60,11 +60,11 @@ class Answer:
     def texts(self) -> str:
         """Texts and keys of all findings, or the message."""
         findings = self.found.get("findings", [])
-        return " | ".join(f"{one['text']} [{one['key']}]" for one in findings) or self.errors
+        return " | ".join(f"{finding['text']} [{finding['key']}]" for finding in findings) or self.errors
 
     @property
     def causes(self) -> set[str]:
-        return {one["cause"] for one in self.found.get("findings", [])}
+        return {finding["cause"] for finding in self.found.get("findings", [])}
 
 
 def examine(run: RecordedRun, *arguments: str) -> Answer:
@@ -82,7 +82,7 @@ def verdict(case: Case, answer: Answer) -> str:
     wrong = answer.causes - case.causes - NOWHERE
     if wrong:
         return f"wrong: the cause {', '.join(sorted(wrong))}"
-    named = {name for one in answer.found.get("findings", []) for name in TENSOR.findall(one["text"])}
+    named = {name for finding in answer.found.get("findings", []) for name in TENSOR.findall(finding["text"])}
     stray = sorted(name for name in named if case.tensors is not None and not re.search(case.tensors, name))
     if stray:
         return f"wrong: it accuses {', '.join(stray)}"
@@ -131,7 +131,7 @@ def read_cases() -> dict[str, list[Case]]:
     table = yaml.load(file.read_text(), _Loader)
     kinds = {"causes": frozenset, "words": tuple, "overrides": tuple}
     return {
-        subject: [Case(**{key: kinds.get(key, lambda one: one)(value) for key, value in row.items()}) for row in rows]
+        subject: [Case(**{key: kinds.get(key, lambda text: text)(value) for key, value in row.items()}) for row in rows]
         for subject, rows in table.items()
         if subject != "sets"
     }

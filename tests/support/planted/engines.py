@@ -53,9 +53,9 @@ def repetition_penalised(factor: float) -> Callable[[RecordedRun], Forward]:
     """An engine that makes tokens less likely that the prompt or the response has."""
 
     def penalise(logits: Tensor, ids: list[int], _: list[int]) -> Tensor:
-        seen = torch.zeros_like(logits, dtype=torch.bool)
-        seen[ids] = True
-        return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+        sampled = torch.zeros_like(logits, dtype=torch.bool)
+        sampled[ids] = True
+        return torch.where(sampled, torch.where(logits > 0, logits / factor, logits * factor), logits)
 
     return changing(penalise)
 

@@ -31,12 +31,12 @@ ANSWER = (40, 41, 42, 43)
 """Tokens with which an environment answers the first part of a response."""
 
 
-def in_two_versions(one: Trajectory, version: int, first: int = FIRST) -> Trajectory:
+def in_two_versions(rollout: Trajectory, version: int, first: int = FIRST) -> Trajectory:
     """A rollout whose weights changed after some tokens."""
-    ((start, end, _),) = one.spans
+    ((start, end, _),) = rollout.spans
     middle = min(start + first, end)
     spans = [Span(start, middle, version - 1), Span(middle, end, version)]
-    return replace(one, spans=[span for span in spans if span.end > span.start])
+    return replace(rollout, spans=[span for span in spans if span.end > span.start])
 
 
 def of_two_versions(edit: Edit | None = None, *, stale: bool = False) -> Plant:
@@ -49,7 +49,7 @@ def of_two_versions(edit: Edit | None = None, *, stale: bool = False) -> Plant:
         def forward(model: Any, ids: list[int], prompt: int) -> Tensor:
             return last_logits(model if len(ids) - prompt < FIRST else later, ids, prompt)
 
-        drawn = [in_two_versions(one, version) for one in draw(run, -2, forward=forward)]
+        drawn = [in_two_versions(rollout, version) for rollout in draw(run, -2, forward=forward)]
         write_scored(run, drawn, recorded=False, stale=stale)
 
     return plant
@@ -59,7 +59,8 @@ def never_updated(run: RecordedRun) -> None:
     """The record says that the weights changed within each response, and the engine kept the earlier ones."""
     version = len(run.versions) - 1
     drawn = [
-        in_two_versions(one, version, 3) if one.spans[0].end > one.spans[0].start + 3 else one for one in draw(run, -2)
+        in_two_versions(rollout, version, 3) if rollout.spans[0].end > rollout.spans[0].start + 3 else rollout
+        for rollout in draw(run, -2)
     ]
     write_scored(run, drawn, recorded=False)
 
@@ -91,16 +92,16 @@ def with_answer(run: RecordedRun, folder: Path, version: int) -> Rollouts:
         first = prompt + FIRST
         return last_logits(model, ids if len(ids) < first else [*ids[:first], *ANSWER, *ids[first:]], prompt)
 
-    def in_two(one: Trajectory) -> Trajectory:
-        ((start, end, _),) = one.spans
+    def in_two(rollout: Trajectory) -> Trajectory:
+        ((start, end, _),) = rollout.spans
         first = start + FIRST
         if end <= first:
-            return one
-        ids = np.concatenate([one.token_ids[:first], ANSWER, one.token_ids[first:]]).astype(np.int32)
+            return rollout
+        ids = np.concatenate([rollout.token_ids[:first], ANSWER, rollout.token_ids[first:]]).astype(np.int32)
         spans = [Span(start, first, version), Span(first + len(ANSWER), end + len(ANSWER), version)]
-        return replace(one, token_ids=ids, spans=spans)
+        return replace(rollout, token_ids=ids, spans=spans)
 
-    return [in_two(one) for one in sampled(folder, run.prompts(), version=version, forward=forward)]
+    return [in_two(rollout) for rollout in sampled(folder, run.prompts(), version=version, forward=forward)]
 
 
 def filtered(run: RecordedRun) -> None:
@@ -137,8 +138,10 @@ def with_empty_response(run: RecordedRun) -> None:
 
 def one_engine_of_one_seed(run: RecordedRun) -> None:
     """The second of two engines draws every request with one seed; samples 2 and 3 of a prompt are its."""
-    drawn = [replace(one, engine=int(one.sample > 1)) for one in draw(run, samples=4)]
-    copies = [replace(drawn[place - 1], sample=3) if one.sample == 3 else one for place, one in enumerate(drawn)]
+    drawn = [replace(rollout, engine=int(rollout.sample > 1)) for rollout in draw(run, samples=4)]
+    copies = [
+        replace(drawn[index - 1], sample=3) if rollout.sample == 3 else rollout for index, rollout in enumerate(drawn)
+    ]
     write_scored(run, copies, recorded=False)
 
 
@@ -147,8 +150,8 @@ def checkpoint_of_another_run(run: RecordedRun) -> None:
     engine()(run)
     newest = len(run.versions) - 1
     link_checkpoints(run, range(1, newest))
-    other = moved(run.versions[0], run.root / "other", seed=77, scale=0.05)
-    save_checkpoint(other, run.run_dir / f"checkpoints/step_{newest}/megatron", run.config)
+    other_folder = moved(run.versions[0], run.root / "other", seed=77, scale=0.05)
+    save_checkpoint(other_folder, run.run_dir / f"checkpoints/step_{newest}/megatron", run.config)
 
 
 def cut_file(share: float) -> Plant:

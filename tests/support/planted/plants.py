@@ -112,9 +112,9 @@ def engine(
 
     def plant(run: RecordedRun) -> None:
         usual = {"dtype": dtype_of(run), "temperature": run.config.generation.temperature}
-        more = options if forward is None else {**options, "forward": forward(run)}
+        options_ = options if forward is None else {**options, "forward": forward(run)}
         named = {"version": len(run.versions) - 1, "samples": run.samples}
-        drawn = sampled(changed_folder(run, edit, config, against), run.prompts(), **{**named, **usual, **more})
+        drawn = sampled(changed_folder(run, edit, config, against), run.prompts(), **{**named, **usual, **options_})
         if rollouts is not None:
             drawn[rollouts:] = draw(run, **usual)[rollouts:]
         write_scored(run, drawn, recorded=recorded, stale=stale, **usual)
@@ -176,15 +176,15 @@ def served(count: int, wrong: Mapping[int, dict[str, Any]] | None = None, *, num
         named = {"version": len(run.versions) - 1, "samples": run.samples}
         drawn = draw(run, **usual)
         for number, options in (wrong or {}).items():
-            more = dict(options)
-            folder = changed_folder(run, more.pop("edit", None), against=more.pop("against", -2))
-            if "forward" in more:
-                more["forward"] = more["forward"](run)
-            other = sampled(folder, run.prompts(), **{**named, **usual, "seed": 8 + number, **more})
-            drawn[number::count] = other[number::count]
+            settings = dict(options)
+            folder = changed_folder(run, settings.pop("edit", None), against=settings.pop("against", -2))
+            if "forward" in settings:
+                settings["forward"] = settings["forward"](run)
+            other_drawn = sampled(folder, run.prompts(), **{**named, **usual, "seed": 8 + number, **settings})
+            drawn[number::count] = other_drawn[number::count]
             shutil.rmtree(run.root / "wrong", ignore_errors=True)
         if numbered:
-            drawn = [replace(one, engine=place % count) for place, one in enumerate(drawn)]
+            drawn = [replace(rollout, engine=index % count) for index, rollout in enumerate(drawn)]
         write_scored(run, drawn, recorded=False, **usual)
 
     return plant
@@ -211,8 +211,8 @@ def copied_samples(distinct: int) -> Plant:
     def plant(run: RecordedRun) -> None:
         drawn = draw(run, samples=distinct, dtype=dtype_of(run))
         copies = [
-            replace(one, sample=one.sample + distinct * again)
-            for one in drawn
+            replace(rollout, sample=rollout.sample + distinct * again)
+            for rollout in drawn
             for again in range(run.samples // distinct)
         ]
         write_scored(run, copies, dtype=dtype_of(run), recorded=False)

@@ -18,16 +18,20 @@ def main() -> None:
     warnings.simplefilter("ignore")
     cases = [*HEALTHY, *DEFECTS]
     patterns = sys.argv[1:]
-    chosen = [one for one in cases if not patterns or any(re.search(pattern, one.name) for pattern in patterns)]
-    made: dict[str, RecordedRun] = {}
+    chosen = [
+        candidate
+        for candidate in cases
+        if not patterns or any(re.search(pattern, candidate.name) for pattern in patterns)
+    ]
+    runs: dict[str, RecordedRun] = {}
     counts: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for number, case in enumerate(chosen):
-            if case.run not in made:
+            if case.run not in runs:
                 folder = Path(scratch) / case.run.replace(" ", "_")
                 folder.mkdir()
-                made[case.run] = RUNS[case.run](folder)
-            run = fresh(made[case.run], Path(scratch) / str(number), *case.overrides)
+                runs[case.run] = RUNS[case.run](folder)
+            run = fresh(runs[case.run], Path(scratch) / str(number), *case.overrides)
             case.plant(run)
             begun = time.monotonic()
             answer = examine(run)
@@ -40,7 +44,7 @@ def main() -> None:
             counts[word] = counts.get(word, 0) + 1
             print(f"{case.name}: {judged}  [{time.monotonic() - begun:.0f} s, exit {answer.code}]")
             print(f"    {answer.texts[:600]}")
-            print(*(f"    remark: {one}" for one in answer.found.get("remarks", [])), sep="\n", flush=True)
+            print(*(f"    remark: {candidate}" for candidate in answer.found.get("remarks", [])), sep="\n", flush=True)
     print(counts)
 
 

@@ -18,33 +18,33 @@ def leaking(model: Any, sequences: list[list[int]]) -> list[Tensor]:
     logits: list[Tensor] = []
     for start in range(0, len(sequences), PACK):
         pack = sequences[start : start + PACK]
-        ids = torch.tensor([token for one in pack for token in one])
-        positions = torch.cat([torch.arange(len(one)) for one in pack])
+        ids = torch.tensor([token for sequence in pack for token in sequence])
+        positions = torch.cat([torch.arange(len(sequence)) for sequence in pack])
         mask = torch.ones(1, 1, len(ids), len(ids), dtype=torch.bool).tril()
-        whole = model(ids[None], position_ids=positions[None], attention_mask=mask).logits[0]
-        logits += whole.split([len(one) for one in pack])
+        full_logits = model(ids[None], position_ids=positions[None], attention_mask=mask).logits[0]
+        logits += full_logits.split([len(sequence) for sequence in pack])
     return logits
 
 
 def cut_contexts(model: Any, sequences: list[list[int]]) -> list[Tensor]:
     """The second context-parallel half of a sequence does not see the first."""
-    found = []
+    results = []
     for ids in sequences:
         middle, positions = len(ids) // 2, torch.arange(len(ids))[None]
         mask = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
         mask[middle:, :middle] = False
-        found.append(model(torch.tensor([ids]), position_ids=positions, attention_mask=mask[None, None]).logits[0])
-    return found
+        results.append(model(torch.tensor([ids]), position_ids=positions, attention_mask=mask[None, None]).logits[0])
+    return results
 
 
 def shards_exchanged(model: Any, sequences: list[list[int]]) -> list[Tensor]:
     """Logits of the two halves of the vocabulary in each other's place."""
-    found = []
+    results = []
     for logits in alone(model, sequences):
         half = (logits.shape[-1] + 1) // 2
         padded = torch.nn.functional.pad(logits, (0, 2 * half - logits.shape[-1]), value=-30.0)
-        found.append(padded.roll(half, -1)[:, : logits.shape[-1]])
-    return found
+        results.append(padded.roll(half, -1)[:, : logits.shape[-1]])
+    return results
 
 
 def with_dropout(model: Any, sequences: list[list[int]]) -> list[Tensor]:
@@ -58,13 +58,13 @@ def with_dropout(model: Any, sequences: list[list[int]]) -> list[Tensor]:
 
 def gap_in_positions(model: Any, sequences: list[list[int]]) -> list[Tensor]:
     """Responses, here the last 12 tokens, have positions as if padding stood before them."""
-    found = []
+    results = []
     for ids in sequences:
         positions = torch.arange(len(ids))
         positions[max(len(ids) - 12, 0) :] += 9
         mask = torch.ones(1, 1, len(ids), len(ids), dtype=torch.bool).tril()
-        found.append(model(torch.tensor([ids]), position_ids=positions[None], attention_mask=mask).logits[0])
-    return found
+        results.append(model(torch.tensor([ids]), position_ids=positions[None], attention_mask=mask).logits[0])
+    return results
 
 
 def odd_rows_off(model: Any, sequences: list[list[int]]) -> list[Tensor]:
@@ -76,7 +76,7 @@ def odd_rows_off(model: Any, sequences: list[list[int]]) -> list[Tensor]:
 
 def shifted(column: Column) -> Column:
     """Each token has the log-probability of the next one."""
-    return [np.roll(one, -1) for one in column]
+    return [np.roll(array, -1) for array in column]
 
 
 def exchanged_prev(column: Column) -> Column:
@@ -87,4 +87,4 @@ def exchanged_prev(column: Column) -> Column:
 
 
 def shifted_row_of_trainer(column: Column) -> Column:
-    return [np.roll(one, 1) if row == 3 else one for row, one in enumerate(column)]
+    return [np.roll(array, 1) if row == 3 else array for row, array in enumerate(column)]

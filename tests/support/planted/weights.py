@@ -43,11 +43,11 @@ def untied(edit: Edit) -> Edit:
     return lambda now, before: edit(now | {HEAD: now[EMBED].clone()}, before)
 
 
-def exchanged(one: str, other: str) -> Edit:
+def exchanged(first: str, second: str) -> Edit:
     """Tensors whose names have one of two parts, in each other's place."""
 
     def edit(now: Tensors, _: Tensors) -> Tensors:
-        partners = {name: name.replace(one, other) for name in now if one in name}
+        partners = {name: name.replace(first, second) for name in now if first in name}
         return (
             now
             | {name: now[partner] for name, partner in partners.items()}
@@ -93,8 +93,8 @@ def experts_reordered(layer: int, order: Sequence[int]) -> Edit:
     def edit(now: Tensors, _: Tensors) -> Tensors:
         prefix = f"model.layers.{layer}.mlp.experts"
         return now | {
-            f"{prefix}.{place}.{part}_proj.weight": now[f"{prefix}.{number}.{part}_proj.weight"]
-            for place, number in enumerate(order)
+            f"{prefix}.{index}.{part}_proj.weight": now[f"{prefix}.{number}.{part}_proj.weight"]
+            for index, number in enumerate(order)
             for part in ("gate", "up", "down")
         }
 
@@ -104,10 +104,10 @@ def experts_reordered(layer: int, order: Sequence[int]) -> Edit:
 def layers_in_circle(numbers: Sequence[int]) -> Edit:
     def edit(now: Tensors, _: Tensors) -> Tensors:
         changed = dict(now)
-        for place, source in zip(numbers, [*numbers[1:], numbers[0]], strict=True):
+        for position, source in zip(numbers, [*numbers[1:], numbers[0]], strict=True):
             for name in now:
-                if f".layers.{place}." in name:
-                    changed[name] = now[name.replace(f".layers.{place}.", f".layers.{source}.")]
+                if f".layers.{position}." in name:
+                    changed[name] = now[name.replace(f".layers.{position}.", f".layers.{source}.")]
         return changed
 
     return edit
@@ -165,7 +165,7 @@ def rows_exchanged(now: Tensors, _: Tensors) -> Tensors:
 
 
 def norms_without_one(now: Tensors, _: Tensors) -> Tensors:
-    """Weights of Gemma's norms, which are around 0 in its files, as an engine that does not add 1 has them."""
+    """Weights of Gemma's norms, as an engine has them that does not add 1."""
     return now | {name: now[name] - 1 for name in now if "norm" in name}
 
 

@@ -61,13 +61,13 @@ class Layout:
     @cached_property
     def oracle(self) -> PreTrainedTokenizerFast:
         """transformers' template engine around `truth`."""
-        made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(_json_of(self.core)))
+        fast_tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(_json_of(self.core)))
         for key in _SPECIAL:
             value = self.settings.get(key)
             if value is not None:
-                setattr(made, key, value["content"] if isinstance(value, dict) else value)
-        made.chat_template = self.template
-        return made
+                setattr(fast_tokenizer, key, value["content"] if isinstance(value, dict) else value)
+        fast_tokenizer.chat_template = self.template
+        return fast_tokenizer
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The text of a conversation by transformers, with the prompt for the model's next message."""

@@ -42,8 +42,8 @@ def mistral_v13(*, thinks: bool) -> str:
 def qwen3_thinking() -> str:
     """Qwen's template of models that always think (Qwen3-Next, Qwen3-2507): every prompt opens a thought."""
     template, generation = stored("qwen3"), "{%- if add_generation_prompt %}"
-    kept, _, _ = template.rpartition(generation)
-    return f"{kept}{generation}{{{{- '<|im_start|>assistant\\n<think>\\n' }}}}{{%- endif %}}"
+    beginning, _, _ = template.rpartition(generation)
+    return f"{beginning}{generation}{{{{- '<|im_start|>assistant\\n<think>\\n' }}}}{{%- endif %}}"
 
 
 def read_template(name: str, source: str | None) -> str:

@@ -90,7 +90,7 @@ def byte_level(
         ignore_merges: whether words of the vocabulary are found without merging.
     """
     merges = _learnt_merges(split)
-    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)]
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(start + right for start, right in merges)]
     if first:
         pieces = [*(token.content for token in tokens), *pieces]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
@@ -121,8 +121,8 @@ def byte_fallback(tokens: Sequence[AddedToken], *, bos: str, prepends: bool) -> 
     scratch.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, show_progress=False))
     model = json.loads(scratch.to_str())["model"]
     names = [token.content for token in tokens]
-    own = sorted(model["vocab"], key=model["vocab"].get)
-    pieces = [*names, *(f"<0x{byte:02X}>" for byte in range(256)), *(piece for piece in own if piece not in names)]
+    base = sorted(model["vocab"], key=model["vocab"].get)
+    pieces = [*names, *(f"<0x{byte:02X}>" for byte in range(256)), *(piece for piece in base if piece not in names)]
     core = Tokenizer(
         models.BPE(
             vocab={piece: number for number, piece in enumerate(pieces)},

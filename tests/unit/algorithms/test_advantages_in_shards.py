@@ -42,13 +42,13 @@ def test_spread_over_shards_they_are_those_of_the_whole_step(
     draw = np.random.default_rng(seed)
     loss = LossConfig(reference_policy_kl_penalty=0.5 * penalty, use_kl_in_reward=penalty)
     grpo = GRPOConfig(num_generations_per_prompt=samples, adv_estimator=estimator, advantage_clip_high=1.25, **keys)
-    made = Config(grpo=grpo, loss_fn=loss)
-    made.policy.parallel.data = shards
+    config = Config(grpo=grpo, loss_fn=loss)
+    config.policy.parallel.data = shards
     trajectories = [random_response(draw) for _ in range(samples * shards * int(draw.integers(1, 3)))]
-    total = sum(len(one.token_ids) for one in trajectories)
+    total = sum(len(trajectory.token_ids) for trajectory in trajectories)
     prev, reference = (draw.normal(-1, 0.5, size=total).astype(np.float32) for _ in range(2))
-    actual = advantages_of(made, trajectories, prev_logprobs=prev, reference_logprobs=reference)
-    assert actual == by_formula(made, trajectories, prev, reference)
+    actual = advantages_of(config, trajectories, prev_logprobs=prev, reference_logprobs=reference)
+    assert actual == by_formula(config, trajectories, prev, reference)
 
 
 def random_response(draw: np.random.Generator) -> Trajectory:
@@ -63,15 +63,15 @@ def by_formula(
     config: Config, trajectories: list[Trajectory], prev: NDArray[np.float32], reference: NDArray[np.float32]
 ) -> list[list[float]]:
     """By trajectory, prompt tokens included, from sampled tokens that were never apart."""
-    lengths = [len(one.token_ids) for one in trajectories]
-    counts = [one.response_tokens for one in trajectories]
+    lengths = [len(trajectory.token_ids) for trajectory in trajectories]
+    counts = [trajectory.response_tokens for trajectory in trajectories]
     begins = [length - count for length, count in zip(lengths, counts, strict=True)]
     sampled = np.concatenate([np.arange(length) >= begin for length, begin in zip(lengths, begins, strict=True)])
     drawn = [torch.from_numpy(values[sampled]) for values in (prev, reference)]
     loss, grpo, samples = config.loss_fn, config.grpo, config.grpo.num_generations_per_prompt
     penalty = loss.kl_in_reward * kl_estimate(*drawn, loss.reference_policy_kl_type)
-    given = [math.nan if one.reward is None else one.reward for one in trajectories]
-    rewards = torch.tensor(given).view(-1, samples)
+    scores = [math.nan if trajectory.reward is None else trajectory.reward for trajectory in trajectories]
+    rewards = torch.tensor(scores).view(-1, samples)
     if grpo.adv_estimator.name == "reinforce_plus_plus":
         by_token = reinforce_plus_plus_advantages(
             rewards,

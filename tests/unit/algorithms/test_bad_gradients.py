@@ -47,6 +47,6 @@ def test_a_bad_gradient_is_traced_to_its_sequences(
     monkeypatch.setattr(policy, "_forward", forward)
     shares = [RankTrainResult(math.nan, 0.0, None)]
     shares += [RankTrainResult(math.nan, 0.0, [{"loss": loss} for loss in replica]) for replica in losses]
-    found = policy._find_suspects(batch, PLANS, shares)
-    assert found == expected
-    assert all(type(number) is int for number in found), "as a file of JSON has them"
+    suspects = policy._find_suspects(batch, PLANS, shares)
+    assert suspects == expected
+    assert all(type(number) is int for number in suspects), "as a file of JSON has them"

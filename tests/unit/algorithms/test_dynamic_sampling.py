@@ -38,17 +38,19 @@ def test_a_partial_batch_waits_and_the_next_one_completes_it() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=8), st.integers(1, 8))
-def test_steps_take_the_useful_groups_in_order_until_they_are_full(batches: list[list[bool]], wanted: int) -> None:
+def test_steps_take_the_useful_groups_in_order_until_they_are_full(
+    batches: list[list[bool]], expected_count: int
+) -> None:
     """Against a plain loop over single groups."""
     expected: list[list[int]] = []
     filling: list[int] = []
     number = 0
     for batch in batches:
         for useful in batch:
-            if useful and len(filling) < wanted:
+            if useful and len(filling) < expected_count:
                 filling.append(number)
             number += 1
-        if len(filling) == wanted:  # a step begins with a new batch
+        if len(filling) == expected_count:  # a step begins with a new batch
             expected.append(filling)
             filling = []
     steps: list[list[int]] = []
@@ -57,7 +59,7 @@ def test_steps_take_the_useful_groups_in_order_until_they_are_full(batches: list
     for batch in batches:
         groups = list(range(number, number + len(batch)))
         number += len(batch)
-        outcome = dynamic_sampling(groups, torch.tensor(batch), num_prompts_per_step=wanted, batch_cache=cache)
+        outcome = dynamic_sampling(groups, torch.tensor(batch), num_prompts_per_step=expected_count, batch_cache=cache)
         cache = outcome.batch_cache
         if outcome.is_batch_complete:
             steps.append(outcome.groups)

@@ -20,12 +20,12 @@ class TestAFailedRollout:
 
     def run(self, folder: Path, *options: str) -> Run:
         run = Run(folder, "grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=4", *options)
-        whole = [make_trajectory(2 + i, prompt_idx=0, group=0, sample=i, reward=float(i)) for i in range(4)]
+        rollouts = [make_trajectory(2 + i, prompt_idx=0, group=0, sample=i, reward=float(i)) for i in range(4)]
         partial = [
             make_trajectory(2 + i, prompt_idx=1, group=1, sample=i, reward=reward)
             for i, reward in enumerate(self.REWARDS)
         ]
-        run.trajectories = [*whole, *partial, failed_trajectory(prompt_idx=1, group=1, sample=3)]
+        run.trajectories = [*rollouts, *partial, failed_trajectory(prompt_idx=1, group=1, sample=3)]
         return run
 
     def test_the_others_are_compared_with_each_other(self, tmp_path: Path) -> None:
@@ -59,8 +59,8 @@ class TestAFailedRollout:
         ids=["plain", "everything", "penalty", "reinforce++", "with baseline", "dynamic sampling", "two replicas"],
     )
     def test_it_is_as_good_as_one_that_nobody_scored(self, options: list[str], tmp_path: Path) -> None:
-        """The tokens of such a response are in no baseline and no loss, so nothing else may change by a bit."""
-        seen = []
+        """Its tokens are in no baseline and no loss, so nothing else may change by a bit."""
+        lessons = []
         for failed in (True, False):
             run = self.run(tmp_path, *options)
             if not failed:
@@ -72,9 +72,11 @@ class TestAFailedRollout:
                 for lesson in run.policy.lessons
             ]
             figures = {name: metrics[name] for name in ("reward", "valid_tokens", "reward_std", "optimizer_steps")}
-            seen.append((entries, figures, metrics["loss"]))
-        assert seen[0][:2] == seen[1][:2]
-        assert seen[0][2] == pytest.approx(seen[1][2], rel=1e-6), "rectangles of another width are summed otherwise"
+            lessons.append((entries, figures, metrics["loss"]))
+        assert lessons[0][:2] == lessons[1][:2]
+        assert lessons[0][2] == pytest.approx(lessons[1][2], rel=1e-6), (
+            "rectangles of another width are summed otherwise"
+        )
 
     def test_a_group_of_failures_teaches_nothing(self, tmp_path: Path) -> None:
         run = self.run(tmp_path)

@@ -21,7 +21,7 @@ TAKES = st.lists(st.integers(1, 2), min_size=1, max_size=8)
 
 def can_be_taken_in_time(begun_at: list[int], version: int, per_take: int, age: int) -> bool:
     """Whether steps from this version on, one take each, can take everything: the oldest first, which is best."""
-    return all(version + place // per_take <= begun + age for place, begun in enumerate(sorted(begun_at)))
+    return all(version + index // per_take <= begun + age for index, begun in enumerate(sorted(begun_at)))
 
 
 @given(per_take=PER_TAKE, age=AGES, beyond=st.integers(0, 8), luck=LUCK, takes=TAKES)
@@ -40,17 +40,17 @@ def test_a_step_takes_the_oldest_complete_ones_as_soon_as_what_remains_can_be_ta
             begun_at.append(version)
             assert buffer.add(100 + len(begun_at) - 1, version) == len(begun_at) - 1
         waiting = [number for number in range(len(begun_at)) if number not in used]
-        while (taken := buffer.take(version)) is None:
+        while (batch := buffer.take(version)) is None:
             choices = combinations(complete, per_take)
             for chosen in choices:
                 rest = [begun_at[number] for number in waiting if number not in chosen]
                 assert not can_be_taken_in_time(rest, version + 1, per_take, age), "this could have been taken"
-            left = [number for number in waiting if number not in complete]
-            done = left[luck[draws % len(luck)] % len(left)]
+            unfinished = [number for number in waiting if number not in complete]
+            finished = unfinished[luck[draws % len(luck)] % len(unfinished)]
             draws += 1
-            complete.append(done)
-            buffer.put(CompletePrompt(0, done, worker=0))
-        numbers = [one.number for one in taken]
+            complete.append(finished)
+            buffer.put(CompletePrompt(0, finished, worker=0))
+        numbers = [prompt.number for prompt in batch]
         assert numbers == sorted(complete)[:per_take]
         assert all(version - begun_at[number] <= age for number in numbers)
         assert buffer.resumed == len(passed_over & {*numbers})
@@ -74,14 +74,14 @@ def test_a_long_response_is_waited_for_when_its_time_has_come() -> None:
         buffer.put(CompletePrompt(0, number, worker=0))
     first = buffer.take(0)
     assert first is not None
-    assert ([one.number for one in first], buffer.resumed, buffer.passed_over) == ([1, 2], 0, 1)
+    assert ([prompt.number for prompt in first], buffer.resumed, buffer.passed_over) == ([1, 2], 0, 1)
     for row in (3, 4):
         buffer.put(CompletePrompt(0, buffer.add(row, version=1), worker=0))
     assert buffer.take(1) is None, "row 0 would be too old for the next step"
     buffer.put(CompletePrompt(0, 0, worker=0))
     second = buffer.take(1)
     assert second is not None
-    assert ([one.number for one in second], buffer.resumed, buffer.passed_over) == ([0, 3], 1, 0)
+    assert ([prompt.number for prompt in second], buffer.resumed, buffer.passed_over) == ([0, 3], 1, 0)
     assert buffer.rows == [4]
 
 

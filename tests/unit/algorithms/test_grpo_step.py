@@ -65,7 +65,7 @@ def test_a_step_that_is_recorded_learns_as_any_other(tmp_path: Path) -> None:
 def test_a_recorded_step_that_needs_log_probabilities_uses_them(tmp_path: Path) -> None:
     run = Run(tmp_path, "logger.replay_every=1", "grpo.num_iterations=2")
     run.step()
-    assert all(one.tokens.fields.prev_logprobs is not None for one in run.policy.lessons)
+    assert all(lesson.tokens.fields.prev_logprobs is not None for lesson in run.policy.lessons)
 
 
 def test_what_was_sampled_is_what_is_trained_on_dumped_and_reported(tmp_path: Path) -> None:
@@ -77,25 +77,25 @@ def test_what_was_sampled_is_what_is_trained_on_dumped_and_reported(tmp_path: Pa
     third = pytest.approx(-1 / 3)
     assert lesson.entry("generation_logprobs") == [[0.0, third, third, third]] * 4
     assert lesson.tokens.fields.prev_logprobs is None, "one optimizer step needs none"
-    outcomes = [one for group in run.run.dumps.groups[1] for one in group.outcomes]
+    outcomes = [outcome for group in run.run.dumps.groups[1] for outcome in group.outcomes]
     assert outcomes == report.sampled
-    assert outcomes == [one.outcome for one in run.trajectories]
+    assert outcomes == [outcome.outcome for outcome in run.trajectories]
 
 
 def test_scores_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every response that was sampled, whether dynamic sampling asks for them or only the advantages do."""
-    asked: list[Outcome] = []
+    scored_outcomes: list[Outcome] = []
 
     def counted(config: Config, outcomes: list[Outcome]) -> Any:
-        asked.extend(outcomes)
+        scored_outcomes.extend(outcomes)
         return score(config, outcomes)
 
     monkeypatch.setattr(samples, "score", counted)
     for dynamic in ("false", "true"):
         run = Run(tmp_path, f"grpo.use_dynamic_sampling={dynamic}")
         run.step()
-        assert asked == [one.outcome for one in run.trajectories]
-        asked.clear()
+        assert scored_outcomes == [trajectory.outcome for trajectory in run.trajectories]
+        scored_outcomes.clear()
 
 
 def test_the_reference_moves_when_it_is_due(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_response_without_a_reward_is_in_no_figure(tmp_path: Path) -> None:
 
 
 def test_what_dynamic_sampling_dropped_is_in_the_figures_of_sampling(tmp_path: Path) -> None:
-    """By hand: two pairs of three tokens, one right in each, are trained on; a right pair of five was dropped."""
+    """By hand: two pairs of three tokens with one right each are trained on; a right pair was dropped."""
     run = Run(tmp_path, "grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5")
     run.dropped = [
         make_trajectory(5, prompt_idx=2, group=2, sample=i, reward=1.0, stop_reason="length") for i in range(2)
@@ -238,7 +238,7 @@ def test_what_dynamic_sampling_dropped_is_in_the_figures_of_sampling(tmp_path: P
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     trained_on = run.run.dumps.groups[1]
-    assert [[one.prompt_idx for one in group.outcomes] for group in trained_on] == [[0, 0], [1, 1]]
+    assert [[outcome.prompt_idx for outcome in group.outcomes] for group in trained_on] == [[0, 0], [1, 1]]
     assert len(report.sampled) == 6, "what was dropped is told of, too"
     assert report.throughput["samples_per_s"] * report.timing["total"] == pytest.approx(4), "that were trained on"
     assert report.throughput["gpu_memory_gib"] == 3.5
@@ -300,6 +300,8 @@ def test_the_layout_changes_no_figure(options: list[str], tmp_path: Path) -> Non
         ]
         run.policy.logprobs, run.policy.reference_offset = {1: -0.5}, -0.125
         metrics.append(run.step().metrics)
-        lessons.append([(one.sequences, one.entry("advantages"), one.entry("loss_mask")) for one in run.policy.lessons])
+        lessons.append(
+            [(lesson.sequences, lesson.entry("advantages"), lesson.entry("loss_mask")) for lesson in run.policy.lessons]
+        )
     assert lessons[0] == lessons[1]
     assert metrics[0] == metrics[1]

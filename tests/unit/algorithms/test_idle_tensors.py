@@ -51,8 +51,8 @@ def test_steps_that_learn_nothing_say_nothing() -> None:
 
 
 def test_experts_may_be_idle_for_long_and_are_reported_together() -> None:
-    other = GATE.replace("3", "4")
-    texts = remarks_by_step([learn(GATE)] * 10 + [learn(GATE, other)] * (3 * IDLE_EXPERT_STEPS))
+    other_gate = GATE.replace("3", "4")
+    texts = remarks_by_step([learn(GATE)] * 10 + [learn(GATE, other_gate)] * (3 * IDLE_EXPERT_STEPS))
     assert list(texts) == [IDLE_EXPERT_STEPS, 2 * IDLE_EXPERT_STEPS]
     assert "since step 1:" in texts[IDLE_EXPERT_STEPS][0]
     assert "since step 11:" in texts[2 * IDLE_EXPERT_STEPS][0]

@@ -44,9 +44,9 @@ class RecordingPolicy(FakePolicy):
     @property
     def sequences(self) -> list[list[int]]:
         """Numbers of the sequences of each optimizer step, as their tokens tell them."""
-        seen = [sorted({row[0] for row in lesson.entry("token_ids")}) for lesson in self.lessons]
-        assert seen == [lesson.sequences for lesson in self.lessons]
-        return seen  # type: ignore[return-value]
+        tokens = [sorted({row[0] for row in lesson.entry("token_ids")}) for lesson in self.lessons]
+        assert tokens == [lesson.sequences for lesson in self.lessons]
+        return tokens  # type: ignore[return-value]
 
 
 def loss_fn(*_: object) -> tuple[Tensor, dict[str, Tensor]]:
@@ -57,7 +57,7 @@ NO_LOSS: Any = loss_fn
 
 
 def make_batch(shards: int = 2) -> StepBatch:
-    """Six sequences of six tokens; the tokens of sequence i are all i, and its last i are sampled and in the loss."""
+    """Six sequences of six tokens, all i in sequence i, whose last i are sampled and in the loss."""
     rollouts: Any = FakeRollouts()
     trajectories = [make_trajectory(i, prompt_tokens=6 - i, token_ids=[i] * 6) for i in range(6)]
     numbers = [np.arange(shard, 6, shards) for shard in range(shards)]
@@ -145,8 +145,8 @@ def test_a_bad_gradient_names_sequences_of_the_whole_batch() -> None:
     assert caught.value.sequences == [5]
 
 
-@pytest.mark.parametrize(("of_values", "what"), [(False, "the gradient"), (True, "the value model's gradient")])
-def test_a_bad_gradient_ends_the_run_and_names_the_prompts(of_values: bool, what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("of_values", "cause"), [(False, "the gradient"), (True, "the value model's gradient")])
+def test_a_bad_gradient_ends_the_run_and_names_the_prompts(of_values: bool, cause: str, tmp_path: Path) -> None:
     rollouts = FakeRollouts()
     pairs = [[make_trajectory(prompt_idx=30 + 2 * i + j, sample=j) for j in range(2)] for i in range(3)]
     groups = rollouts.put(pairs)
@@ -154,7 +154,7 @@ def test_a_bad_gradient_ends_the_run_and_names_the_prompts(of_values: bool, what
     config = Config(algorithm="ppo" if of_values else "grpo", policy=PolicyConfig(train_global_batch_samples=2))
     config.value.train_global_batch_samples = 2
     stage, model = (train_value_model if of_values else train_policy), RecordingPolicy(bad_call=2)
-    with pytest.raises(RunError, match=rf"step 4: {what} is not finite for 1 response\(s\) to prompt\(s\) 35 of"):
+    with pytest.raises(RunError, match=rf"step 4: {cause} is not finite for 1 response\(s\) to prompt\(s\) 35 of"):
         stage(config, make_batch(), model, NO_LOSS, check)  # type: ignore[operator]
     written = json.loads((tmp_path / "non_finite_step_4.json").read_text())
     assert [row["prompt_idx"] for row in written["trajectories"]] == [35]

@@ -53,7 +53,7 @@ PENALTY = {"reference_policy_kl_penalty": 0.1}
 
 
 @pytest.mark.parametrize(
-    ("loss", "grpo", "asked"),
+    ("loss", "grpo", "models"),
     [
         ({}, {}, []),
         ({}, {"num_iterations": 2}, ["policy says"]),
@@ -63,19 +63,19 @@ PENALTY = {"reference_policy_kl_penalty": 0.1}
     ],
 )
 def test_what_nobody_looks_at_is_not_computed(
-    loss: dict[str, Any], grpo: dict[str, Any], asked: list[str], tmp_path: Path
+    loss: dict[str, Any], grpo: dict[str, Any], models: list[str], tmp_path: Path
 ) -> None:
     stage = Stage(tmp_path, LossConfig(**{"reference_policy_kl_penalty": 0.0, **loss}), **grpo)
     batch, _ = stage.run()
-    assert stage.policy.log == asked
+    assert stage.policy.log == models
     entries = {"policy says": "prev_logprobs", "reference says": "reference_logprobs"}
-    assert stored_names(batch) - {"token_ids", "sampled", "generation_logprobs"} == {entries[line] for line in asked}
-    assert ("logprobs" in stage.timer.seconds) == bool(asked)
+    assert stored_names(batch) - {"token_ids", "sampled", "generation_logprobs"} == {entries[line] for line in models}
+    assert ("logprobs" in stage.timer.seconds) == bool(models)
 
 
 @pytest.mark.parametrize(("in_reward", "top_p"), [(True, 0.9), (True, 1.0), (False, 0.9)])
 def test_a_penalty_in_the_reward_compares_whole_distributions(in_reward: bool, top_p: float, tmp_path: Path) -> None:
-    """Which with a filter of sampling costs a further pass, and without one are those of the pass before the step."""
+    """A filter of sampling costs a further pass; without it they are those of the pass before the step."""
     stage = Stage(tmp_path, LossConfig(**PENALTY, use_kl_in_reward=in_reward), num_iterations=2)
     stage.config.generation.top_p = top_p
     batch, _ = stage.run()
@@ -89,7 +89,7 @@ def test_a_penalty_in_the_reward_compares_whole_distributions(in_reward: bool, t
 def test_where_they_have_to_be_finite(
     entry: str, in_reward: bool, number: int, tmp_path: Path, fake_ray: FakeRay
 ) -> None:
-    """In the loss; a penalty in the reward looks at every response, also at the third, which is not in the loss."""
+    """In the loss; a penalty in the reward also looks at the third, which is not in the loss."""
     stage = Stage(tmp_path, LossConfig(**PENALTY, use_kl_in_reward=in_reward), num_iterations=2)
     compute = stage.policy.add_field
 

@@ -165,8 +165,8 @@ def test_the_first_failure_is_the_one_that_is_told(tmp_path: Path, error: Except
     run.write = fail
     with pytest.raises(SamplingError, match="the engine died"):
         run.train(steps=1, error=SamplingError("the engine died"))
-    (told,) = [line for line in run.logged if line.startswith("step 1 could not be saved: ")]
-    assert str(error) in told
+    (message,) = [line for line in run.logged if line.startswith("step 1 could not be saved: ")]
+    assert str(error) in message
 
 
 def test_a_validation_that_fails_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def test_a_last_validation_that_fails_loses_no_step(tmp_path: Path, monkeypatch:
 
 
 def test_the_last_validation_is_in_the_checkpoint_it_is_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The data ends at step 4, which is saved by then; what dynamic sampling drew since is not in that checkpoint."""
+    """The data ends at step 4, which is saved by then, without what dynamic sampling drew since."""
     validating(monkeypatch, {"val_accuracy": 0.7, "val_reward": 0.6})
     run = Run(tmp_path, replace(LIMITS, val_at_end=True, early_stop=EarlyStopConfig(enabled=True, threshold=0.9)))
     run.train(steps=4)
@@ -339,7 +339,7 @@ def test_responses_that_nobody_scored_are_told_once(tmp_path: Path) -> None:
     assert run.notes == {}
     unscored = make_trajectory(prompt_idx=7, reward=None)
     run = Run(tmp_path / "other")
-    run.report = StepReport(SOUND, {}, {}, [one.outcome for one in (failed, fine, unscored, unscored)])
+    run.report = StepReport(SOUND, {}, {}, [trajectory.outcome for trajectory in (failed, fine, unscored, unscored)])
     run.train(steps=2)
     assert run.notes["unscored"].startswith(
         "no reward function gave a reward for 2 of 4 responses (row 7 of data.train_path for one)"

@@ -36,15 +36,15 @@ def check(samples: Sequence[Trajectory], folder: Path) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39])
 @pytest.mark.parametrize(
-    ("field", "what"),
+    ("field", "text"),
     [
         ("reward", "the reward is not finite"),
         ("style", "the reward of style is not finite"),
     ],
 )
-def test_bad_samples(tmp_path: Path, field: str, what: str, value: float) -> None:
+def test_bad_samples(tmp_path: Path, field: str, text: str, value: float) -> None:
     samples = [trajectory(7), trajectory(9, **{field: value}), trajectory(3, **{field: value}), trajectory(9)]
-    with pytest.raises(SamplingError, match=rf"step 5: {what} for 2 response\(s\) to prompt\(s\) 3, 9"):
+    with pytest.raises(SamplingError, match=rf"step 5: {text} for 2 response\(s\) to prompt\(s\) 3, 9"):
         check(samples, tmp_path)
     written = json.loads((tmp_path / "non_finite_step_5.json").read_text())
     assert written["prompt_ids"] == [3, 9]
@@ -57,7 +57,7 @@ def test_bad_samples(tmp_path: Path, field: str, what: str, value: float) -> Non
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_bad_sampling_logprobs(tmp_path: Path, value: float) -> None:
-    """Not a matter of sampling alone, whatever the rewards are: the weights may be broken, and are not to be saved."""
+    """Whatever the rewards are, the weights may be broken, and are not to be saved."""
     with pytest.raises(
         RunError, match=r"step 5: a sampling log-probability is not finite for 1 .* prompt\(s\) 9"
     ) as bad:
@@ -100,7 +100,7 @@ def test_only_what_is_looked_at_has_to_be_finite(shards: list[list[int]], tmp_pa
     """Whoever computes an entry says of which sequences it is finite where it matters; the file has all of theirs."""
     rollouts: Any = FakeRollouts()
     groups = rollouts.put([[trajectory(0)], [trajectory(1)], [trajectory(2)]])
-    numbers = [np.array(one) for one in shards]
+    numbers = [np.array(shard) for shard in shards]
     batch = StepBatch(lengths=np.full(3, 3), response_tokens=np.full(3, 2), in_loss=np.ones(3, dtype=np.bool_))
     batch.partitions = numbers
     batch.fields = rollouts.build_partitions(groups, numbers)

@@ -35,20 +35,20 @@ class Process(sample_buffers.Process):
         steps: int = 99,
     ) -> None:
         config = AsyncGRPOConfig(enabled=True, max_trajectory_age_steps=age, oversampling_factor=factor)
-        draws = iter([order[place % len(order)] for place in range(1000)])
+        draws = iter([order[number % len(order)] for number in range(1000)])
         super().__init__(
             Oversampling,
             DATA,
             config,
             checkpoint=checkpoint,
             steps=steps,
-            next_complete=lambda left: next(draws) % left,
+            next_complete=lambda remaining: next(draws) % remaining,
         )
 
     def take_groups(self) -> list[SampledGroup] | None:
         groups = super().take_groups()
         if groups is not None:
-            assert [one.group for group in groups for one in group.outcomes] == [0, 0, 1, 1, 2, 2, 3, 3]
+            assert [outcome.group for group in groups for outcome in group.outcomes] == [0, 0, 1, 1, 2, 2, 3, 3]
         return groups
 
 
@@ -86,8 +86,8 @@ def test_prompts_are_begun_in_the_order_of_the_data_with_the_seeds_of_their_batc
     }
     assert process.take() == [*expected[0][:2], *expected[1][2:]], "the oldest may not become older"
     assert process.buffer.count_prompts()["oversampling_resumed"] == 2.0
-    asked = [(request["generation_batch"], request["rows"]) for request in process.rollouts.asked]
-    assert asked[:4] == [(1, expected[0]), (2, expected[1][:2]), (2, expected[1][2:]), (3, expected[2][:2])]
+    requests = [(request["generation_batch"], request["rows"]) for request in process.rollouts.asked]
+    assert requests[:4] == [(1, expected[0]), (2, expected[1][:2]), (2, expected[1][2:]), (3, expected[2][:2])]
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -95,4 +95,4 @@ def test_nothing_is_sampled_that_no_step_is_left_for(steps: int) -> None:
     process = Process(LAST_FIRST, steps=steps)
     for _ in range(steps):
         assert process.take()
-    assert sum(len(one["rows"]) for one in process.rollouts.asked) == steps * DATA.per_batch
+    assert sum(len(request["rows"]) for request in process.rollouts.asked) == steps * DATA.per_batch

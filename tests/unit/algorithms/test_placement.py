@@ -29,7 +29,7 @@ class Events:
         if event == self.fails:
             raise (RefitError if event == "refit" else self.error)(f"{event}: failed") from self.cause
 
-    def taken(self) -> list[str]:
+    def take(self) -> list[str]:
         log, self.log = self.log, []
         return log
 
@@ -70,7 +70,7 @@ class Model:
         self._events.happens(f"{self._name} onloads")
 
 
-def colocated(events: Any) -> Placement:
+def make_colocated(events: Any) -> Placement:
     models: Any = Model(events, "policy"), Model(events, "value")
     return Placement(events, models)
 
@@ -81,31 +81,31 @@ def publish_with(placement: Placement, events: Any, timer: StepTimer | None = No
 
 def test_a_run_in_turns() -> None:
     events = Events()
-    placement, timer = colocated(events), StepTimer()
+    placement, timer = make_colocated(events), StepTimer()
     assert publish_with(placement, events) == 7
-    assert events.taken() == REFIT, "the start"
+    assert events.take() == REFIT, "the start"
     placement.wake_engines(timer)
-    assert events.taken() == []
+    assert events.take() == []
     placement.offload_engines(timer)
-    assert events.taken() == TO_TRAINING
+    assert events.take() == TO_TRAINING
     placement.offload_engines(timer)
-    assert events.taken() == []
+    assert events.take() == []
     assert publish_with(placement, events, timer) == 7
-    assert events.taken() == REFIT
+    assert events.take() == REFIT
     assert timer.seconds.keys() == {"sleep", "onload", "offload", "wake", "refit", "total"}
     placement.offload_engines(StepTimer())  # a checkpoint
-    assert events.taken() == TO_TRAINING
+    assert events.take() == TO_TRAINING
     placement.wake_engines(StepTimer())
-    assert events.taken() == [event for event in REFIT if event != "refit"], "the weights are the engines' own"
+    assert events.take() == [event for event in REFIT if event != "refit"], "the weights are the engines' own"
 
 
 def test_deadlines_of_rollouts_in_flight_stand_still_while_engines_sleep() -> None:
     events: Any = Events()
     placement = Placement(events, [Model(events, "policy"), Model(events, "value")], events)  # type: ignore[list-item]
     publish_with(placement, events)
-    assert events.taken() == [*REFIT, "deadlines go on"]
+    assert events.take() == [*REFIT, "deadlines go on"]
     placement.offload_engines(StepTimer())
-    assert events.taken() == ["deadlines stop", *TO_TRAINING]
+    assert events.take() == ["deadlines stop", *TO_TRAINING]
 
 
 def test_apart_nothing_happens_but_the_refit() -> None:
@@ -114,7 +114,7 @@ def test_apart_nothing_happens_but_the_refit() -> None:
     placement.wake_engines(timer)
     placement.offload_engines(timer)
     assert publish_with(placement, events, timer) == 7
-    assert events.taken() == ["refit"]
+    assert events.take() == ["refit"]
     assert timer.seconds.keys() == {"refit", "total"}
 
 
@@ -122,22 +122,22 @@ def test_apart_nothing_happens_but_the_refit() -> None:
 def test_what_was_learnt_can_be_saved_after_a_refit_that_failed(fails: str) -> None:
     """Engines that do not go to sleep then are no obstacle."""
     events = Events(fails)
-    placement = colocated(events)
+    placement = make_colocated(events)
     with pytest.raises(RefitError, match=f"{fails}: failed"):
         publish_with(placement, events)
-    assert events.taken()[-1] == fails
+    assert events.take()[-1] == fails
     events.fails = "engines sleep"
     placement.offload_engines(StepTimer())
-    assert events.taken() == TO_TRAINING
+    assert events.take() == TO_TRAINING
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_weights_are_compared_after_a_failed_canary_with_both_models_on_the_devices(shared: bool) -> None:
     events = Events("canary")
     with pytest.raises(RefitError, match=r"^engine 0 must not serve; model\.norm\.weight differs$"):
-        publish_with(colocated(events) if shared else Placement(), events)
+        publish_with(make_colocated(events) if shared else Placement(), events)
     compared = ["comparison" if event == "refit" else event for event in REFIT]
-    assert events.taken() == ([*REFIT, *TO_TRAINING, *compared] if shared else ["refit", "comparison"])
+    assert events.take() == ([*REFIT, *TO_TRAINING, *compared] if shared else ["refit", "comparison"])
 
 
 def test_a_comparison_that_fails_hides_nothing() -> None:
@@ -147,34 +147,34 @@ def test_a_comparison_that_fails_hides_nothing() -> None:
 
     events = Broken("canary")
     with pytest.raises(RefitError, match=r"^engine 0 must not serve; the weights could not be compared: no memory$"):
-        publish_with(colocated(events), events)
+        publish_with(make_colocated(events), events)
 
 
 def test_finished_steps_can_be_saved_when_an_engine_does_not_go_to_sleep() -> None:
     events = Events()
-    placement = colocated(events)
+    placement = make_colocated(events)
     publish_with(placement, events)
-    events.taken()
+    events.take()
     events.fails = "engines sleep"
     with pytest.raises(SamplingError, match="engines sleep: failed"):
         placement.offload_engines(StepTimer())
-    assert events.taken() == TO_TRAINING[:1]
+    assert events.take() == TO_TRAINING[:1]
     placement.offload_engines(StepTimer())  # the loop saves
-    assert events.taken() == TO_TRAINING
+    assert events.take() == TO_TRAINING
 
 
 def test_a_rank_that_is_gone_is_no_failure_of_the_refit() -> None:
     events = Events("policy offloads", ModelLostError)
     with pytest.raises(ModelLostError):
-        publish_with(colocated(events), events)
+        publish_with(make_colocated(events), events)
 
 
 def test_what_was_learnt_can_be_saved_when_an_engine_has_died() -> None:
     """It has given up its memory by that, and is as good as asleep."""
     events = Events()
-    placement = colocated(events)
+    placement = make_colocated(events)
     publish_with(placement, events)
-    events.taken()
+    events.take()
     events.fails, events.cause = "engines sleep", ActorDiedError()
     placement.offload_engines(StepTimer())
-    assert events.taken() == TO_TRAINING
+    assert events.take() == TO_TRAINING

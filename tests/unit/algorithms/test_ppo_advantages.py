@@ -84,11 +84,11 @@ def test_spread_over_shards_they_are_those_of_the_whole_step(
     sequences = replicas * int(draw.integers(1, 4))
     responses = [random_response(draw, number) for number in range(sequences)]
     rollouts: Any = FakeRollouts()
-    batch = build_batch(config, rollouts.put([[one] for one in responses]), rollouts)
+    batch = build_batch(config, rollouts.put([[response] for response in responses]), rollouts)
     entries = {name: draw.normal(size=batch.lengths.sum()).astype(np.float32) for name in COMPUTED}
     for name, values in entries.items():
         add_entry(batch, name, values)
-    finite = add_advantages(config, score(config, [one.outcome for one in responses]), batch, rollouts)
+    finite = add_advantages(config, score(config, [response.outcome for response in responses]), batch, rollouts)
     assert len(batch.partitions) == replicas
     assert finite.all()
     expected = by_formula(config, responses, {name: split(entries[name], batch.lengths) for name in COMPUTED})
@@ -114,25 +114,25 @@ def by_formula(
     config: Config, responses: list[Trajectory], entries: dict[str, list[NDArray[Any]]]
 ) -> dict[str, list[list[float]]]:
     """Advantages and returns by sequence; tokens that were not sampled have 0."""
-    begins = [len(one.token_ids) - one.response_tokens for one in responses]
+    begins = [len(response.token_ids) - response.response_tokens for response in responses]
     sampled = {
         name: torch.from_numpy(np.concatenate([row[begin:] for row, begin in zip(rows, begins, strict=True)]))
         for name, rows in entries.items()
     }
-    counts = [one.response_tokens for one in responses]
+    counts = [response.response_tokens for response in responses]
     loss = config.loss_fn
     kl = kl_estimate(sampled["prev_logprobs"], sampled["reference_logprobs"], loss.reference_policy_kl_type)
-    rewards = torch.tensor([np.float32(one.reward or 0.0) for one in responses], dtype=torch.float64)
+    rewards = torch.tensor([np.float32(response.reward or 0.0) for response in responses], dtype=torch.float64)
     by_token = token_rewards(rewards, counts, loss.kl_in_reward * kl if loss.use_kl_in_reward else None)
     estimate = estimate_advantages(by_token, sampled["values"].double(), counts, config.ppo.adv_estimator)
-    in_loss = [one.reward is not None and not one.truncated for one in responses]
+    in_loss = [response.reward is not None and not response.truncated for response in responses]
     mask = torch.tensor([inside for inside, count in zip(in_loss, counts, strict=True) for _ in range(count)]).bool()
     whitened = whiten(estimate.advantages, mask).clamp(max=config.ppo.advantage_clip_high)
-    found: dict[str, list[list[float]]] = {}
+    by_name: dict[str, list[list[float]]] = {}
     for name, values in {"advantages": whitened, "returns": estimate.returns}.items():
         pieces = values.float().split(counts)
-        found[name] = [[0.0] * begin + piece.tolist() for begin, piece in zip(begins, pieces, strict=True)]
-    return found
+        by_name[name] = [[0.0] * begin + piece.tolist() for begin, piece in zip(begins, pieces, strict=True)]
+    return by_name
 
 
 @pytest.mark.usefixtures("fake_ray")
@@ -143,9 +143,9 @@ def test_the_driver_computes_what_a_worker_does() -> None:
     for in_driver in (False, True):
         config.policy.parallel.data = 3
         rollouts: Any = FakeRollouts()
-        batch = build_batch(config, rollouts.put([[one] for one in make_trajectories()]), rollouts)
+        batch = build_batch(config, rollouts.put([[trajectory] for trajectory in make_trajectories()]), rollouts)
         add_entry(batch, "values", VALUES.numpy())
-        rewards = score(config, [one.outcome for one in make_trajectories()]).rewards
+        rewards = score(config, [trajectory.outcome for trajectory in make_trajectories()]).rewards
         arguments = (config, rewards, batch.response_tokens, np.repeat(batch.in_loss, batch.response_tokens))
         entries = ("sampled", "values")
         if in_driver:
@@ -154,17 +154,19 @@ def test_the_driver_computes_what_a_worker_does() -> None:
         else:
             finite = rollouts.compute(compute_token_advantages, batch, entries, *arguments)
         assert rollouts.computed == [] if in_driver else ["compute_token_advantages"]
-        found = {name: [row.tolist() for row in by_sequence(batch, name)] for name in ("advantages", "returns")}
-        added.append((finite.tolist(), found))
+        rows = {name: [row.tolist() for row in by_sequence(batch, name)] for name in ("advantages", "returns")}
+        added.append((finite.tolist(), rows))
     assert added[0] == added[1]
 
 
 def test_a_response_whose_advantages_are_not_finite_is_named() -> None:
     config = make_config(PLAIN)
     rollouts: Any = FakeRollouts()
-    batch = build_batch(config, rollouts.put([[one] for one in make_trajectories()]), rollouts)
+    batch = build_batch(config, rollouts.put([[trajectory] for trajectory in make_trajectories()]), rollouts)
     values = VALUES.clone()
     values[3] = float("nan")
     add_entry(batch, "values", values.numpy())
-    finite = add_advantages(config, score(config, [one.outcome for one in make_trajectories()]), batch, rollouts)
+    finite = add_advantages(
+        config, score(config, [trajectory.outcome for trajectory in make_trajectories()]), batch, rollouts
+    )
     assert finite.tolist() == [False, True, True]

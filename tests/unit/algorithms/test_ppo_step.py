@@ -38,7 +38,9 @@ def make_run(
     prompts = f"ppo.num_prompts_per_step={len(respond())}"
     config = compose_config(["+exp=quickstart_ppo", prompts, *overrides])
     log: list[str] = []
-    run = make_fake_run(config, tmp_path, FakeRollouts(lambda *_: [[one] for one in respond()]), SHAPE, log)
+    run = make_fake_run(
+        config, tmp_path, FakeRollouts(lambda *_: [[trajectory] for trajectory in respond()]), SHAPE, log
+    )
     run.policy.reference_offset = -0.25
     return run, log
 
@@ -59,11 +61,11 @@ def test_the_value_model_speaks_before_anything_is_learned(tmp_path: Path, witho
     report = step(run)
     learns = [*["policy learns"] * 2, *["value learns"] * 2]
     assert log == ["policy says", "value says", "dump 1 begins", *learns, "version 1"]
-    given = run.value.lessons[0]
-    assert given.tokens.fields.as_dict().keys() == {"sampled", "loss_mask", "values", "returns"}
-    assert (given.tokens.fields.values == 0.25).all()
+    lesson = run.value.lessons[0]
+    assert lesson.tokens.fields.as_dict().keys() == {"sampled", "loss_mask", "values", "returns"}
+    assert (lesson.tokens.fields.values == 0.25).all()
     # Values are 1/4 throughout; the rewards, at their last tokens, are 1, 0 and 1/2 and there is no discount.
-    assert given.entry("returns") == [[0, 0, 1, 1, 1], [0, 0, 0], [0, 0, 0.5, 0.5]]
+    assert lesson.entry("returns") == [[0, 0, 1, 1, 1], [0, 0, 0], [0, 0, 0.5, 0.5]]
     assert report.metrics["return_mean"] == pytest.approx(4 / 6)
     assert report.metrics["value_mean"] == pytest.approx(0.25)
     assert report.metrics["explained_variance"] == pytest.approx(0.0, abs=1e-6), "a constant explains nothing"
@@ -166,13 +168,13 @@ def test_without_prompts_there_is_no_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("replicas", [(1, 1), (3, 1), (1, 3), (2, 3), (2, 6), (6, 2)], ids=str)
 def test_the_layouts_change_no_figure(replicas: tuple[int, int], tmp_path: Path) -> None:
-    """Of the policy and of the value model: the same lessons as in one process, on minibatches of each their own."""
+    """Policy and value model have the lessons of one process, on minibatches of their own."""
     options = [
         "ppo.policy_training_start_step=0",
         "ppo.skip_reference_policy_logprobs_calculation=false",
         "policy.train_global_batch_samples=6",
     ]
-    seen = []
+    figures = []
     for policy, value in ((1, 1), replicas):
         layouts = [f"policy.parallel.data={policy}", f"value.parallel.data={value}"]
         run, _ = make_run(tmp_path, *options, *layouts, respond=lambda: 2 * (make_trajectories() + make_trajectories()))
@@ -181,17 +183,17 @@ def test_the_layouts_change_no_figure(replicas: tuple[int, int], tmp_path: Path)
             (lesson.sequences, {name: lesson.entry(name) for name in lesson.tokens.fields.as_dict()})
             for lesson in run.value.lessons + run.policy.lessons
         ]
-        seen.append((metrics, lessons))
-    assert seen[0] == seen[1]
+        figures.append((metrics, lessons))
+    assert figures[0] == figures[1]
 
 
 @pytest.mark.parametrize("kl", [True, False])
 def test_a_rollout_that_failed_touches_nothing_else(kl: bool, tmp_path: Path) -> None:
     """The others get the values, advantages and returns that they get without it, to the last digit."""
-    known = {"values": 0.25, "reference_logprobs": -0.25}  # of the prompt, which is all there is
+    values = {"values": 0.25, "reference_logprobs": -0.25}  # of the prompt, which is all there is
     penalty = ["loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.1"] if kl else []
-    more = ["ppo.skip_reference_policy_logprobs_calculation=false", "ppo.seq_logprob_error_threshold=1.5", *penalty]
-    options = ["ppo.policy_training_start_step=0", *more]
+    settings = ["ppo.skip_reference_policy_logprobs_calculation=false", "ppo.seq_logprob_error_threshold=1.5", *penalty]
+    options = ["ppo.policy_training_start_step=0", *settings]
 
     def with_failures() -> list[Trajectory]:
         failed = failed_trajectory(prompt_tokens=4, prompt_idx=3)
@@ -201,12 +203,12 @@ def test_a_rollout_that_failed_touches_nothing_else(kl: bool, tmp_path: Path) ->
     without = step(run)
     beside, _ = make_run(tmp_path, *options, respond=with_failures)
     report = step(beside)
-    for model, other in ((run.value, beside.value), (run.policy, beside.policy)):
-        (expected,), (lesson,) = model.lessons, other.lessons
+    for model, peer in ((run.value, beside.value), (run.policy, beside.policy)):
+        (expected,), (lesson,) = model.lessons, peer.lessons
         for name in expected.tokens.fields.as_dict():
             rows = lesson.entry(name)
             assert [rows[number] for number in (1, 2, 4)] == expected.entry(name), name
-            assert [rows[number] for number in (0, 3)] == [[known.get(name, 0)] * 4] * 2, name
+            assert [rows[number] for number in (0, 3)] == [[values.get(name, 0)] * 4] * 2, name
     for name in ("loss", "value_loss", "valid_tokens", "reward", "num_masked_seqs", "explained_variance", "kl_penalty"):
         assert report.metrics[name] == pytest.approx(without.metrics[name], rel=1e-6, abs=1e-5), name
     assert report.metrics["failed_rollouts"] == 2

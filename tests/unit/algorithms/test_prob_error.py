@@ -55,11 +55,11 @@ def off_steps(
 ) -> list[int]:
     """Numbers of the steps that are off, from 1."""
     state = empty_state()
-    seen = [
+    differences = [
         compare_with_noise(state, rounding, row, ages(step), None if ages(step) else LIMIT)
         for step, row in enumerate(rows)
     ]
-    return [step for step, one in enumerate(seen, 1) if one.is_off]
+    return [step for step, difference in enumerate(differences, 1) if difference.is_off]
 
 
 FLOAT32, BFLOAT16 = bounds(), bounds("policy.precision=bfloat16")
@@ -128,7 +128,7 @@ FOUR_BEHIND = [0.0034, 0.035, 0.15, 0.21, 0.3, 0.22, 0.097, 0.28, 0.29, 0.5, 0.4
 @pytest.mark.parametrize(("divergences", "age"), [(ASYNCHRONOUS, 1), (FOUR_BEHIND, 4)])
 def test_what_is_learnt_while_tokens_are_drawn_is_healthy(divergences: list[float], age: int) -> None:
     """The error itself is up to 25 then; at first all tokens are of the weights that train."""
-    rows = [row(3e-7), *(row(20.0, divergence=one) for one in divergences)]
+    rows = [row(3e-7), *(row(20.0, divergence=divergence) for divergence in divergences)]
     ages = lambda step: min(step, age)  # noqa: E731
     assert off_steps(FLOAT32, rows, ages) == []
     assert off_steps(FLOAT32, [row(0.02), *rows[1:]], ages) == [1], "so that a defect shows there as ever"
@@ -145,9 +145,9 @@ def test_sampling_that_differs_on_purpose_is_measured_first() -> None:
         bounds("generation.repetition_penalty=1.2"),
         empty_state(),
     )
-    seen = [compare_with_noise(state, rounding, row(excess), 0, None) for excess in [*noisy(0.6, 100), 4.0]]
-    assert [one.is_off for one in seen] == [False] * 100 + [True]
-    assert "token_mult_prob_error_bound" not in seen[0].metrics, "no number stands for infinity"
+    differences = [compare_with_noise(state, rounding, row(excess), 0, None) for excess in [*noisy(0.6, 100), 4.0]]
+    assert [difference.is_off for difference in differences] == [False] * 100 + [True]
+    assert "token_mult_prob_error_bound" not in differences[0].metrics, "no number stands for infinity"
 
 
 def test_coarser_sides_have_wider_bounds() -> None:
@@ -177,8 +177,10 @@ class Judged(Run):
 TWO_PASSES = "grpo.num_iterations=2"  # so that log-probabilities are computed before the first optimizer step
 
 
-def told(reports: list[Any]) -> list[int]:
-    return [step for step, one in enumerate(reports, 1) if any("disagree more than" in text for text in one.remarks)]
+def list_alarms(reports: list[Any]) -> list[int]:
+    return [
+        step for step, report in enumerate(reports, 1) if any("disagree more than" in text for text in report.remarks)
+    ]
 
 
 def remarks_by_step(reports: list[Any]) -> dict[int, str]:
@@ -188,8 +190,8 @@ def remarks_by_step(reports: list[Any]) -> dict[int, str]:
 def test_a_message_tells_that_an_episode_begins_and_the_checks_follow_the_next_refit(tmp_path: Path) -> None:
     run = Judged(tmp_path, TWO_PASSES)
     reports = run.steps(0, 0, 0.1, 0.1, 0, 0.1, *[0] * 4, 0.1)
-    assert told(reports) == [3, 11], "a step of calm is no end, three are"
-    assert [one.metrics["token_mult_prob_error_off"] for one in reports[:6]] == [0, 0, 1, 1, 0, 1]
+    assert list_alarms(reports) == [3, 11], "a step of calm is no end, three are"
+    assert [report.metrics["token_mult_prob_error_off"] for report in reports[:6]] == [0, 0, 1, 1, 0, 1]
     third = run.log.index("checks are due")
     assert run.log[third + 1] == "version 3", "in the very step"
     assert run.log.count("checks are due") == 2
@@ -199,7 +201,7 @@ def test_a_message_tells_that_an_episode_begins_and_the_checks_follow_the_next_r
     )
     assert "This step's refit compares the canary and all weights." in text
     assert f"a checkpoint is saved after this step, so that python -m megatron_grpo.doctor {tmp_path} step=4" in text
-    assert [one.needs_checkpoint for one in reports[:4]] == [False, False, True, False]
+    assert [report.needs_checkpoint for report in reports[:4]] == [False, False, True, False]
 
 
 def test_an_episode_is_told_when_it_gets_far_worse_and_when_it_is_over(tmp_path: Path) -> None:
@@ -228,10 +230,10 @@ def test_an_episode_is_told_when_it_gets_far_worse_and_when_it_is_over(tmp_path:
 
 def test_a_fault_that_comes_and_goes_is_told_each_time_but_saves_few_checkpoints(tmp_path: Path) -> None:
     reports = Judged(tmp_path, TWO_PASSES).steps(*[0, 0.1, 0, 0, 0] * 6)
-    assert told(reports) == [2, 7, 12, 17, 22, 27]
+    assert list_alarms(reports) == [2, 7, 12, 17, 22, 27]
     ends = [step for step, text in remarks_by_step(reports).items() if "agree again: step" in text]
     assert ends == [5, 10, 15, 20, 25, 30]
-    assert [step for step, one in enumerate(reports, 1) if one.needs_checkpoint] == [2, 7, 12]
+    assert [step for step, report in enumerate(reports, 1) if report.needs_checkpoint] == [2, 7, 12]
 
 
 def test_a_checkpoint_without_episodes_goes_on_with_its_noise(tmp_path: Path) -> None:
@@ -239,7 +241,7 @@ def test_a_checkpoint_without_episodes_goes_on_with_its_noise(tmp_path: Path) ->
     run.steps(0)
     state: Any = run.run.state["prob_error"]
     del state["episode"], state["episodes"]
-    assert told(run.steps(0, 0.1)) == [2]
+    assert list_alarms(run.steps(0, 0.1)) == [2]
 
 
 def test_a_figure_that_is_not_a_number_is_far_worse_once() -> None:
@@ -270,14 +272,14 @@ def test_the_first_step_can_be_examined_at_once(tmp_path: Path) -> None:
 
 
 def test_a_resume_goes_on_with_the_noise_and_the_episode(tmp_path: Path) -> None:
-    whole, first, second = (Judged(tmp_path, TWO_PASSES) for _ in range(3))
-    expected = whole.steps(*[1e-4] * 5, 0.1, 0.1, 3.5e-4)
-    found = first.steps(*[1e-4] * 5, 0.1)
+    full, first, second = (Judged(tmp_path, TWO_PASSES) for _ in range(3))
+    expected = full.steps(*[1e-4] * 5, 0.1, 0.1, 3.5e-4)
+    steps = first.steps(*[1e-4] * 5, 0.1)
     second.run.state = json.loads(json.dumps(first.run.state))
-    found += second.steps(0.1, 3.5e-4)
-    assert [one.metrics for one in found] == [one.metrics for one in expected]
-    assert told(found) == told(expected) == [6]
-    assert found[-1].metrics["token_mult_prob_error_off"] == 1, "three times the noise of the first steps"
+    steps += second.steps(0.1, 3.5e-4)
+    assert [report.metrics for report in steps] == [report.metrics for report in expected]
+    assert list_alarms(steps) == list_alarms(expected) == [6]
+    assert steps[-1].metrics["token_mult_prob_error_off"] == 1, "three times the noise of the first steps"
 
 
 @pytest.mark.parametrize(
@@ -351,9 +353,9 @@ def test_when_the_limit_applies(options: list[str], stops: bool, tmp_path: Path)
         run.step()
 
 
-@pytest.mark.parametrize(("given", "stops"), [([], False), (["refit.prob_error_limit=3"], True)])
-def test_the_default_is_not_applied_to_older_tokens(given: list[str], stops: bool, tmp_path: Path) -> None:
-    run = Run(tmp_path, TWO_PASSES, *given)
+@pytest.mark.parametrize(("base_overrides", "stops"), [([], False), (["refit.prob_error_limit=3"], True)])
+def test_the_default_is_not_applied_to_older_tokens(base_overrides: list[str], stops: bool, tmp_path: Path) -> None:
+    run = Run(tmp_path, TWO_PASSES, *base_overrides)
     run.run.state["total_steps"] = 2  # the tokens are of version 0
     run.policy.logprobs = dict.fromkeys(range(4), -1 / 3 - 2.0)
     if stops:

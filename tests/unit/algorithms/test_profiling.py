@@ -33,9 +33,9 @@ def make_run(folder: Path, steps: list[int]) -> tuple[Run, list[str]]:
 
 
 def test_only_chosen_steps_are_profiled(tmp_path: Path) -> None:
-    run, told = make_run(tmp_path, [2])
+    run, log = make_run(tmp_path, [2])
     run.train()
-    about_profiles = [text for text in told if text.startswith(("begin", "end in", "dump", "step 2: profiles"))]
+    about_profiles = [text for text in log if text.startswith(("begin", "end in", "dump", "step 2: profiles"))]
     assert about_profiles == [
         *["dump 1 begins", "dump 1 is there", "begin", "dump 2 begins", "end in step_2"],
         f"step 2: profiles in {tmp_path / 'profiles' / 'step_2'}",
@@ -44,15 +44,17 @@ def test_only_chosen_steps_are_profiled(tmp_path: Path) -> None:
 
 
 def test_a_step_that_fails_is_not_hidden_by_its_profile(tmp_path: Path) -> None:
-    run, told = make_run(tmp_path, [1])
+    run, log = make_run(tmp_path, [1])
     with pytest.raises(RunError, match="the engine died"):
         run.train(steps=0, error=RunError("the engine died"))
-    assert [text for text in told if text.startswith(("begin", "end in"))] == ["begin"]
+    assert [text for text in log if text.startswith(("begin", "end in"))] == ["begin"]
 
 
 def test_some_rollouts_of_a_step(tmp_path: Path) -> None:
     rows = [make_trajectory(prompt_idx=10 + group, group=group, response=f"{group}") for group in range(4)]
-    write_rollouts(locate_rollouts_file(tmp_path, 3), [(one.group, with_learnt(one, one)) for one in rows])
+    write_rollouts(
+        locate_rollouts_file(tmp_path, 3), [(rollout.group, with_learnt(rollout, rollout)) for rollout in rows]
+    )
     rollouts: Any = FakeRollouts()
     dumps = RolloutDumps(rollouts, LoggerConfig(num_completions_to_print=3), tmp_path, RUN)
     assert [row["response"] for row in dumps.read_rows(3)] == ["0", "1", "2"], "each to another prompt"

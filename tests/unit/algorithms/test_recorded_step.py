@@ -42,12 +42,13 @@ def reading(folder: Path, recording: Path, *overrides: str) -> Run:
 def lessons(run: Run) -> list[Any]:
     """Everything that the policy learnt from, in plain types."""
     return [
-        (one.sequences, {name: one.entry(name) for name in one.tokens.fields.as_dict()}) for one in run.policy.lessons
+        (lesson.sequences, {name: lesson.entry(name) for name in lesson.tokens.fields.as_dict()})
+        for lesson in run.policy.lessons
     ]
 
 
 def without_refit(report: StepReport) -> dict[str, float]:
-    return {name: one for name, one in report.metrics.items() if name not in REFIT}
+    return {name: metric for name, metric in report.metrics.items() if name not in REFIT}
 
 
 REFIT = ("refit_bytes", "refit_retries", "engine_restarts")
@@ -60,8 +61,8 @@ def test_it_is_the_recorded_step(overrides: list[str], tmp_path: Path) -> None:
         alike = [
             make_trajectory(5, group=group, prompt_idx=group, reward=1.0, sample=i) for group in (2, 3) for i in (0, 1)
         ]
-        more = [make_trajectory(4, group=4, prompt_idx=4, reward=float(i), sample=i) for i in (0, 1)]
-        first.dropped = alike + more
+        rollouts = [make_trajectory(4, group=4, prompt_idx=4, reward=float(i), sample=i) for i in (0, 1)]
+        first.dropped = alike + rollouts
     sampled = first.step()
     record(first, tmp_path / "recording")
     second = reading(tmp_path / "second", tmp_path / "recording", *overrides)
@@ -107,8 +108,8 @@ def test_a_reward_that_was_changed_to_nothing_is_refused(tmp_path: Path) -> None
 
 
 def test_sampling_alone_is_the_first_half_of_a_step(tmp_path: Path) -> None:
-    whole, half = Run(tmp_path / "whole"), Run(tmp_path / "half", "debug.train=false")
-    trained = whole.step()
+    full_run, half = Run(tmp_path / "whole"), Run(tmp_path / "half", "debug.train=false")
+    trained = full_run.step()
     before = copy.deepcopy(half.run.state)
     assert before == make_save_state()
     report = sampling_step(half.run, half.prompts())
@@ -116,5 +117,5 @@ def test_sampling_alone_is_the_first_half_of_a_step(tmp_path: Path) -> None:
     assert report.metrics.items() <= {**trained.metrics, "optimizer_steps": 0.0}.items()
     assert report.metrics["valid_tokens"] == trained.metrics["valid_tokens"]
     assert (half.policy.lessons, half.policy.log) == ([], ["dump 1 begins"])
-    assert half.run.dumps.facts == whole.run.dumps.facts
+    assert half.run.dumps.facts == full_run.run.dumps.facts
     assert sampling_step(half.run, iter(())) is None

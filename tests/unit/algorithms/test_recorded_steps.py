@@ -45,7 +45,7 @@ def test_an_engine_is_replaced_by_one_with_the_weights_of_the_folder() -> None:
 
 
 def test_an_engine_that_is_not_replaced_ends_the_sampling() -> None:
-    def refuse(lost: Any) -> None:
+    def refuse(error: Any) -> None:
         raise RunError("as often as generation.engine_restarts=1 allows")
 
     with pytest.raises(SamplingError, match="as often as"):

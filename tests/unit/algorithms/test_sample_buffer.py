@@ -57,12 +57,12 @@ def test_nothing_is_sampled_that_no_step_is_left_for() -> None:
 
 
 @settings(deadline=None)
-@given(age=st.integers(0, 4), taken=st.lists(st.integers(1, 4), min_size=1, max_size=8))
-def test_no_batch_is_too_old_when_steps_take_several(age: int, taken: list[int]) -> None:
+@given(age=st.integers(0, 4), versions=st.lists(st.integers(1, 4), min_size=1, max_size=8))
+def test_no_batch_is_too_old_when_steps_take_several(age: int, versions: list[int]) -> None:
     """Dynamic sampling takes several batches a step; as many are begun as the age allows, and none becomes older."""
     process, order, oldest = begin(age), [], 0
     begun_at: list[int] = []
-    for version, batches in enumerate(taken):
+    for version, batches in enumerate(versions):
         for _ in range(batches):
             groups = process.buffer.take(process.batches, version, StepTimer())
             begun_at += [version] * (len(process.rollouts.asked) - len(begun_at))
@@ -72,5 +72,5 @@ def test_no_batch_is_too_old_when_steps_take_several(age: int, taken: list[int])
             order.append([group.outcomes[0].prompt_idx for group in groups])
     assert order == DATA.in_turn()[: len(order)]
     assert oldest <= age
-    if len(order) == sum(taken) == len(taken) <= DATA.batches - age:
-        assert oldest == min(age, len(taken) - 1)
+    if len(order) == sum(versions) == len(versions) <= DATA.batches - age:
+        assert oldest == min(age, len(versions) - 1)

@@ -59,15 +59,15 @@ def batches(*rows: list[int]) -> Iterator[Any]:
     return iter([[{"idx": idx} for idx in row] for row in rows])
 
 
-def drawn(run: SamplingRun, prompts: Iterator[Any]) -> StepSamples:
+def draw_samples(run: SamplingRun, prompts: Iterator[Any]) -> StepSamples:
     samples = sample(run, prompts, StepTimer())
     assert samples is not None
     return samples
 
 
 def prompts_of(outcomes: list[Outcome]) -> list[int]:
-    assert [one.sample for one in outcomes] == list(range(SAMPLES)) * (len(outcomes) // SAMPLES)
-    return [one.prompt_idx for one in outcomes[::SAMPLES]]
+    assert [outcome.sample for outcome in outcomes] == list(range(SAMPLES)) * (len(outcomes) // SAMPLES)
+    return [outcome.prompt_idx for outcome in outcomes[::SAMPLES]]
 
 
 def trajectories_of(groups: list[SampledGroup]) -> list[list[dict[str, Any]]]:
@@ -80,7 +80,7 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     prompts: list[int] = []
 
     def counted(config: Config, outcomes: list[Outcome]) -> Any:
-        prompts.extend(one.prompt_idx for one in outcomes[::SAMPLES])
+        prompts.extend(outcome.prompt_idx for outcome in outcomes[::SAMPLES])
         return score(config, outcomes)
 
     monkeypatch.setattr(stage, "score", counted)
@@ -90,7 +90,7 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_without_dynamic_sampling_a_step_is_a_generation_batch(tmp_path: Path) -> None:
     (run, rollouts), prompts = make(tmp_path), batches([1, 2, 3], [4, 5, 6])
     for expected in ([1, 2, 3], [4, 5, 6]):
-        samples = drawn(run, prompts)
+        samples = draw_samples(run, prompts)
         assert prompts_of(samples.outcomes) == expected
         assert samples.outcomes == samples.sampled
         assert samples.metrics == {}
@@ -103,7 +103,7 @@ def test_without_dynamic_sampling_a_step_is_a_generation_batch(tmp_path: Path) -
 def test_what_decides_the_draw(tmp_path: Path) -> None:
     run, rollouts = make(tmp_path, seed=17)
     run.state["generation_batches"] = 4
-    drawn(run, batches([8, 3]))
+    draw_samples(run, batches([8, 3]))
     assert rollouts.asked == [
         {"rows": [8, 3], "samples_per_prompt": SAMPLES, "sampling": SETTINGS, "run_seed": 17, "generation_batch": 5}
     ]
@@ -112,9 +112,9 @@ def test_what_decides_the_draw(tmp_path: Path) -> None:
 def test_dynamic_sampling_fills_a_step_from_several_batches(tmp_path: Path) -> None:
     run, rollouts = make(tmp_path, use_dynamic_sampling=True)
     prompts = batches([0, 1, 2], [3, 5, 7], [4, 6, 8], [10, 12, 14])
-    samples = drawn(run, prompts)
+    samples = draw_samples(run, prompts)
     assert prompts_of(samples.outcomes) == [0, 2, 4]
-    assert [one.group for one in samples.outcomes] == [0, 0, 1, 1, 2, 2]
+    assert [outcome.group for outcome in samples.outcomes] == [0, 0, 1, 1, 2, 2]
     assert prompts_of(samples.sampled) == [0, 1, 2, 3, 5, 7, 4, 6, 8]
     assert samples.metrics == {
         "dynamic_sampling_gen_batches": 3.0,
@@ -127,7 +127,7 @@ def test_dynamic_sampling_fills_a_step_from_several_batches(tmp_path: Path) -> N
         [2] * 2,
         [4] * 2,
     ]
-    samples = drawn(run, prompts)
+    samples = draw_samples(run, prompts)
     assert prompts_of(samples.outcomes) == [10, 12, 14]
     assert [request["generation_batch"] for request in rollouts.asked] == [1, 2, 3, 4], (
         "every generation batch has seeds of its own"
@@ -140,7 +140,7 @@ def test_a_group_is_scored_once(tmp_path: Path, scored: list[int]) -> None:
     """The scores of a group go with the group into the step, also from an earlier generation batch."""
     shaping = RewardShapingConfig(enabled=True, overlong_buffer_length=2, max_response_length=3)
     run, _ = make(tmp_path, use_dynamic_sampling=True, reward_shaping=shaping)
-    samples = drawn(run, batches([0, 1, 2], [3, 5, 7], [4, 6, 8]))
+    samples = draw_samples(run, batches([0, 1, 2], [3, 5, 7], [4, 6, 8]))
     assert scored == [0, 1, 2, 3, 5, 7, 4, 6, 8]
     expected = score(run.config, samples.outcomes)
     assert samples.scores.rewards.tolist() == expected.rewards.tolist()
@@ -150,7 +150,7 @@ def test_a_group_is_scored_once(tmp_path: Path, scored: list[int]) -> None:
 
 def test_without_dynamic_sampling_a_step_is_scored_once(tmp_path: Path, scored: list[int]) -> None:
     run, _ = make(tmp_path)
-    drawn(run, batches([0, 1, 2]))
+    draw_samples(run, batches([0, 1, 2]))
     assert scored == [0, 1, 2]
 
 
@@ -159,14 +159,14 @@ def test_what_waits_when_the_data_ends_is_there_after_a_restart(tmp_path: Path, 
     waiting = run.batch_cache
     assert sample(run, batches([0, 1, 2]), StepTimer()) is None
     assert waiting is run.batch_cache, "whoever saves it holds the list"
-    saved = json.dumps([[one.to_row() for one in group] for group in rollouts.fetch(run.batch_cache)])
+    saved = json.dumps([[trajectory.to_row() for trajectory in group] for group in rollouts.fetch(run.batch_cache)])
     resumed, again = make(tmp_path, use_dynamic_sampling=True)
     resumed.state = json.loads(json.dumps(run.state))
     resumed.batch_cache[:] = again.put([[Trajectory.from_row(row) for row in group] for group in json.loads(saved)])
     scored.clear()
-    continued = drawn(resumed, batches([4, 6, 8]))
+    continued = draw_samples(resumed, batches([4, 6, 8]))
     assert scored == [0, 2, 4, 6, 8], "what waited has to be scored again"
-    straight = drawn(make(tmp_path, use_dynamic_sampling=True)[0], batches([0, 1, 2], [4, 6, 8]))
+    straight = draw_samples(make(tmp_path, use_dynamic_sampling=True)[0], batches([0, 1, 2], [4, 6, 8]))
     assert continued.outcomes == straight.outcomes
     assert trajectories_of(continued.groups) == trajectories_of(straight.groups)
     assert continued.scores.rewards.tolist() == straight.scores.rewards.tolist()
@@ -196,7 +196,7 @@ def test_what_is_not_finite_is_found_before_anything_is_made_of_it(dynamic: bool
 
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_samples_that_were_drawn_ahead(dynamic: bool, tmp_path: Path) -> None:
-    """The same groups as in turn, taken from what is under way; counts are of what steps took, for a resume."""
+    """The same groups as in turn; counts are of what steps took, for a resume."""
     (run, rollouts), (plain, _) = (make(tmp_path, use_dynamic_sampling=dynamic) for _ in range(2))
     rows = [[0, 1, 2], [4, 5, 7], [6, 8, 10], [12, 14, 16]]
     pool: Any = rollouts
@@ -205,18 +205,18 @@ def test_samples_that_were_drawn_ahead(dynamic: bool, tmp_path: Path) -> None:
     loop = replace(run.config.training_loop, num_generations_per_prompt=SAMPLES, max_num_steps=9, async_grpo=options)
     run.buffer = OrderedBuffer(pool, loader, loop, SETTINGS, 0)
     prompts, in_turn = batches(*rows), batches(*rows)
-    expected, taken = drawn(plain, in_turn), drawn(run, prompts)
-    assert taken.outcomes == expected.outcomes
+    expected, ahead = draw_samples(plain, in_turn), draw_samples(run, prompts)
+    assert ahead.outcomes == expected.outcomes
     assert run.state == plain.state
     assert len(rollouts.asked) == run.state["generation_batches"] + 1
-    assert taken.metrics.items() >= expected.metrics.items()
-    assert taken.metrics["trajectory_age_max"] == 0
-    assert taken.metrics["buffer_depth"] == 3
-    assert taken.metrics["exposed_generation_s"] >= 0
+    assert ahead.metrics.items() >= expected.metrics.items()
+    assert ahead.metrics["trajectory_age_max"] == 0
+    assert ahead.metrics["buffer_depth"] == 3
+    assert ahead.metrics["exposed_generation_s"] >= 0
     run.state["total_steps"] = plain.state["total_steps"] = 1
-    expected, taken = drawn(plain, in_turn), drawn(run, prompts)
-    assert taken.outcomes == expected.outcomes
-    assert taken.metrics["trajectory_age_max"] == 1
+    expected, ahead = draw_samples(plain, in_turn), draw_samples(run, prompts)
+    assert ahead.outcomes == expected.outcomes
+    assert ahead.metrics["trajectory_age_max"] == 1
 
 
 def test_a_step_has_the_engines_counts_from_before_a_validation_and_none_of_it(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_step_has_the_engines_counts_from_before_a_validation_and_none_of_it(t
         return answers(prompts, samples)
 
     rollouts.take_engine_counts = take  # type: ignore[method-assign]
-    drawn(run, batches([1, 2, 3]))
+    draw_samples(run, batches([1, 2, 3]))
     for validations in (1, 2, 0):
         counts += EngineCounts(running=8, kv_cache_usage=0.5, prefix_tokens=60, prefix_hits=30, tokens=100, busy_s=2.0)
         rollouts.answers = count_validation
@@ -245,7 +245,7 @@ def test_a_step_has_the_engines_counts_from_before_a_validation_and_none_of_it(t
             assert validate(run)
         rollouts.answers = answers
         counts += EngineCounts(running=6, kv_cache_usage=0.25, prefix_tokens=20, tokens=500, busy_s=1.0)
-        assert drawn(run, batches([4, 5, 6])).engines == {
+        assert draw_samples(run, batches([4, 5, 6])).engines == {
             "engine_running": 8.0,
             "engine_waiting": 0.0,
             "engine_kv_cache_usage": 0.5,
@@ -255,7 +255,7 @@ def test_a_step_has_the_engines_counts_from_before_a_validation_and_none_of_it(t
 
 
 def test_a_rollout_that_failed_makes_no_difference(tmp_path: Path) -> None:
-    """A group with one other sample has nothing to compare it with, and is dropped; one with two others is not."""
+    """A group with one other sample is dropped, one with two others is not."""
     run, rollouts = make(tmp_path, use_dynamic_sampling=True)
     run.config.grpo.num_generations_per_prompt = 3
     run.config.grpo.num_prompts_per_step = 1
@@ -264,7 +264,7 @@ def test_a_rollout_that_failed_makes_no_difference(tmp_path: Path) -> None:
         [make_trajectory(reward=1.0), failed, failed],
         [failed, make_trajectory(prompt_idx=1, reward=0.0), make_trajectory(prompt_idx=1, reward=1.0)],
     ]
-    samples = drawn(run, batches([0, 1]))
-    assert [one.prompt_idx for one in samples.outcomes] == [0, 1, 1]
-    assert [one.failure for one in samples.outcomes] == ["it raised twice", None, None]
+    samples = draw_samples(run, batches([0, 1]))
+    assert [outcome.prompt_idx for outcome in samples.outcomes] == [0, 1, 1]
+    assert [outcome.failure for outcome in samples.outcomes] == ["it raised twice", None, None]
     assert samples.metrics["dynamic_sampling_groups_without_signal"] == 1

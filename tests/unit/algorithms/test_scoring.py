@@ -38,9 +38,9 @@ def config(samples: int = 2, **grpo: Any) -> Config:
 def gdpo_config(weights: tuple[float, float] = (1.0, 0.5), samples: int = 2) -> Config:
     functions = ["rewards.right", "rewards.short"]
     environment = EnvironmentConfig(type="reward_functions", reward_funcs=functions, reward_weights=list(weights))
-    made = config(samples, adv_estimator=AdvantageEstimatorConfig(name="gdpo"))
-    made.env = {"task": environment}
-    return made
+    gdpo_settings = config(samples, adv_estimator=AdvantageEstimatorConfig(name="gdpo"))
+    gdpo_settings.env = {"task": environment}
+    return gdpo_settings
 
 
 def step(**changes: Any) -> list[Outcome]:
@@ -51,7 +51,7 @@ def step(**changes: Any) -> list[Outcome]:
     ]
 
 
-def scaled(reward: float, keys: RewardScalingConfig) -> float:
+def scale_reward(reward: float, keys: RewardScalingConfig) -> float:
     """By the definition, on numbers."""
     if not keys.enabled:
         return reward
@@ -59,7 +59,7 @@ def scaled(reward: float, keys: RewardScalingConfig) -> float:
     return keys.target_min + share * (keys.target_max - keys.target_min)
 
 
-def shaped(reward: float, outcome: Outcome, keys: RewardShapingConfig) -> float:
+def shape_reward(reward: float, outcome: Outcome, keys: RewardShapingConfig) -> float:
     """By the definition, on numbers."""
     if not keys.enabled:
         return reward
@@ -74,8 +74,8 @@ def shaped(reward: float, outcome: Outcome, keys: RewardShapingConfig) -> float:
 
 def differ(rewards: list[float | None]) -> bool:
     """Whether some two of the rewards that were given are different, as the float32 that is computed with."""
-    known = [torch.tensor(one).item() for one in rewards if one is not None]
-    return any(a != b for a, b in combinations(known, 2))
+    finite = [torch.tensor(reward).item() for reward in rewards if reward is not None]
+    return any(a != b for a, b in combinations(finite, 2))
 
 
 OUTCOMES = st.builds(
@@ -110,20 +110,23 @@ def test_rewards_and_signals_against_loops(
 ) -> None:
     samples, groups = sampled
     keys = config(samples, reward_scaling=scaling, reward_shaping=shaping)
-    scores = score(keys, [one for group in groups for one in group])
+    scores = score(keys, [outcome for group in groups for outcome in group])
     assert scores.rewards.dtype == torch.float32
     assert scores.reward_parts is scores.function_weights is None
-    for group, rewards, differs, kept in zip(groups, scores.rewards, scores.differs, scores.has_signal, strict=True):
-        before = [None if one.reward is None else scaled(one.reward, scaling) for one in group]
+    for group, rewards, differs, has_signal in zip(
+        groups, scores.rewards, scores.differs, scores.has_signal, strict=True
+    ):
+        before = [None if outcome.reward is None else scale_reward(outcome.reward, scaling) for outcome in group]
         after = [
-            None if value is None else shaped(value, one, shaping) for one, value in zip(group, before, strict=True)
+            None if value is None else shape_reward(value, outcome, shaping)
+            for outcome, value in zip(group, before, strict=True)
         ]
         expected = [NAN if value is None else value for value in after]
         assert rewards.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6, nan_ok=True)
         # On a tie that rounding alone could break, the numbers themselves decide.
-        found = [None if math.isnan(value) else value for value in rewards.tolist()]
-        assert differs == differ(found)
-        assert kept == (differ(found) and differ(before))
+        values = [None if math.isnan(value) else value for value in rewards.tolist()]
+        assert differs == differ(values)
+        assert has_signal == (differ(values) and differ(before))
 
 
 def test_scaling_comes_before_shaping() -> None:
@@ -175,7 +178,7 @@ def test_what_nobody_scored_is_no_difference() -> None:
 
 
 def gdpo_step(parts: list[dict[str, float]]) -> list[Outcome]:
-    return [make_outcome(1, reward=0.0, reward_parts=given) for given in parts]
+    return [make_outcome(1, reward=0.0, reward_parts=part) for part in parts]
 
 
 def test_gdpo_keeps_what_each_function_said() -> None:
@@ -223,13 +226,15 @@ def entries(scores: Scores, groups: list[int]) -> dict[str, Any]:
 def test_scores_of_groups_are_those_of_the_groups_alone(drawn: tuple[Any, list[int], Any], gdpo: bool) -> None:
     """A group scores the same beside any others, so a step trains on the scores that dynamic sampling saw."""
     groups, chosen, data = drawn
-    for one in [one for group in groups for one in group]:
-        one.reward_parts = data.draw(st.dictionaries(st.sampled_from(["right", "short"]), st.sampled_from([0.0, 1.0])))
+    for outcome in [outcome for group in groups for outcome in group]:
+        outcome.reward_parts = data.draw(
+            st.dictionaries(st.sampled_from(["right", "short"]), st.sampled_from([0.0, 1.0]))
+        )
     shaping = RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.25)
     keys = gdpo_config(samples=3) if gdpo else config(3, reward_shaping=shaping)
-    whole = score(keys, [one for group in groups for one in group])
-    alone = score(keys, [one for number in chosen for one in groups[number]])
-    assert entries(whole, chosen) == entries(alone, list(range(len(chosen))))
+    full = score(keys, [outcome for group in groups for outcome in group])
+    alone = score(keys, [outcome for number in chosen for outcome in groups[number]])
+    assert entries(full, chosen) == entries(alone, list(range(len(chosen))))
     joined = Scores.join([score(keys, groups[number]) for number in chosen])
     assert entries(joined, list(range(len(chosen)))) == entries(alone, list(range(len(chosen))))
 
@@ -237,9 +242,9 @@ def test_scores_of_groups_are_those_of_the_groups_alone(drawn: tuple[Any, list[i
 @pytest.mark.parametrize(("turns", "longest"), [(1, LONGEST), (3, 3 * LONGEST), (9, 40)])
 def test_the_overlong_penalty_is_full_for_the_longest_rollout(turns: int, longest: int) -> None:
     """DAPO's penalty counts the tokens of all turns, of which each has LONGEST at most."""
-    made = config(
+    settings = config(
         3, reward_shaping=RewardShapingConfig(enabled=True, overlong_buffer_length=2), max_rollout_turns=turns
     )
-    made.policy.max_total_sequence_length = 40
+    settings.policy.max_total_sequence_length = 40
     outcomes = [make_outcome(tokens, reward=1.0) for tokens in (longest - 2, longest - 1, longest)]
-    assert score(made, outcomes).rewards.tolist() == [[1.0, 0.5, 0.0]]
+    assert score(settings, outcomes).rewards.tolist() == [[1.0, 0.5, 0.0]]

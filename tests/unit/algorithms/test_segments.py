@@ -29,18 +29,20 @@ SEGMENTED = {
 def step(segment_tokens: list[int], **changes: Any) -> list[Trajectory]:
     """Two prompts with two samples each; the first sample has these segments."""
     first = make_trajectory(**(SEGMENTED | {"segment_tokens": segment_tokens}), reward=1.0)
-    others = [make_trajectory(3, reward=0.0), make_trajectory(2, reward=0.25), make_trajectory(1, reward=1.0)]
-    return [first, *others]
+    peers = [make_trajectory(3, reward=0.0), make_trajectory(2, reward=0.25), make_trajectory(1, reward=1.0)]
+    return [first, *peers]
 
 
 def config(**parts: Any) -> Config:
-    made = Config()
-    made.grpo.num_generations_per_prompt, made.grpo.num_prompts_per_step = 2, 2
-    return made
+    config = Config()
+    config.grpo.num_generations_per_prompt, config.grpo.num_prompts_per_step = 2, 2
+    return config
 
 
 def test_the_batch_has_a_sequence_for_each_segment() -> None:
-    batch = StepBatch.from_outcomes(config(), [one.outcome for one in [*step([4, 5, 2])[:2], failed_trajectory()]])
+    batch = StepBatch.from_outcomes(
+        config(), [trajectory.outcome for trajectory in [*step([4, 5, 2])[:2], failed_trajectory()]]
+    )
     assert batch.lengths.tolist() == [4, 5, 2, 4, 1]
     assert batch.response_tokens.tolist() == [2, 2, 1, 3, 0]
     assert batch.rollouts is not None
@@ -54,7 +56,7 @@ def test_the_batch_has_a_sequence_for_each_segment() -> None:
 
 
 def test_without_segments_a_batch_is_as_before() -> None:
-    batch = StepBatch.from_outcomes(config(), [one.outcome for one in step([])])
+    batch = StepBatch.from_outcomes(config(), [trajectory.outcome for trajectory in step([])])
     assert batch.rollouts is batch.rollout_shares is None
     assert batch.lengths.tolist() == [11, 4, 3, 2]
 
@@ -73,18 +75,18 @@ ESTIMATORS = [
 def test_sampled_tokens_have_the_advantages_of_the_rollout_in_one_piece(
     estimator: dict[str, Any], replicas: int
 ) -> None:
-    made = config()
-    made.policy.parallel.data = replicas
-    made.grpo.adv_estimator.name = estimator.get("adv_estimator", {}).get("name", made.grpo.adv_estimator.name)
+    settings = config()
+    settings.policy.parallel.data = replicas
+    settings.grpo.adv_estimator.name = estimator.get("adv_estimator", {}).get("name", settings.grpo.adv_estimator.name)
     generator = np.random.default_rng(4)
     entries = {}
     if "kl" in estimator:
-        made.loss_fn.use_kl_in_reward = True
-        tokens = sum(one.tokens for one in step([]))
+        settings.loss_fn.use_kl_in_reward = True
+        tokens = sum(trajectory.tokens for trajectory in step([]))
         entries = {name: generator.normal(size=tokens) for name in ("prev_logprobs", "reference_logprobs")}
-    whole, cut = (advantages_of(made, step(segments), **entries) for segments in ([], [4, 5, 2]))
-    assert [value for row in cut for value in row] == [value for row in whole for value in row]
-    assert len(cut) == len(whole) + 2
+    full, cut = (advantages_of(settings, step(segments), **entries) for segments in ([], [4, 5, 2]))
+    assert [value for row in cut for value in row] == [value for row in full for value in row]
+    assert len(cut) == len(full) + 2
 
 
 @pytest.mark.usefixtures("fake_ray")
@@ -93,7 +95,7 @@ def test_a_rollout_leaves_the_loss_as_a_whole() -> None:
 
     trajectories = step([4, 5, 2])
     batch, _ = laid_out(config(), trajectories)
-    parts = [part for one in trajectories for part in one.split_segments()]
+    parts = [part for trajectory in trajectories for part in trajectory.split_segments()]
     arrays = partitions.concatenate_trajectories(parts)
     arrays["prev_logprobs"] = arrays["generation_logprobs"].copy()
     arrays["prev_logprobs"][7:9] -= 3.0  # in the second segment of the first rollout
@@ -106,14 +108,17 @@ def test_a_rollout_leaves_the_loss_as_a_whole() -> None:
 
 def test_rows_keep_segments_and_have_the_values_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trajectories = step([4, 5, 2])
-    batch = StepBatch.from_outcomes(config(), [one.outcome for one in trajectories])
+    batch = StepBatch.from_outcomes(config(), [trajectory.outcome for trajectory in trajectories])
     batch.partitions = [np.array([1, 3]), np.array([0, 2, 4, 5])]
     tokens = np.arange(batch.lengths.sum(), dtype=np.float32)
     batch.fields = {"prev_logprobs": partitions.split_by_partition(tokens, batch.partitions, batch.lengths)}
     batch.advantages = batch.repeat_by_sequence(np.array([1, -1, 2, -2], dtype=np.float32))
     monkeypatch.setattr(partitions.ray, "get", list)
     values = partitions.fetch_trained_values(batch)
-    rows = [(one, partitions.select_trained_values(values, i, one)) for i, one in enumerate(trajectories)]
+    rows = [
+        (trajectory, partitions.select_trained_values(values, i, trajectory))
+        for i, trajectory in enumerate(trajectories)
+    ]
     assert rows[0][1]["prev_logprobs"].tolist() == [2, 3, 7, 8, 10]
     assert rows[0][1]["advantages"].tolist() == [1] * 5
     facts = RunFacts(prompts_per_step=2, samples_per_prompt=2, max_num_steps=1, vocab=10, vocabulary=None)
@@ -123,8 +128,8 @@ def test_rows_keep_segments_and_have_the_values_of_all(tmp_path: Path, monkeypat
     read, groups = read_recorded_rollouts(tmp_path / "step_1.parquet")
     assert read.dropped == dropped
     for number, group in enumerate((trajectories[:2], trajectories[2:])):
-        for one in group:
-            one.group = number
+        for trajectory in group:
+            trajectory.group = number
     assert plain_groups(groups) == plain_groups([trajectories[:2], trajectories[2:]])
     assert Trajectory.from_row(trajectories[0].to_saved_row()).segments == [[4, 2], [5, 2], [2, 1]]
 
@@ -139,7 +144,7 @@ def test_a_replay_has_a_sequence_for_each_segment() -> None:
         model=Path(),
         trajectories=trajectories,
         advantages=[None] * 4,
-        prev_logprobs=[one.logprobs for one in trajectories],
+        prev_logprobs=[trajectory.logprobs for trajectory in trajectories],
         figures=None,
     )
     assert record.lengths.tolist() == [4, 5, 2, 4, 3, 2]

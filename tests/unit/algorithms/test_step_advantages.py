@@ -41,9 +41,9 @@ class Layout:
 
 
 def trajectory(number: int, reward: float | None, length: int, **changes: Any) -> Trajectory:
-    place = {"prompt_idx": number // 2, "group": number // 2, "sample": number % 2}
+    indices = {"prompt_idx": number // 2, "group": number // 2, "sample": number % 2}
     logprobs = [-0.5 * (t + 1) for t in range(length)]
-    fields = {"reward": reward, "logprobs": logprobs, **place, **changes}
+    fields = {"reward": reward, "logprobs": logprobs, **indices, **changes}
     return make_trajectory(length, prompt_tokens=PROMPT, **fields)
 
 
@@ -56,9 +56,9 @@ def step(**changes: Any) -> list[Trajectory]:
 
 
 def config(loss: LossConfig | None = None, **grpo: Any) -> Config:
-    made = Config(grpo=GRPOConfig(**{"num_generations_per_prompt": 2, **grpo}), loss_fn=loss or LossConfig())
-    made.policy.parallel.data = Layout.replicas
-    return made
+    config = Config(grpo=GRPOConfig(**{"num_generations_per_prompt": 2, **grpo}), loss_fn=loss or LossConfig())
+    config.policy.parallel.data = Layout.replicas
+    return config
 
 
 def policy_logprobs(trajectories: list[Trajectory]) -> NDArray[np.float32]:
@@ -189,7 +189,7 @@ def test_advantages_that_are_not_finite_are_traced_to_their_responses(in_reward:
     for name in ("prev_logprobs", "reference_logprobs"):
         add_entry(batch, name, policy_logprobs(trajectories))
     workers: Any = rollouts
-    finite = add_advantages(keys, score(keys, [one.outcome for one in trajectories]), batch, workers)
+    finite = add_advantages(keys, score(keys, [trajectory.outcome for trajectory in trajectories]), batch, workers)
     assert finite.tolist() == [True, True, False, False]
     assert rollouts.computed == ["compute_token_advantages"] * in_reward
 
@@ -200,7 +200,7 @@ def gdpo_step(parts: list[dict[str, float]]) -> tuple[Config, list[Trajectory]]:
     )
     keys = config(adv_estimator=AdvantageEstimatorConfig(name="gdpo"))
     keys.env = {"task": environment}
-    return keys, [trajectory(i, 0.0, 1, reward_parts=given) for i, given in enumerate(parts)]
+    return keys, [trajectory(i, 0.0, 1, reward_parts=part) for i, part in enumerate(parts)]
 
 
 def test_gdpo_takes_the_parts_and_their_weights() -> None:
@@ -214,7 +214,7 @@ def test_gdpo_takes_the_parts_and_their_weights() -> None:
 
 def signal_metric(config: Config, trajectories: list[Trajectory]) -> float | None:
     """The share of groups without a signal that a step reports."""
-    outcomes = [one.outcome for one in trajectories]
+    outcomes = [trajectory.outcome for trajectory in trajectories]
     groups = FakeRollouts().put([trajectories])
     metrics = compute_sampling_metrics(config, StepSamples(groups, score(config, outcomes), outcomes, {}))
     return metrics.get("groups_without_signal")

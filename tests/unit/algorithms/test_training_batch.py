@@ -54,8 +54,8 @@ def test_the_batch_of_a_step(replicas: int) -> None:
 
 def test_spans_say_which_tokens_were_sampled() -> None:
     two_turns = [Span(1, 2, 0), Span(3, 5, 1)]
-    one = make_trajectory(token_ids=[7, 8, 9, 7, 8, 9], spans=two_turns, logprobs=[-1.0, -2.0, -3.0])
-    batch = laid_out([one], samples=1)
+    trajectory = make_trajectory(token_ids=[7, 8, 9, 7, 8, 9], spans=two_turns, logprobs=[-1.0, -2.0, -3.0])
+    batch = laid_out([trajectory], samples=1)
     assert (batch.lengths.tolist(), batch.response_tokens.tolist()) == ([6], [3])
     assert by_sequence(batch, "generation_logprobs")[0].tolist() == [0, -1, 0, -2, -3, 0]
 
@@ -75,28 +75,30 @@ OUTCOMES = st.builds(
 def test_what_is_in_the_loss_against_a_loop(trajectories: list[Trajectory], overlong: bool, imitate: bool) -> None:
     batch = laid_out(trajectories, samples=1, overlong_filtering=overlong, positive=0.1 * imitate)
     expected = []
-    for one in trajectories:
+    for trajectory in trajectories:
         inside = True
-        if one.reward is None:  # nobody had an opinion, or the rollout failed
+        if trajectory.reward is None:  # nobody had an opinion, or the rollout failed
             inside = False
-        if one.loss_multiplier == 0:
+        if trajectory.loss_multiplier == 0:
             inside = False
-        if overlong and one.stop_reason == "length":
+        if overlong and trajectory.stop_reason == "length":
             inside = False
         expected.append(inside)
     assert batch.in_loss.dtype == np.bool_
     assert batch.in_loss.tolist() == expected
-    weights = [one.loss_multiplier or 1.0 for one in trajectories]
+    weights = [trajectory.loss_multiplier or 1.0 for trajectory in trajectories]
     assert (None if batch.loss_weights is None else batch.loss_weights.tolist()) == (
         None if {*weights} == {1.0} else weights
     )
     if imitate:
         assert batch.positive is not None
         assert batch.positive.dtype == np.bool_
-        assert batch.positive.tolist() == [one.correct is True for one in trajectories]
+        assert batch.positive.tolist() == [trajectory.correct is True for trajectory in trajectories]
     else:
         assert batch.positive is None
-    tokens = sum(one.response_tokens for one, inside in zip(trajectories, expected, strict=True) if inside)
+    tokens = sum(
+        trajectory.response_tokens for trajectory, inside in zip(trajectories, expected, strict=True) if inside
+    )
     assert batch.loss_tokens == tokens
 
 
@@ -149,9 +151,9 @@ def a_step(lengths: list[int]) -> StepBatch:
 def owners(partitions: list[NDArray[np.int64]], replicas: int, sequences: int) -> list[int]:
     """The replica of each sequence, when each owns as many neighbouring partitions as the others."""
     assert len(partitions) % replicas == 0, "every replica owns whole partitions"
-    each = len(partitions) // replicas
-    found = {int(number): partition // each for partition, numbers in enumerate(partitions) for number in numbers}
-    return [found[number] for number in range(sequences)]
+    size = len(partitions) // replicas
+    owner = {int(number): partition // size for partition, numbers in enumerate(partitions) for number in numbers}
+    return [owner[number] for number in range(sequences)]
 
 
 @settings(deadline=None, max_examples=200)
@@ -191,8 +193,8 @@ def test_shards_are_the_shares_of_the_plan_of_each_minibatch(layout: Layouts) ->
     for start in range(0, len(lengths), size):
         shares = SequencePacker(400, 1, TOKEN_COST).assign_to_replicas(np.array(lengths[start : start + size]), 2)
         for numbers, share in zip(partitions, shares, strict=True):
-            mine = [number for number in numbers.tolist() if start <= number < start + size]
-            assert mine == sorted(start + index for index in share)
+            share_numbers = [number for number in numbers.tolist() if start <= number < start + size]
+            assert share_numbers == sorted(start + index for index in share)
 
 
 @pytest.mark.parametrize(

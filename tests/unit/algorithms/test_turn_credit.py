@@ -23,9 +23,9 @@ GROUPS = [
 ]
 
 
-def make_rollout(turns: tuple[list[float], list[int]] | None, **place: int) -> Trajectory:
+def make_rollout(turns: tuple[list[float], list[int]] | None, **fields: int) -> Trajectory:
     if turns is None:
-        return failed_trajectory(**place)
+        return failed_trajectory(**fields)
     rewards, tokens = turns
     spans, start = [], 1  # an observation of one token stands before each turn
     for count in tokens:
@@ -33,12 +33,12 @@ def make_rollout(turns: tuple[list[float], list[int]] | None, **place: int) -> T
         start += count + 1
     return make_trajectory(
         sum(tokens), token_ids=list(range(start - 1)), spans=spans, reward=sum(rewards),
-        turn_rewards=list(rewards), turn_tokens=list(tokens), **place,
+        turn_rewards=list(rewards), turn_tokens=list(tokens), **fields,
     )  # fmt: skip
 
 
 def make_step(groups: Any = GROUPS) -> list[Trajectory]:
-    return [make_rollout(one, group=g, sample=s) for g, group in enumerate(groups) for s, one in enumerate(group)]
+    return [make_rollout(turns, group=g, sample=s) for g, group in enumerate(groups) for s, turns in enumerate(group)]
 
 
 def make_config(**values: Any) -> Config:
@@ -55,14 +55,20 @@ def compute_expected(discount: float, leave_one_out: bool, normalize: bool) -> l
             [sum(discount ** (k - t) * turns[0][k] for k in range(t, len(turns[0]))) for t in range(len(turns[0]))]
             for turns in group
         ]  # fmt: skip
-        for own, turns in zip(returns, group, strict=True):
+        for rollout_returns, turns in zip(returns, group, strict=True):
             row: list[float] = []
             for t, count in enumerate([] if turns is None else turns[1]):
-                peers = [one[t] for one in returns if one is not None and len(one) > t]
-                others = [one[t] for one in returns if one is not None and len(one) > t and one is not own]
+                peers = [
+                    peer_returns[t] for peer_returns in returns if peer_returns is not None and len(peer_returns) > t
+                ]
+                other_returns = [
+                    peer_returns[t]
+                    for peer_returns in returns
+                    if peer_returns is not None and len(peer_returns) > t and peer_returns is not rollout_returns
+                ]
                 advantage = 0.0
-                if others and len({*peers}) > 1:
-                    advantage = own[t] - fmean(others if leave_one_out else peers)
+                if other_returns and len({*peers}) > 1:
+                    advantage = rollout_returns[t] - fmean(other_returns if leave_one_out else peers)
                     advantage /= (stdev(peers) + 1e-6) if normalize else 1
                 row += [0.0] + [advantage] * count
             expected.append(row or [0.0])
@@ -85,7 +91,7 @@ def test_each_turn_has_an_advantage(discount: float, leave_one_out: bool, normal
 
 
 def test_rewards_are_discounted_to_the_start() -> None:
-    scores = score(make_config(turn_discount=0.5), [one.outcome for one in make_step()])
+    scores = score(make_config(turn_discount=0.5), [outcome.outcome for outcome in make_step()])
     assert scores.rewards.flatten().tolist() == pytest.approx(
         [1.0, 0.125 - 0.25, 1.25, 0.25, float("nan"), 0.75 + 0.5], nan_ok=True
     )
@@ -93,8 +99,8 @@ def test_rewards_are_discounted_to_the_start() -> None:
 
 def test_without_rewards_by_turn_nothing_changes() -> None:
     trajectories = make_step()
-    for one in trajectories:
-        one.turn_rewards, one.turn_tokens = [], []
+    for trajectory in trajectories:
+        trajectory.turn_rewards, trajectory.turn_tokens = [], []
     plain = advantages_of(make_config(), trajectories)
     assert any(any(row) for row in plain)
     for credit in ("turn", "response"):
@@ -104,19 +110,19 @@ def test_without_rewards_by_turn_nothing_changes() -> None:
 
 def test_the_undiscounted_sum_is_the_default() -> None:
     with_turns, without = make_step(), make_step()
-    for one in without:
-        one.turn_rewards, one.turn_tokens = [], []
+    for trajectory in without:
+        trajectory.turn_rewards, trajectory.turn_tokens = [], []
     assert advantages_of(make_config(), with_turns) == advantages_of(make_config(), without)
 
 
 def test_turns_tell_responses_of_equal_sums_apart() -> None:
     """Dynamic sampling keeps such a group, and joins sets whose numbers of turns differ."""
     group = [([1.0, 0.0], [1, 1]), ([0.0, 1.0], [1, 1]), ([0.5, 0.5], [1, 1])]
-    outcomes = [one.outcome for one in make_step([group])]
+    outcomes = [outcome.outcome for outcome in make_step([group])]
     turn = score(make_config(turn_credit="turn"), outcomes)
     assert not score(make_config(), outcomes).has_signal.any()
     assert turn.has_signal.all()
-    both = Scores.join([turn, score(make_config(turn_credit="turn"), [one.outcome for one in make_step()])])
+    both = Scores.join([turn, score(make_config(turn_credit="turn"), [outcome.outcome for outcome in make_step()])])
     assert both.turns is not None
     assert both.turns.returns.shape == both.turns.tokens.shape == (3, 3, 3)
     assert both.turns.tokens[2].tolist() == [[0, 0, 0], [0, 3, 0], [0, 0, 2]]
@@ -127,7 +133,7 @@ def test_a_length_penalty_counts_in_the_last_turn() -> None:
     config = make_config(
         turn_credit="turn", **shaping, **{"grpo.reward_shaping.max_response_length": 3, "generation.max_new_tokens": 5}
     )
-    outcomes = [one.outcome for one in make_step()]
+    outcomes = [outcome.outcome for outcome in make_step()]
     penalised = score(config, outcomes).turns
     plain = score(make_config(turn_credit="turn"), outcomes).turns
     assert penalised is not None

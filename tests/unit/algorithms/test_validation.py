@@ -42,16 +42,16 @@ def make_run(folder: Path, *overrides: str, rows: int = 5) -> Any:
 def test_validation_has_a_temperature_of_its_own(overrides: list[str], temperature: float, tmp_path: Path) -> None:
     run = make_run(tmp_path, *overrides)
     validate(run, StepTimer())
-    (asked,) = run.rollouts.asked
-    assert asked["sampling"] == replace(SETTINGS, temperature=temperature)
+    (request,) = run.rollouts.asked
+    assert request["sampling"] == replace(SETTINGS, temperature=temperature)
     assert run.settings == SETTINGS
 
 
 def test_every_prompt_is_answered_once_and_the_same_way_each_time(tmp_path: Path) -> None:
     run = make_run(tmp_path, "grpo.val_batch_size=2")
     metrics = validate(run, StepTimer())
-    assert [asked["rows"] for asked in run.rollouts.asked] == [[0, 1], [2, 3], [4]]
-    assert {asked["samples_per_prompt"] for asked in run.rollouts.asked} == {1}
+    assert [call["rows"] for call in run.rollouts.asked] == [[0, 1], [2, 3], [4]]
+    assert {call["samples_per_prompt"] for call in run.rollouts.asked} == {1}
     run.state["total_steps"] += 1
     assert validate(run, StepTimer()) == metrics
     seeds = [(request["run_seed"], request["generation_batch"]) for request in run.rollouts.asked]
@@ -64,15 +64,15 @@ def test_its_metrics_by_hand(tmp_path: Path) -> None:
     assert metrics == {"val_accuracy": 0.4, "val_reward": 2.0, "val_response_length": 3.0, "val_truncation_rate": 0.0}
 
 
-@pytest.mark.parametrize("shown", [0, 3, 9])
-def test_only_what_is_shown_comes_to_the_driver(shown: int, tmp_path: Path) -> None:
-    run = make_run(tmp_path, f"logger.num_val_samples_to_print={shown}", "grpo.val_batch_size=2")
+@pytest.mark.parametrize("limit", [0, 3, 9])
+def test_only_what_is_shown_comes_to_the_driver(limit: int, tmp_path: Path) -> None:
+    run = make_run(tmp_path, f"logger.num_val_samples_to_print={limit}", "grpo.val_batch_size=2")
     validate(run, StepTimer())
-    count = min(shown, 5)
+    count = min(limit, 5)
     assert len(run.rollouts.fetched) == count
     assert [prompt["idx"] for prompt, _ in run.shown] == list(range(count))
     expected = [group[0] for group in answers(run.val_prompts, 1)[:count]]
-    assert [plain(trajectory) for _, trajectory in run.shown] == [plain(one) for one in expected]
+    assert [plain(trajectory) for _, trajectory in run.shown] == [plain(rollout) for rollout in expected]
 
 
 def test_a_rollout_that_failed_is_neither_right_nor_wrong(tmp_path: Path) -> None:
@@ -126,8 +126,8 @@ def test_tasks_and_functions_by_hand(tmp_path: Path) -> None:
     parts = [{"format": 1.0}, {"format": 0.0, "exact": 0.5}, {"format": 1.0}, {}]
 
     def scored(prompts: Sequence[DatumSpec], samples: int) -> list[list[Trajectory]]:
-        ones = [group[0] for group in answers(prompts, samples)]
-        return [[replace(one, reward_parts=parts[one.prompt_idx])] for one in ones]
+        firsts = [group[0] for group in answers(prompts, samples)]
+        return [[replace(trajectory, reward_parts=parts[trajectory.prompt_idx])] for trajectory in firsts]
 
     run.rollouts.answers = scored
     timer = StepTimer()

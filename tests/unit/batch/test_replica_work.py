@@ -51,10 +51,12 @@ class Response(NamedTuple):
 
 def stored_arrays(responses: list[Response], names: list[str], first: int) -> Arrays:
     """A partition as the object store gives it: arrays of the stored types, read-only; numbers ascend from `first`."""
-    tokens = sum(one.tokens for one in responses)
+    tokens = sum(response.tokens for response in responses)
     arrays = {name: np.arange(first, first + tokens).astype(STORED_DTYPES[name]) + i for i, name in enumerate(names)}
     if "sampled" in arrays:
-        arrays["sampled"] = np.array([number for one in responses for number in one.spread(1.0)], dtype=np.bool_)
+        arrays["sampled"] = np.array(
+            [number for response in responses for number in response.spread(1.0)], dtype=np.bool_
+        )
     for array in arrays.values():
         array.flags.writeable = False
     return arrays
@@ -62,10 +64,10 @@ def stored_arrays(responses: list[Response], names: list[str], first: int) -> Ar
 
 def make_part(partitions: list[list[Response]], following: set[str]) -> StepBatch:
     """The part of a replica with these partitions, with the numbers of these names (in_loss in any case)."""
-    every = [one for responses in partitions for one in responses]
+    every = [response for responses in partitions for response in responses]
 
     def numbers(name: str, dtype: type[np.generic]) -> NDArray[Any]:
-        return np.array([getattr(one, name) for one in every], dtype=dtype)
+        return np.array([getattr(response, name) for response in every], dtype=dtype)
 
     return StepBatch(
         lengths=numbers("tokens", np.int64),
@@ -104,19 +106,19 @@ def test_a_replica_computes_on_the_sequences_of_its_partitions(
     partitions: list[list[Response]], names: list[str], following: set[str]
 ) -> None:
     following -= {*names}  # advantages are one number a response, or stored for every token
-    every = [one for responses in partitions for one in responses]
+    every = [response for responses in partitions for response in responses]
     stored = [stored_arrays(responses, names, first=100 * i) for i, responses in enumerate(partitions)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns of arrays that it must not write to
         batch = TokenBatch.from_replica(make_part(partitions, following), by_name(stored))
 
-    assert batch.lengths == [one.tokens for one in every]
+    assert batch.lengths == [response.tokens for response in every]
     assert all(type(length) is int for length in batch.lengths)
     expected = {name: [value for arrays in stored for value in arrays[name].tolist()] for name in names}
     if "sampled" in names:
         for name in {"loss_mask"} | following:
-            numbers = [(one, getattr(one, FOLLOWING[name])) for one in every]
-            expected[name] = [value for one, number in numbers for value in one.spread(number)]
+            numbers = [(response, getattr(response, FOLLOWING[name])) for response in every]
+            expected[name] = [value for response, number in numbers for value in response.spread(number)]
     assert as_lists(batch.fields) == expected
     for name, values in batch.fields.as_dict().items():
         assert values.numpy().dtype == STORED_DTYPES.get(name, np.float32), name
@@ -201,9 +203,9 @@ def test_every_rank_is_sent_the_part_and_the_microbatches_of_its_replica(monkeyp
     assert [actor for actor, _ in works] == policy.actors
     for replica, (part, microbatches) in enumerate([works[0][1], works[2][1]]):
         assert works[2 * replica][1] is works[2 * replica + 1][1], "put once"
-        found = [part.lengths[indices].tolist() for indices in microbatches]
-        assert found == [batch.lengths[numbers].tolist() for numbers in plans[replica]]
-        assert all(sum(lengths) <= 32 for lengths in found)
+        part_lengths = [part.lengths[indices].tolist() for indices in microbatches]
+        assert part_lengths == [batch.lengths[numbers].tolist() for numbers in plans[replica]]
+        assert all(sum(lengths) <= 32 for lengths in part_lengths)
 
 
 def test_a_sequence_with_an_output_that_is_not_finite_is_found_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,10 +243,10 @@ def test_a_part_travels_as_arrays() -> None:
     pairs = [(getattr(part, name), getattr(copy, name)) for name in names]
     pairs += zip(part.partitions, copy.partitions, strict=True)
     assert len(buffers) == len(pairs)
-    for array, other in pairs:
-        assert array.dtype == other.dtype
-        assert np.array_equal(array, other)
-        assert np.shares_memory(array, other)
+    for array, received in pairs:
+        assert array.dtype == received.dtype
+        assert np.array_equal(array, received)
+        assert np.shares_memory(array, received)
     fields = TokenBatch.from_replica(copy, by_name(stored)).fields
     assert as_lists(fields) == as_lists(TokenBatch.from_replica(part, by_name(stored)).fields)
     assert through_pickle(replace(part, lengths=1000 * part.lengths))[2] == size, "does not grow with the tokens"
@@ -253,9 +255,9 @@ def test_a_part_travels_as_arrays() -> None:
 def test_stored_entries_travel_as_arrays() -> None:
     for arrays in example()[1]:
         for name, array in arrays.items():
-            other, (buffer,), _ = through_pickle(array)
+            copy, (buffer,), _ = through_pickle(array)
             assert buffer.raw().nbytes == len(array) * np.dtype(STORED_DTYPES[name]).itemsize
-            assert np.shares_memory(array, other)
+            assert np.shares_memory(array, copy)
 
 
 def test_four_bytes_a_token_and_entry() -> None:

@@ -53,8 +53,8 @@ def test_a_quoted_text_is_taken_without_its_quotes() -> None:
 
 def test_a_leading_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
-    for given in ("run_dir=~/runs/1", "run_dir='~/runs/1'"):
-        assert compose_config(["+exp=quickstart", given]).run_dir == "/home/somebody/runs/1"
+    for override in ("run_dir=~/runs/1", "run_dir='~/runs/1'"):
+        assert compose_config(["+exp=quickstart", override]).run_dir == "/home/somebody/runs/1"
     assert compose_config(["+exp=quickstart", "data.val_path=~"]).data.val_path == "/home/somebody"
 
 
@@ -75,7 +75,7 @@ def test_endless_values_are_refused_at_once(key: str, value: str) -> None:
 def test_of_a_group_one_option_is_chosen(overrides: tuple[str, str]) -> None:
     """Hydra would take the last one, without a word."""
     subject, text = problem_of(*overrides)
-    assert subject == " ".join(one.lstrip("+") for one in overrides)
+    assert subject == " ".join(override.lstrip("+") for override in overrides)
     assert "a run takes one" in text
     assert read_overrides([overrides[0], overrides[0]]).problems == [], "twice the same is not a contradiction"
 

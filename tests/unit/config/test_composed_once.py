@@ -29,9 +29,9 @@ from tests.support.composed_once import compose_with_settings
 def test_settings_give_what_hydra_gives(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):  # what one command line sets is not there for the next
         overrides = overrides if any("run_dir=" in text for text in overrides) else [*overrides, "run_dir=here"]
-        whole = compose.compose_typed(overrides)
+        typed = compose.compose_typed(overrides)
         with monkeypatch.context() as patched:
             patched.setattr(compose, "compose", compose_with_settings)
             compose.compose_typed([*overrides, "grpo.val_batch_size=7"])
             composed = compose.compose_typed(overrides)
-        assert (composed.values, composed.problems, composed.config) == (whole.values, whole.problems, whole.config)
+        assert (composed.values, composed.problems, composed.config) == (typed.values, typed.problems, typed.config)

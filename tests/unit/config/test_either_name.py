@@ -27,9 +27,9 @@ def test_a_shared_key_is_known_under_both_names_and_listed_once() -> None:
         assert find_key(f"grpo.{name}") == find_key(f"ppo.{name}") == f"grpo.{name}"
         assert f"ppo.{name}" not in read_keys()
     assert sum(is_shared(name) for name in read_keys()) == len(shared)
-    own = {name for loop in LOOPS for name, _ in flatten(dataclasses.asdict(getattr(Config(), loop)), f"{loop}.")}
+    loop_keys = {name for loop in LOOPS for name, _ in flatten(dataclasses.asdict(getattr(Config(), loop)), f"{loop}.")}
     in_sections = {name for name in read_keys() if name.partition(".")[0] in LOOPS}
-    assert in_sections == {translate_key("grpo", name) for name in own}
+    assert in_sections == {translate_key("grpo", name) for name in loop_keys}
     assert is_section("ppo.early_stop")
     assert [group.name for group in read_sections()].count("grpo.early_stop") == 1
 
@@ -45,12 +45,12 @@ def test_ppos_own_default_is_documented() -> None:
 @pytest.mark.parametrize(("recipe", "loop"), [(GRPO, "grpo"), (PPO, "ppo")])
 def test_both_names_set_what_the_algorithm_reads(recipe: str, loop: str) -> None:
     for name in LOOPS:
-        given = [
+        overrides = [
             f"{name}.max_num_steps=77",
             f"{name}.early_stop.patience=3",
             f"{name}.reward_scaling={{source_max: 2}}",
         ]
-        config = compose_config([recipe, *given])
+        config = compose_config([recipe, *overrides])
         assert config.training_loop is getattr(config, loop)
         assert (config.training_loop.max_num_steps, config.training_loop.early_stop.patience) == (77, 3)
         assert config.training_loop.reward_scaling.source_max == 2
@@ -71,10 +71,12 @@ def test_the_section_that_is_not_read_stays_at_its_defaults() -> None:
 
 def test_each_algorithm_has_its_own_defaults() -> None:
     """A shared key that nobody gives is PPO's in a run of PPO."""
-    given = ["policy.model.path=/model", "data.train_path=rows.jsonl", "run_dir=here"]
-    assert compose_config([*given, "algorithm=ppo"]).ppo.num_generations_per_prompt == 1
-    assert compose_config([*given, "algorithm=ppo", "grpo.num_generations_per_prompt=16"]).samples_per_step == 32 * 16
-    assert compose_config(given).grpo.num_generations_per_prompt == 16
+    required = ["policy.model.path=/model", "data.train_path=rows.jsonl", "run_dir=here"]
+    assert compose_config([*required, "algorithm=ppo"]).ppo.num_generations_per_prompt == 1
+    assert (
+        compose_config([*required, "algorithm=ppo", "grpo.num_generations_per_prompt=16"]).samples_per_step == 32 * 16
+    )
+    assert compose_config(required).grpo.num_generations_per_prompt == 16
 
 
 def test_a_value_may_refer_to_either_name() -> None:

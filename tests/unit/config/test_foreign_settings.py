@@ -31,7 +31,7 @@ def list_fields(settings: type) -> list[str]:
     return [field.name for field in dataclasses.fields(settings)]
 
 
-def told(names: list[str], algorithm: str) -> dict[str, str]:
+def explain_names(names: list[str], algorithm: str) -> dict[str, str]:
     """What a command line with all of these is told of each, other than keys of the schema."""
     foreign = [name for name in names if find_key(name) is None]
     return problems_of(["+exp=quickstart", f"algorithm={algorithm}", *(f"{name}=1" for name in foreign)])
@@ -42,9 +42,9 @@ def told(names: list[str], algorithm: str) -> dict[str, str]:
 def test_every_setting_of_a_page_is_told_what_it_is(page: str, algorithm: str, trl: Any) -> None:
     assert all(PAGES.values())
     names = list_fields(trl.GRPOConfig) if page == "the installed TRL" else PAGES[page]
-    other = "ppo." if algorithm == "grpo" else "grpo."
-    names = [name for name in names if not name.startswith(other)]
-    problems = told(names, algorithm)
+    section = "ppo." if algorithm == "grpo" else "grpo."
+    names = [name for name in names if not name.startswith(section)]
+    problems = explain_names(names, algorithm)
     for name in names:
         if find_key(name) is None:
             text = problems.get(name) or problems[f"{name}=1"]
@@ -127,10 +127,10 @@ def test_the_best_model_is_a_checkpoint_that_is_kept() -> None:
 
 
 def test_every_argument_of_trls_trainer_is_told_what_it_is(trl: Any) -> None:
-    own = {"config": [], "rewards": None, "environments": None, "tokenizer": None, "callbacks": None}
+    defaults = {"config": [], "rewards": None, "environments": None, "tokenizer": None, "callbacks": None}
     names = {*inspect.signature(trl.GRPOTrainer.__init__).parameters, *PAGES["TRL's GRPOTrainer"]} - {"self"}
     for name in names - {"train_dataset", "callbacks"}:
-        (problem,) = find_argument_problems(**own, unknown={name: None})
+        (problem,) = find_argument_problems(**defaults, unknown={name: None})
         assert problem.subject == name
         assert "there is" not in problem.text
         assert "did you mean" not in problem.text, name
@@ -138,7 +138,7 @@ def test_every_argument_of_trls_trainer_is_told_what_it_is(trl: Any) -> None:
 
 def test_a_section_of_another_framework_is_told_setting_by_setting(tmp_path: Path) -> None:
     """In a recipe as in NeMo RL's YAML, and in the form of a command line."""
-    told = {
+    answers = {
         "policy.megatron_cfg.tensor_model_parallel_size": "is policy.parallel.tensor here",
         "policy.megatron_cfg.optimizer.lr": "is policy.optimizer.lr here",
         "policy.megatron_cfg.env_vars": "has no counterpart here; leave it out",
@@ -150,8 +150,8 @@ def test_a_section_of_another_framework_is_told_setting_by_setting(tmp_path: Pat
     line = "policy.megatron_cfg={tensor_model_parallel_size: 2, optimizer: {lr: 1e-6}, env_vars: null}"
     for overrides in ([f"--config-dir={tmp_path}", "+exp=theirs"], ["+exp=quickstart", line]):
         problems = problems_of(overrides)
-        assert problems.keys() == told.keys()
-        for name, text in told.items():
+        assert problems.keys() == answers.keys()
+        for name, text in answers.items():
             assert problems[name].endswith(text)
 
 

@@ -65,8 +65,8 @@ def test_engines_may_be_pipelines(
 
 
 def test_latent_attention_can_be_trained_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = problems(recipe_config("+exp=deepseek_v3_64nodes", FP8), monkeypatch)
-    assert said.startswith("this machine has no CUDA GPU")
+    refusals = problems(recipe_config("+exp=deepseek_v3_64nodes", FP8), monkeypatch)
+    assert refusals.startswith("this machine has no CUDA GPU")
 
 
 def test_every_model_has_a_recipe() -> None:
@@ -90,7 +90,7 @@ def weigh_ranks(ranks: list[list[Box]], shape: ModelShape, fp8_blocks: bool) -> 
 
 
 def cache_of_a_token(shape: ModelShape, tensor: int) -> int:
-    """Bytes of a layer's cache for a token on one rank, in bfloat16: keys and values of its heads, of at least one; or
+    """Bytes of a layer's cache for a token on one rank, in bfloat16: keys and values of its heads; or
     the short vector of latent attention, which every rank holds."""
     if shape.latent is not None:
         return 2 * (shape.latent.rank + shape.latent.rope_dim)

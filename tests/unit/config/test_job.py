@@ -119,8 +119,8 @@ def test_data_of_its_own_is_not_validated_with_the_recipes(tmp_path: Path) -> No
     for recipe in ("+exp=quickstart", "+exp=quickstart_ppo"):
         config = compose_config([recipe, job])
         assert (config.data.val_path, config.ranked_checkpointing.metric_name) == (None, "reward")
-        own = compose_config([recipe, job, "data.val_path=mine.jsonl"])
-        assert (own.data.val_path, own.ranked_checkpointing.metric_name) == ("mine.jsonl", "val_reward")
+        job_config = compose_config([recipe, job, "data.val_path=mine.jsonl"])
+        assert (job_config.data.val_path, job_config.ranked_checkpointing.metric_name) == ("mine.jsonl", "val_reward")
 
 
 def test_all_mistakes_come_under_the_fields_names(tmp_path: Path) -> None:
@@ -179,8 +179,8 @@ def test_all_mistakes_come_under_the_fields_names(tmp_path: Path) -> None:
 )
 def test_mistakes_in_the_file(tmp_path: Path, content: Any, subject: str, text: str) -> None:
     problems = problems_of(tmp_path, content)
-    (found,) = (key for key in problems if key.startswith(subject))
-    assert text in problems[found]
+    (problem_key,) = (key for key in problems if key.startswith(subject))
+    assert text in problems[problem_key]
 
 
 def test_a_section_on_the_command_line_wins_key_by_key(tmp_path: Path) -> None:

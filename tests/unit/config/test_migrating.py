@@ -26,16 +26,16 @@ NEEDS = {
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.split("|")[1].strip())
-def test_a_line_composes(given: list[str], line: str) -> None:
-    _, foreign, here, _ = line.split("|")
-    overrides = re.findall(r"`([^`]+)`", here)
+def test_a_line_composes(base_overrides: list[str], line: str) -> None:
+    _, foreign, our_key, _ = line.split("|")
+    overrides = re.findall(r"`([^`]+)`", our_key)
     assert re.findall(r"`[^`]+`", foreign)
     assert overrides
-    keys = {one.partition("=")[0] for one in overrides}
+    keys = {override.partition("=")[0] for override in overrides}
     replaced = {"data.train_path"} if any(key.startswith("data.train_sets.") for key in keys) else set()
-    base = [one for one in given if one.partition("=")[0] not in keys | replaced]
+    base = [override for override in base_overrides if override.partition("=")[0] not in keys | replaced]
     if "data" in keys:
-        base = [one for one in base if not one.startswith("data.train_path")]
+        base = [override for override in base if not override.startswith("data.train_path")]
     compose_config([*base, *overrides, *NEEDS.get(overrides[0], [])])
 
 
@@ -44,9 +44,9 @@ def test_defaults_that_differ_are_told_as_they_are() -> None:
     rows = re.findall(r"^\| `(\w+)=(.+?)` \((.+?)\) \| `([\w.]+)=(\S+?)`", text, flags=re.MULTILINE)
     assert len(rows) == 8
     theirs = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
-    for name, value, ours, key, wanted in rows:
+    for name, value, ours, key, their_default in rows:
         assert theirs[name] == ast.literal_eval(value), name
-        assert read_keys()[key].default_text.partition(",")[0] == ours.partition(",")[0] != wanted
+        assert read_keys()[key].default_text.partition(",")[0] == ours.partition(",")[0] != their_default
 
 
 ON_THE_PAGE = {
@@ -79,13 +79,13 @@ ON_THE_PAGE = {
 """Defaults in the signature of GRPOConfig on TRL's GRPO page, of settings that there are here."""
 
 
-def test_the_defaults_of_trls_page_compose_together(given: list[str]) -> None:
+def test_the_defaults_of_trls_page_compose_together(base_overrides: list[str]) -> None:
     section = PAGE.read_text().partition("### Defaults of TRL's GRPO page")[2].partition("\n\n`policy.max_total")[0]
     rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| ")][1:]
-    listed = dict(re.findall(r"`(\w+)=(.+?)`", "".join(left for left, _ in rows)))
+    listed = dict(re.findall(r"`(\w+)=(.+?)`", "".join(setting for setting, _ in rows)))
     assert {name: ast.literal_eval(value) for name, value in listed.items()} == ON_THE_PAGE
     overrides = re.findall(r"`([^`]+)`", "".join(right for _, right in rows))
-    config = compose_config([*given, *overrides])
+    config = compose_config([*base_overrides, *overrides])
     for name, value in ON_THE_PAGE.items():
         if name not in ("max_steps", "eval_strategy", "epsilon"):
             key = {"seed": "grpo.seed"}.get(name) or load_foreign_names()["TRL"][name].partition(";")[0].split()[0]

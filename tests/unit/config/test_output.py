@@ -23,7 +23,7 @@ TEXT = "日本 → ½ 😀 \u2028 é"
 ODD = "half a pair: \ud83d"
 
 
-def encoded(encoding: str) -> tuple[io.TextIOWrapper, Callable[[], str]]:
+def open_stream(encoding: str) -> tuple[io.TextIOWrapper, Callable[[], str]]:
     """A text stream of an encoding, and a function that returns what it has got."""
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding=encoding)
@@ -35,29 +35,29 @@ def encoded(encoding: str) -> tuple[io.TextIOWrapper, Callable[[], str]]:
     return stream, written
 
 
-def escaped(text: str, encoding: str) -> str:
+def escape(text: str, encoding: str) -> str:
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8", "utf-16", "shift_jis"])
 @pytest.mark.parametrize("text", [TEXT, ODD, "plain"])
 def test_what_an_encoding_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch, encoding: str, text: str) -> None:
-    stream, written = encoded(encoding)
+    stream, written = open_stream(encoding)
     monkeypatch.setattr(sys, "stdout", stream)
     with tolerant_output(of_run=True):
         print(text)
     assert sys.stdout is stream
-    assert written() == escaped(text, encoding) + "\n"
+    assert written() == escape(text, encoding) + "\n"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_samples_that_a_console_cannot_encode_are_shown(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
-    stream, written = encoded(encoding)
+    stream, written = open_stream(encoding)
     monkeypatch.setattr(sys, "stdout", stream)
     progress = ProgressDisplay(3, live=True)
     progress.print_line(f"  {TEXT!r} -> {ODD!r}")
     progress.close()
-    assert escaped(f"  {TEXT!r} -> {ODD!r}\n", encoding) in written()
+    assert escape(f"  {TEXT!r} -> {ODD!r}\n", encoding) in written()
 
 
 @pytest.mark.parametrize("error", [None, KeyError("x")])
@@ -67,7 +67,7 @@ def test_the_end_of_a_run_raises_only_its_own_error(
     folder = tmp_path / "läuft→"
     folder.mkdir()
     (folder / "config.yaml").write_text("algorithm: grpo\n")
-    stream, written = encoded("ascii")
+    stream, written = open_stream("ascii")
     monkeypatch.setattr(sys, "stdout", stream)
     startup: Any = SimpleNamespace(run_dir=folder, write_summary=lambda end: None)
 
@@ -81,7 +81,7 @@ def test_the_end_of_a_run_raises_only_its_own_error(
     else:
         with pytest.raises(KeyError):
             run()
-    assert f"report in {escaped(str(folder), 'ascii')}" in written()
+    assert f"report in {escape(str(folder), 'ascii')}" in written()
 
 
 def broken_pipe() -> io.TextIOWrapper:
@@ -133,7 +133,7 @@ def test_a_stream_that_was_closed_before_python_began(monkeypatch: pytest.Monkey
 
 
 def test_the_rest_of_a_stream_is_its_own() -> None:
-    stream, _ = encoded("latin-1")
+    stream, _ = open_stream("latin-1")
     tolerant = TolerantStream(stream, ignores=(OSError,))
     assert (tolerant.encoding, tolerant.isatty(), tolerant.buffer) == ("latin-1", False, stream.buffer)
 
@@ -142,23 +142,23 @@ def test_the_rest_of_a_stream_is_its_own() -> None:
 def test_the_command_line_prints_everything(tmp_path: Path, encoding: str) -> None:
     command = [sys.executable, "-m", "megatron_grpo.train", "--cfg", "job", "+exp=quickstart", f"run_dir={tmp_path}/→"]
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    done = subprocess.run(command, capture_output=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    assert yaml.safe_load(done.stdout)["run_dir"] == f"{tmp_path}/\\u2192"
+    process = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert process.returncode == 0, process.stderr
+    assert yaml.safe_load(process.stdout)["run_dir"] == f"{tmp_path}/\\u2192"
 
 
 def test_a_command_whose_reader_is_gone_says_nothing(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "megatron_grpo.train", "--help"]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    process = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
     os.close(write)
-    assert (done.returncode, done.stderr) == (0, b"")
-    done = subprocess.run(
+    assert (process.returncode, process.stderr) == (0, b"")
+    process = subprocess.run(
         [sys.executable, "-m", "megatron_grpo.report", f"{tmp_path}/→"],
         capture_output=True,
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
         check=False,
     )
-    assert done.returncode == MISTAKE
-    assert b"Traceback" not in done.stderr
+    assert process.returncode == MISTAKE
+    assert b"Traceback" not in process.stderr

@@ -312,11 +312,11 @@ def test_valid_text_stays_as_it_is(text: str) -> None:
 @given(text=texts)
 @quick
 def test_only_halves_of_pairs_are_replaced(text: str) -> None:
-    whole = make_encodable(text)
-    whole.encode()
+    encodable_text = make_encodable(text)
+    encodable_text.encode()
     pairs = json.loads(json.dumps(text))  # Python's reader of JSON joins pairs
-    assert whole == "".join("\ufffd" if unicodedata.category(letter) == "Cs" else letter for letter in pairs)
-    assert parse_json(json.dumps({text: [text]})) == {whole: [whole]}
+    assert encodable_text == "".join("\ufffd" if unicodedata.category(letter) == "Cs" else letter for letter in pairs)
+    assert parse_json(json.dumps({text: [text]})) == {encodable_text: [encodable_text]}
 
 
 @pytest.mark.parametrize("body", ["NaN", "[Infinity]", "{", '{"a":' * 150 + "1" + "}" * 150, "[" * 10**5, b"\xff", b""])

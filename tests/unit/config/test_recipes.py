@@ -22,8 +22,8 @@ from tests.support.config_problems import problems_of, setting_problems_of
 from tests.support.documents import PAGE, undocumented
 
 
-def test_composed_defaults_are_the_defaults_of_the_schema(given: list[str]) -> None:
-    config, expected = load_config(given), Config()
+def test_composed_defaults_are_the_defaults_of_the_schema(base_overrides: list[str]) -> None:
+    config, expected = load_config(base_overrides), Config()
     expected.policy.model.path = config.policy.model.path
     expected.data.train_path = config.data.train_path
     expected.run_dir = config.run_dir
@@ -32,7 +32,7 @@ def test_composed_defaults_are_the_defaults_of_the_schema(given: list[str]) -> N
     assert config == expected
 
 
-OPTIONS = [(group, option) for group, found in list_config_groups().items() if group != RECIPES for option in found]
+OPTIONS = [(group, option) for group, names in list_config_groups().items() if group != RECIPES for option in names]
 OF_THE_MIXTURE = [
     "data=addition_moe",
     "env=addition",
@@ -71,24 +71,26 @@ GOES_WITH = {  # options that make sense only beside others
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_every_option_of_every_group_composes(given: list[str], group: str, option: str) -> None:
-    chosen = compose_config([*given, f"{group}={option}", *GOES_WITH.get((group, option), [])])
-    assert chosen != compose_config(given) or (group, option) in (("env", "math"), ("algorithm", "grpo"))
+def test_every_option_of_every_group_composes(base_overrides: list[str], group: str, option: str) -> None:
+    chosen = compose_config([*base_overrides, f"{group}={option}", *GOES_WITH.get((group, option), [])])
+    assert chosen != compose_config(base_overrides) or (group, option) in (("env", "math"), ("algorithm", "grpo"))
 
 
-def test_an_environment_that_is_named_takes_the_place_of_the_default_one(given: list[str]) -> None:
+def test_an_environment_that_is_named_takes_the_place_of_the_default_one(base_overrides: list[str]) -> None:
     def types(*overrides: str) -> dict[str, str]:
-        return {name: one.type for name, one in compose_config([*given, *overrides]).env.items()}
+        return {
+            name: environment.type for name, environment in compose_config([*base_overrides, *overrides]).env.items()
+        }
 
-    mine = ("env.my_task.type=my_pkg.envs:MyEnv", "data.task_name=my_task")
+    task_overrides = ("env.my_task.type=my_pkg.envs:MyEnv", "data.task_name=my_task")
     assert types() == {"math": "math"}
-    assert types(*mine) == {"my_task": "my_pkg.envs:MyEnv"}
-    assert types("env=math", *mine) == {"math": "math", "my_task": "my_pkg.envs:MyEnv"}
-    assert types(mine[0]) == {"my_task": "my_pkg.envs:MyEnv", "math": "math"}, "for rows that name no task"
+    assert types(*task_overrides) == {"my_task": "my_pkg.envs:MyEnv"}
+    assert types("env=math", *task_overrides) == {"math": "math", "my_task": "my_pkg.envs:MyEnv"}
+    assert types(task_overrides[0]) == {"my_task": "my_pkg.envs:MyEnv", "math": "math"}, "for rows that name no task"
     assert types("env.math.num_workers=2") == {"math": "math"}
 
 
-def test_training_sets_on_the_command_line_take_the_place_of_the_recipes_single_one(given: list[str]) -> None:
+def test_training_sets_on_the_command_line_take_the_place_of_the_recipes_single_one(base_overrides: list[str]) -> None:
     sets = "data.train_sets={sums:{path:a.jsonl}}"
     recipe = ["+exp=qwen3_8b_8gpu", "policy.model.path=m"]
     assert list(compose_config([*recipe, sets]).data.training_sets) == ["data.train_sets.sums.path"]
@@ -96,20 +98,22 @@ def test_training_sets_on_the_command_line_take_the_place_of_the_recipes_single_
     assert problems == {"data.train_path=b.jsonl": "and data.train_sets say the same; give one of them"}
 
 
-def test_an_environment_variable_and_the_time_are_filled_in(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_variable_and_the_time_are_filled_in(
+    base_overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MINE", "/tmp/mine")
-    config = load_config([*given, "run_dir=${oc.env:MINE}/${now:%Y}/${name}"])
+    config = load_config([*base_overrides, "run_dir=${oc.env:MINE}/${now:%Y}/${name}"])
     assert config.run_dir.startswith("/tmp/mine/20")
     assert config.run_dir.endswith("/grpo")
 
 
-def test_the_configuration_is_read_without_the_heavy_packages(given: list[str]) -> None:
+def test_the_configuration_is_read_without_the_heavy_packages(base_overrides: list[str]) -> None:
     code = (
         "import sys; from megatron_grpo.preflight.load import load_config; load_config(sys.argv[1:]); "
         "print([m for m in ('torch', 'ray', 'megatron', 'vllm', 'transformers') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", code, *base_overrides], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"
 
 
 ROOT = Path(__file__).parents[3]
@@ -138,9 +142,11 @@ def test_without_gpus_the_first_line_says_so(recipe: str, monkeypatch: pytest.Mo
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ConfigError) as caught:
         load_config([f"+exp={recipe}"])
-    problem, *others = caught.value.problems
+    problem, *more_problems = caught.value.problems
     assert problem.text.startswith("this machine has no CUDA GPU")
-    assert {other.key for other in others} >= {"data.train_path", "data.val_path"}, "files of the recipe's user"
+    assert {further.key for further in more_problems} >= {"data.train_path", "data.val_path"}, (
+        "files of the recipe's user"
+    )
 
 
 def test_the_message_is_aligned() -> None:
@@ -189,8 +195,8 @@ def test_what_is_wrong_with_a_folder_is_told(folder: Path, tmp_path: Path) -> No
     ((_, text),) = problems_of([*base, f"hydra.searchpath=[{folder}]"]).items()
     assert text == "has exp/quickstart.yaml, a name that is taken already; rename it"
     (folder / "exp" / "quickstart.yaml").unlink()
-    told = problems_of([f"--config-dir={folder}", "+exp=mime"])
-    assert "did you mean mine?" in told["exp=mime"]
+    problems = problems_of([f"--config-dir={folder}", "+exp=mime"])
+    assert "did you mean mine?" in problems["exp=mime"]
 
 
 QUICKSTART, PPO = "+exp=quickstart", "+exp=quickstart_ppo"
@@ -206,8 +212,12 @@ def test_the_names_are_those_of_the_documented_page() -> None:
     of_steps = PAGE.read_text().partition("Validation has")[0]
     for cell in re.findall(r"^\| (`.*?) \|", of_steps, flags=re.MULTILINE):
         for name in re.findall(r"`([\w/]+)`", cell):
-            known = [one for one in ALL_STEP_METRICS if one == name or (name.startswith("_") and one.endswith(name))]
-            assert known or "NAME" in name, f"{name} is documented, and not in metric_names.py"
+            matches = [
+                metric
+                for metric in ALL_STEP_METRICS
+                if metric == name or (name.startswith("_") and metric.endswith(name))
+            ]
+            assert matches or "NAME" in name, f"{name} is documented, and not in metric_names.py"
 
 
 def test_a_metric_that_a_switch_brings() -> None:

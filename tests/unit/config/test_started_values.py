@@ -64,9 +64,9 @@ INERT_OPTIONS = {
 
 
 def list_flagged_keys() -> Iterator[tuple[str, Any]]:
-    for key, known in read_keys().items():
+    for key, documented in read_keys().items():
         if can_hold_text(key):
-            value = fit_text(known.type, STARTING)
+            value = fit_text(documented.type, STARTING)
             if list_started_values(set_key(key, value)):
                 yield key, value
     yield "sandbox.required", "limits"

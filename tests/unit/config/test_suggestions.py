@@ -28,7 +28,7 @@ def test_every_foreign_name_leads_to_a_key_of_the_schema() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "here"),
+    ("name", "our_key"),
     [
         ("learning_rate", "policy.optimizer.lr"),
         ("beta", "loss_fn.reference_policy_kl_penalty"),
@@ -52,14 +52,14 @@ def test_every_foreign_name_leads_to_a_key_of_the_schema() -> None:
         ("algorithm.gamma", "ppo.adv_estimator.gae_gamma (with algorithm=ppo)"),
     ],
 )
-def test_names_of_other_frameworks_are_translated(name: str, here: str) -> None:
+def test_names_of_other_frameworks_are_translated(name: str, our_key: str) -> None:
     problem = describe_unknown_key(name, "grpo")
     assert problem.subject == name
-    assert problem.text.endswith(f" is {here} here")
+    assert problem.text.endswith(f" is {our_key} here")
 
 
 @pytest.mark.parametrize(
-    ("name", "here"),
+    ("name", "our_key"),
     [
         ("eval_steps", "ppo.val_period"),
         ("num_iterations", "ppo.ppo_epochs"),
@@ -67,8 +67,8 @@ def test_names_of_other_frameworks_are_translated(name: str, here: str) -> None:
         ("critic.optim.lr", "value.optimizer.lr"),
     ],
 )
-def test_a_run_of_ppo_is_told_its_own_names(name: str, here: str) -> None:
-    assert describe_unknown_key(name, "ppo").text.endswith(f" is {here} here")
+def test_a_run_of_ppo_is_told_its_own_names(name: str, our_key: str) -> None:
+    assert describe_unknown_key(name, "ppo").text.endswith(f" is {our_key} here")
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_what_is_like_a_name_in_a_run_of_grpo(name: str, suggested: list[str]) -
 def test_nothing_is_suggested_that_would_be_refused(algorithm: str) -> None:
     for name in read_keys():
         for typo in (f"{name}s", name.replace("_", "-"), name.rpartition(".")[2], name[:-1]):
-            found = find_similar_keys(typo, algorithm)
-            assert [one for one in found if find_key(one) is None or is_foreign_to(algorithm, one)] == [], typo
+            similar_keys = find_similar_keys(typo, algorithm)
+            assert [key for key in similar_keys if find_key(key) is None or is_foreign_to(algorithm, key)] == [], typo
 
 
 def test_what_there_is_not_is_said_not_to_be_there() -> None:

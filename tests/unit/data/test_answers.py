@@ -50,14 +50,14 @@ def test_a_number_that_is_written_with_an_exponent_is_its_value() -> None:
     ("answer", "readable"),
     [
         *(
-            (one, True)
-            for one in ("50%", "½", "x²", "1.234.567", "12 cm²", "√2", "[0, ∞)", "\\frac{1}{2}", "C", "Monday")
+            (text, True)
+            for text in ("50%", "½", "x²", "1.234.567", "12 cm²", "√2", "[0, ∞)", "\\frac{1}{2}", "C", "Monday")
         ),
-        *((one, True) for one in ("٤٢", "\\{1, 2\\}", "#5", "90°", "−3", "3:4", "\\text{east}", "x \\in [1, 2)")),
-        *((one, False) for one in ("\\frac{1}{2", "1}", "東京", "?", "5 ☺", "2\n3")),
-        *((one, False) for one in ("Therefore, the answer is: 180", "Final answer: 42", "all numbers except 3")),
-        *((one, True) for one in ("The value is $5$.", "It is \\boxed{5}", "12 red apples", "30 miles per hour")),
-        *((one, True) for one in ("x = 5 or x = 7", "1, 2, and 3", "no solution", "\\text{June the 5th}")),
+        *((text, True) for text in ("٤٢", "\\{1, 2\\}", "#5", "90°", "−3", "3:4", "\\text{east}", "x \\in [1, 2)")),
+        *((text, False) for text in ("\\frac{1}{2", "1}", "東京", "?", "5 ☺", "2\n3")),
+        *((text, False) for text in ("Therefore, the answer is: 180", "Final answer: 42", "all numbers except 3")),
+        *((text, True) for text in ("The value is $5$.", "It is \\boxed{5}", "12 red apples", "30 miles per hour")),
+        *((text, True) for text in ("x = 5 or x = 7", "1, 2, and 3", "no solution", "\\text{June the 5th}")),
     ],
 )
 def test_answers_that_cannot_be_read_are_remarked_upon(tmp_path: Path, answer: str, readable: bool) -> None:
@@ -82,11 +82,11 @@ def test_a_sentence_as_the_answer_equals_no_number(answer: str) -> None:
     assert not is_correct("\\boxed{18}", answer)
 
 
-@pytest.mark.parametrize(("one", "other"), [("cafe\u0301", "caf\u00e9"), ("\u1112\u1161\u11ab", "\ud55c")])
-def test_answers_that_look_the_same_are_equal(one: str, other: str) -> None:
+@pytest.mark.parametrize(("left_form", "right_form"), [("cafe\u0301", "caf\u00e9"), ("\u1112\u1161\u11ab", "\ud55c")])
+def test_answers_that_look_the_same_are_equal(left_form: str, right_form: str) -> None:
     """A tokenizer that normalises texts gives one form, and a data set may have the other."""
-    assert unicodedata.normalize("NFC", one) == other
-    for answer, response in ((one, other), (other, one)):
+    assert unicodedata.normalize("NFC", left_form) == right_form
+    for answer, response in ((left_form, right_form), (right_form, left_form)):
         assert is_correct(f"\\boxed{{{response}}}", answer)
 
 

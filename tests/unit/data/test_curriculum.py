@@ -76,14 +76,14 @@ def test_passes_have_different_orders_and_end_with_the_epochs() -> None:
 
 
 def test_a_resumed_loader_continues_exactly() -> None:
-    whole = make()
-    batches = iterate_batches(whole, 100)
+    loader = make()
+    batches = iterate_batches(loader, 100)
     states, drawn = [], []
     for step in range(12):
         drawn += draw(batches, 1)
-        judge(whole, drawn[-1], 6 if step > 3 else 3)
-        states.append(whole.state_dict())
-    assert whole.level == 5
+        judge(loader, drawn[-1], 6 if step > 3 else 3)
+        states.append(loader.state_dict())
+    assert loader.level == 5
     for step in range(11):
         resumed = make()
         resumed.load_state_dict(states[step])

@@ -125,8 +125,8 @@ def test_a_loss_multiplier_is_a_weight_of_at_most_one(tokenizer: PreTrainedToken
     rows = [{"prompt": "1", "answer": "1"}] * 4
     dataset = AllTaskProcessedDataset(rows, tokenizer, SPEC, {"math": (SPEC, weigh)}, 10)
     assert dataset[0]["loss_multiplier"] == 0.5
-    for row, given in ((1, r"1\.5"), (2, r"-0\.5"), (3, "nan")):
-        with pytest.raises(ValueError, match=rf"row {row}: its .*weigh returned loss_multiplier={given}: give"):
+    for row, weight in ((1, r"1\.5"), (2, r"-0\.5"), (3, "nan")):
+        with pytest.raises(ValueError, match=rf"row {row}: its .*weigh returned loss_multiplier={weight}: give"):
             dataset[row]
 
 
@@ -218,13 +218,13 @@ def test_a_resumed_loader_continues_exactly(stop_after: int) -> None:
     dataset = Numbered(15, too_long=(2, 9))
 
     def batches(loader: PromptLoader, epochs: int, stop: int | None = None) -> list[tuple[int, list[int]]]:
-        seen: list[tuple[int, list[int]]] = []
+        order: list[tuple[int, list[int]]] = []
         while loader.epoch < epochs:
             for batch in loader:
-                seen.append((loader.epoch, [datum["idx"] for datum in batch]))
-                if len(seen) == stop:
-                    return seen
-        return seen
+                order.append((loader.epoch, [datum["idx"] for datum in batch]))
+                if len(order) == stop:
+                    return order
+        return order
 
     straight = batches(make_loader(dataset), 3)
     assert len(straight) == 12
@@ -243,13 +243,13 @@ def test_a_resumed_loader_continues_exactly(stop_after: int) -> None:
 
 def test_looking_at_the_position_does_not_move_it() -> None:
     looked_at, left_alone = make_loader(Numbered(11)), make_loader(Numbered(11))
-    seen = []
+    batches = []
     for _ in range(2):
         looked_at.state_dict()
         for batch in looked_at:
             looked_at.state_dict()
-            seen.append([datum["idx"] for datum in batch])
-    assert seen == epoch(left_alone) + epoch(left_alone)
+            batches.append([datum["idx"] for datum in batch])
+    assert batches == epoch(left_alone) + epoch(left_alone)
 
 
 def test_the_state_of_a_finished_epoch_begins_the_next_one() -> None:
@@ -351,13 +351,13 @@ def test_a_resumed_stream_continues_exactly(tokenizer: PreTrainedTokenizerFast, 
         )
 
     def batches(loader: StreamLoader, stop: int = 99) -> list[list[int]]:
-        seen: list[list[int]] = []
+        order: list[list[int]] = []
         while loader.epoch < 2:
             for batch in loader:
-                seen.append([datum["idx"] for datum in batch])
-                if len(seen) == stop:
-                    return seen
-        return seen
+                order.append([datum["idx"] for datum in batch])
+                if len(order) == stop:
+                    return order
+        return order
 
     straight = batches(make())
     assert len(straight) == 8

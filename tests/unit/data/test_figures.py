@@ -80,9 +80,9 @@ def loud(completions: list[str], log_metric: Any, **_: Any) -> list[float]:
 
 
 def test_no_figure_replaces_a_metric_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, together = (step_metrics_of(scored_by(monkeypatch, function)) for function in (quiet, loud))
-    assert {name: together[name] for name in own} == own
-    added = together.keys() - own.keys()
+    quiet_metrics, together = (step_metrics_of(scored_by(monkeypatch, function)) for function in (quiet, loud))
+    assert {name: together[name] for name in quiet_metrics} == quiet_metrics
+    added = together.keys() - quiet_metrics.keys()
     assert all(name.startswith(("env/", "suspect/")) for name in added)
     for name in ("reward", "accuracy", "step", "suspects_left_out", "suspect/unusually_short", "reward/f", "env/x"):
         assert together[f"env/{name}"] == 99.0

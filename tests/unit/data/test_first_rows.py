@@ -29,7 +29,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=CHAT)
 
 
-def own(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, longest: int, idx: int) -> DatumSpec:
+def process_row(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, longest: int, idx: int) -> DatumSpec:
     """A user's processor, of which only it knows what it does."""
     return math_data_processor({**row, "prompt": row["prompt"] * 2}, spec, tokenizer, longest, idx)
 
@@ -46,7 +46,7 @@ def dataset_of(
     processors = {
         "math": (spec, math_data_processor),
         "gsm8k": (replace(spec, task_name="gsm8k"), find_processor("gsm8k")),
-        "own": (replace(spec, task_name="own"), own),
+        "own": (replace(spec, task_name="own"), process_row),
     }
     return AllTaskProcessedDataset(rows, tokenizer, spec, processors, LONGEST, skip_refused=skip)
 
@@ -87,8 +87,8 @@ def test_together_is_as_one_by_one(
     skip: bool,
 ) -> None:
     monkeypatch.setattr(first_rows, "BATCH_ROWS", 3)
-    made = [dataset_of(tokenizer, rows, chat=chat, long_prompts=long_prompts, skip=skip) for _ in range(2)]
-    assert outcome(made[0], together=True) == outcome(made[1], together=False)
+    sets = [dataset_of(tokenizer, rows, chat=chat, long_prompts=long_prompts, skip=skip) for _ in range(2)]
+    assert outcome(sets[0], together=True) == outcome(sets[1], together=False)
 
 
 def test_only_the_first_rows_are_looked_at_and_each_part_is_tokenised_once(

@@ -54,7 +54,9 @@ def test_a_mixture_has_the_shares_of_its_weights() -> None:
 def test_levels_are_those_of_the_librarys_curriculum() -> None:
     rows = [*make(rows=50, levels=3, tasks={"basic_arithmetic": {"options": {"operators": ["+"]}}})]
     assert Counter(row["level"] for row in rows) == {0: 50, 1: 50, 2: 50}
-    longest = [max(row[ENTRY].item["metadata"]["num_terms"] for row in rows if row["level"] == one) for one in range(3)]
+    longest = [
+        max(row[ENTRY].item["metadata"]["num_terms"] for row in rows if row["level"] == level) for level in range(3)
+    ]
     assert longest == [2, 3, 4]
     assert not any("*" in row["prompt"] for row in rows)
 

@@ -52,7 +52,7 @@ def config_of(path: Path | str, **data: Any) -> Config:
 
 
 def config_of_sets(*sets: DatasetConfig, **data: Any) -> Config:
-    named = {f"set_{number}": one for number, one in enumerate(sets)}
+    named = {f"set_{number}": dataset for number, dataset in enumerate(sets)}
     return Config(data=DataConfig(train_sets=named, **data), env={"math": EnvironmentConfig()})
 
 
@@ -88,9 +88,9 @@ def test_a_new_path_to_the_same_rows_is_the_same_data(
     (tmp_path / "elsewhere").mkdir()
     copy = tmp_path / "elsewhere" / name
     (shutil.copytree if path.is_dir() else shutil.copy)(path, copy)
-    for other in (name, f"./{name}", *(["link"] if path.is_dir() or path.suffix == ".jsonl" else []), copy):
-        changes = compare_with_last_start(run_dir, config_of(other))
-        assert changes == [f"data.train_path: {path} -> {other}"]
+    for other_name in (name, f"./{name}", *(["link"] if path.is_dir() or path.suffix == ".jsonl" else []), copy):
+        changes = compare_with_last_start(run_dir, config_of(other_name))
+        assert changes == [f"data.train_path: {path} -> {other_name}"]
     os.rename(path, tmp_path / f"moved_{name}")
     compare_with_last_start(run_dir, config_of(tmp_path / f"moved_{name}"))
 
@@ -102,8 +102,8 @@ def test_the_digest_is_of_every_byte(tmp_path: Path) -> None:
     before = digest_file(str(path))
     content = path.read_bytes()
     digests = {before}
-    for place in (20, len(content) // 2, 2**23, len(content) - 5):
-        path.write_bytes(content[:place] + b"z" + content[place + 1 :])
+    for offset in (20, len(content) // 2, 2**23, len(content) - 5):
+        path.write_bytes(content[:offset] + b"z" + content[offset + 1 :])
         digests.add(digest_file(str(path)))
     assert len(digests) == 5
     path.write_bytes(content)
@@ -214,17 +214,17 @@ def test_a_checkpoint_of_a_run_on_other_data_is_refused(tmp_path: Path, run_dir:
 
     with pytest.raises(ConfigError, match=r"step_1 has a position in other data: .*has other rows.* export it"):
         start(config)
-    same = config_of(write(tmp_path / "c.jsonl"))
-    same.checkpointing.resume = str(checkpoint)
-    assert start(same) == checkpoint
+    same_config = config_of(write(tmp_path / "c.jsonl"))
+    same_config.checkpointing.resume = str(checkpoint)
+    assert start(same_config) == checkpoint
 
 
 def test_rows_of_a_folder_have_one_digest_in_every_form(tmp_path: Path) -> None:
     digests = set()
     for name in ("saved", "splits", "folder"):
-        (one,) = identify(config_of(write(tmp_path / name))).training.values()
-        digests.add(one.digest)
-        assert one.rows == 8
+        (identity,) = identify(config_of(write(tmp_path / name))).training.values()
+        digests.add(identity.digest)
+        assert identity.rows == 8
     assert len(digests) == 1
 
 

@@ -64,8 +64,8 @@ def texts(draw: st.DrawFn) -> bytes:
     if draw(st.booleans()):
         content = b"prompt,answer\n" + content
     if draw(st.booleans()):
-        place = draw(st.integers(0, len(content)))
-        content = content[:place] + draw(st.binary(max_size=8)) + content[place + draw(st.integers(0, 4)) :]
+        offset = draw(st.integers(0, len(content)))
+        content = content[:offset] + draw(st.binary(max_size=8)) + content[offset + draw(st.integers(0, 4)) :]
     return content
 
 
@@ -131,16 +131,16 @@ def check_file(path: Path, content: bytes) -> None:
     """Every row is used, or is bad; every message can be printed."""
     path.write_bytes(content)
     for policy in ("fail", "skip"):
-        found = examine_set(DatasetConfig(path=str(path)), DataConfig(bad_rows=policy), KINDS)  # type: ignore[arg-type]
-        print_all([*found.problems, *found.remarks])
-        if found.source is None:
-            assert found.problems, "a set that cannot be read is told"
+        report = examine_set(DatasetConfig(path=str(path)), DataConfig(bad_rows=policy), KINDS)  # type: ignore[arg-type]
+        print_all([*report.problems, *report.remarks])
+        if report.source is None:
+            assert report.problems, "a set that cannot be read is told"
             continue
-        assert found.rows + found.bad_count == len(found.source)
-        assert found.rows == len(found.usable)
-        assert (policy == "fail" and found.bad_count > 0) == bool(found.problems)
-        for number in found.usable:
-            assert found.source[int(number)].get("prompt")
+        assert report.rows + report.bad_count == len(report.source)
+        assert report.rows == len(report.usable)
+        assert (policy == "fail" and report.bad_count > 0) == bool(report.problems)
+        for number in report.usable:
+            assert report.source[int(number)].get("prompt")
 
 
 def print_all(problems: Sequence[Any]) -> None:

@@ -77,7 +77,7 @@ class Case:
     def given_roles(self) -> Messages:
         """The plain messages by the roles of the data, which some templates know."""
         pairs = zip(self.canonical, self.messages, strict=True)
-        return [plain | {"role": given["role"]} for plain, given in pairs]
+        return [plain | {"role": turn["role"]} for plain, turn in pairs]
 
 
 CALLED = [user(), assistant("", tool_calls=call(SUM)), RESULT, assistant()]
@@ -154,14 +154,14 @@ def render(layout: Layout, case: Case, count: int, **options: Any) -> str | None
     for messages in (case.given_roles[:count], case.canonical[:count]):
         if layout.name == "gpt_oss":  # its thoughts have a name of their own
             names = {"reasoning_content": "thinking"}
-            messages = [{names.get(key, key): value for key, value in one.items()} for one in messages]
+            messages = [{names.get(key, key): value for key, value in message.items()} for message in messages]
         try:
             text = layout.render(messages, tools=tools, **options)
             without_tools = layout.render(messages, **options)
         except (TemplateError, TypeError, KeyError, AttributeError):
             continue
-        words = [word for word in WORDS for one in messages if word in str(one["content"])]
-        words += ["8253" for one in messages if "tool_calls" in one]
+        words = [word for word in WORDS for message in messages if word in str(message["content"])]
+        words += ["8253" for message in messages if "tool_calls" in message]
         if all(word in text for word in words) and (tools is None or text != without_tools):
             return text
     return None
@@ -196,14 +196,16 @@ def ask(layout: Layout, messages: Messages, tools: Any) -> list[int]:
 def to_items(messages: Messages) -> Messages:
     """Messages as items of the protocol of responses."""
     items: Messages = []
-    for one in messages:
-        for one_call in one.get("tool_calls") or []:
+    for message in messages:
+        for one_call in message.get("tool_calls") or []:
             function = one_call["function"]
             items.append({"type": "function_call", "call_id": one_call["id"], **function})
-        if one["role"] == "tool":
-            items.append({"type": "function_call_output", "call_id": one["tool_call_id"], "output": one["content"]})
-        elif one["content"]:
-            items.append({"role": one["role"], "content": one["content"]})
+        if message["role"] == "tool":
+            items.append(
+                {"type": "function_call_output", "call_id": message["tool_call_id"], "output": message["content"]}
+            )
+        elif message["content"]:
+            items.append({"role": message["role"], "content": message["content"]})
     return items
 
 
@@ -232,7 +234,7 @@ def read_prompts(layout: Layout, case: Case) -> dict[str, Callable[[], list[int]
         return tokens_of(math_data_processor(row, SPEC, layout.oracle, LONGEST, 0)["message_log"])
 
     paths = {"prompt": read_row, "chat": lambda: ask(layout, prompt, listed)}
-    if not any("function_call" in one or one["role"] == "function" for one in prompt):
+    if not any("function_call" in message or message["role"] == "function" for message in prompt):
         paths["responses"] = lambda: ask(layout, read_messages({"input": to_items(prompt)}, {}), listed)
     return paths
 
@@ -253,9 +255,9 @@ def test_paths_agree_with_transformers(name: str) -> None:
     layout, accepted = BY_NAME[name], set()
     for title, case in CASES.items():
         prompt = render(layout, case, len(case.messages) - 1)
-        whole = render(layout, case, len(case.messages), add_generation_prompt=False)
-        lacks_thoughts = "thoughts" in title and "Otter" not in str(whole)
-        for expected, paths in ((prompt, read_prompts(layout, case)), (whole, read_whole(layout, case))):
+        full_text = render(layout, case, len(case.messages), add_generation_prompt=False)
+        lacks_thoughts = "thoughts" in title and "Otter" not in str(full_text)
+        for expected, paths in ((prompt, read_prompts(layout, case)), (full_text, read_whole(layout, case))):
             for path, read in paths.items():
                 # Thoughts to learn from have to be in the text; a reward model may score responses without them.
                 if expected is None or (lacks_thoughts and path == "scored row"):
@@ -269,19 +271,19 @@ def test_paths_agree_with_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_and_pairs_learn_the_same_turns(name: str) -> None:
-    """The tokens of a row are those of transformers, and those in the loss are of the turns that the row names."""
+    """Tokens are those of transformers, and those in the loss are of the turns that the row names."""
     layout, learnt_titles = BY_NAME[name], set()
     for title, case in CASES.items():
-        whole = render(layout, case, len(case.messages), add_generation_prompt=False)
+        full_text = render(layout, case, len(case.messages), add_generation_prompt=False)
         row: Mapping[str, Any] = {"messages": case.messages, "tools": case.tools}
         try:
             log = supervised_data_processor(dict(row), SPEC, layout.oracle, LONGEST, 0)["message_log"]
         except ValueError:  # also where a turn begins otherwise than it is sampled
             continue
-        assert whole is not None, f"{name}: {title} is learnt without a part"
-        assert "thoughts" not in title or "Otter" in whole, f"{name}: {title} is learnt without its thoughts"
+        assert full_text is not None, f"{name}: {title} is learnt without a part"
+        assert "thoughts" not in title or "Otter" in full_text, f"{name}: {title} is learnt without its thoughts"
         ids = tokens_of(log)
-        assert ids == layout.ids(whole)[: len(ids)], f"{name}: {title}"
+        assert ids == layout.ids(full_text)[: len(ids)], f"{name}: {title}"
         texts = [layout.oracle.decode(part["token_ids"]) for part in log if part["role"] == "assistant"]
         assert len(texts) == len(case.learnt), f"{name}: {title}"
         for text, words in zip(texts, case.learnt, strict=True):
@@ -300,7 +302,7 @@ def test_masks_are_those_of_trl(template: str, name: str) -> None:
     """TRL's templates for training mark what it learns, of conversations without marks of their own."""
     tokenizer, source, count = BY_NAME[name].oracle, stored(f"{template}_training"), 0
     for title, case in CASES.items():
-        if any(key in one for one in case.messages for key in ("weight", "loss_mask", "train")):
+        if any(key in message for message in case.messages for key in ("weight", "loss_mask", "train")):
             continue
         tools = None if case.tools is None else [ADD]
         options: Any = {"return_dict": True, "return_assistant_tokens_mask": True, "tools": tools}

@@ -39,16 +39,16 @@ def prompt_of(process: Callable[..., Any], row: dict[str, Any], **options: bool)
     return dict(dataset[0])
 
 
-def changed(**changes: Any) -> Callable[..., Any]:
+def change_fields(**changes: Any) -> Callable[..., Any]:
     def process(*arguments: Any) -> dict[str, Any]:
-        given = {**nemo_rl(*arguments), **changes}
-        return {key: value for key, value in given.items() if not isinstance(value, str) or value != "ABSENT"}
+        fields = {**nemo_rl(*arguments), **changes}
+        return {key: value for key, value in fields.items() if not isinstance(value, str) or value != "ABSENT"}
 
     return process
 
 
-def picky(row: dict[str, Any], *others: Any) -> Any:
-    return None if row["prompt"] == "no" else nemo_rl(row, *others)
+def picky(row: dict[str, Any], *more_arguments: Any) -> Any:
+    return None if row["prompt"] == "no" else nemo_rl(row, *more_arguments)
 
 
 def test_a_processor_of_nemo_rl_gives_what_ours_give() -> None:
@@ -64,8 +64,8 @@ def test_a_processor_of_nemo_rl_gives_what_ours_give() -> None:
 
 
 def test_further_fields_of_a_processor_reach_the_environment() -> None:
-    found = prompt_of(changed(level="hard", __extra__={"source": "web", "ground_truth": "lost"}), ROW)
-    assert found["extra_env_info"] == {
+    prompt = prompt_of(change_fields(level="hard", __extra__={"source": "web", "ground_truth": "lost"}), ROW)
+    assert prompt["extra_env_info"] == {
         "level": "hard",
         "source": "web",
         "ground_truth": "two",
@@ -75,12 +75,12 @@ def test_further_fields_of_a_processor_reach_the_environment() -> None:
 
 
 def test_what_a_processor_leaves_open() -> None:
-    bare = changed(task_name="ABSENT", length="ABSENT", idx="ABSENT", extra_env_info=None)
+    bare = change_fields(task_name="ABSENT", length="ABSENT", idx="ABSENT", extra_env_info=None)
     datum = prompt_of(bare, {"question": "1+1", "answer": 2})
     assert (datum["prompt"], datum["task_name"], datum["length"], datum["idx"]) == ("Add.1", "math", 3, 0)
     assert datum["extra_env_info"] == {"answer": 2, REFERENCE: "2"}
-    assert prompt_of(changed(prompt="as it says"), ROW)["prompt"] == "as it says"
-    assert prompt_of(changed(message_log=[], loss_multiplier=0), ROW)["loss_multiplier"] == 0.0
+    assert prompt_of(change_fields(prompt="as it says"), ROW)["prompt"] == "as it says"
+    assert prompt_of(change_fields(message_log=[], loss_multiplier=0), ROW)["loss_multiplier"] == 0.0
 
 
 MISTAKES = {
@@ -88,17 +88,17 @@ MISTAKES = {
     "raised ZeroDivisionError: ": lambda *_: 1 // 0,
     "raised StopIteration": lambda *_: next(iter(())),
     "raised ValueError: invalid literal": lambda *_: int("x"),
-    "returned no message_log, only": changed(message_log="ABSENT"),
-    "returned no loss_multiplier, only": changed(loss_multiplier="ABSENT"),
-    "returned loss_multiplier=None": changed(loss_multiplier=None),
-    r"returned loss_multiplier=tensor\(\[1, 1\]\)": changed(loss_multiplier=torch.tensor([1, 1])),
-    "returned dict as message_log": changed(message_log={}),
-    r"returned no token_ids in message_log\[0\]": changed(message_log=[{"role": "user", "content": "1"}]),
-    "that are not a flat list": changed(message_log=[{"role": "user", "token_ids": torch.tensor([[1, 2]])}]),
-    "returned a message_log without tokens": changed(message_log=[]),
-    "returned list as extra_env_info": changed(extra_env_info=[1]),
-    "returned task_name='chess', which is not an environment": changed(task_name="chess"),
-    "returned int as prompt": changed(prompt=3),
+    "returned no message_log, only": change_fields(message_log="ABSENT"),
+    "returned no loss_multiplier, only": change_fields(loss_multiplier="ABSENT"),
+    "returned loss_multiplier=None": change_fields(loss_multiplier=None),
+    r"returned loss_multiplier=tensor\(\[1, 1\]\)": change_fields(loss_multiplier=torch.tensor([1, 1])),
+    "returned dict as message_log": change_fields(message_log={}),
+    r"returned no token_ids in message_log\[0\]": change_fields(message_log=[{"role": "user", "content": "1"}]),
+    "that are not a flat list": change_fields(message_log=[{"role": "user", "token_ids": torch.tensor([[1, 2]])}]),
+    "returned a message_log without tokens": change_fields(message_log=[]),
+    "returned list as extra_env_info": change_fields(extra_env_info=[1]),
+    "returned task_name='chess', which is not an environment": change_fields(task_name="chess"),
+    "returned int as prompt": change_fields(prompt=3),
 }
 
 
@@ -153,13 +153,16 @@ def test_a_processor_that_refuses_a_row_only_at_a_resume(waiting: list[int], bad
 
 
 def test_a_task_name_of_null_is_none() -> None:
-    for process in (nemo_rl, changed(task_name=None)):
+    for process in (nemo_rl, change_fields(task_name=None)):
         assert prompt_of(process, {**ROW, "task_name": None})["task_name"] == "math"
 
 
 def test_a_processor_that_cannot_be_imported_is_found_before_the_run() -> None:
     data = DataConfig(processor="no_mod.f", tasks={"math": TaskConfig(processor="json.JSON"), "code": TaskConfig()})
-    assert [(one.subject, one.text.partition(":")[0]) for one in find_processor_problems(data)] == [
+    assert [
+        (processor_problem.subject, processor_problem.text.partition(":")[0])
+        for processor_problem in find_processor_problems(data)
+    ] == [
         ("data.processor=no_mod.f", "cannot be imported"),
         ("data.tasks.math.processor=json.JSON", "cannot be imported"),
     ]

@@ -29,11 +29,11 @@ def base_model(model: Path, size: int = 300) -> Path:
     return with_vocabulary(model, size)
 
 
-def test_an_end_of_turn_that_ends_no_response_is_remarked_on(given: list[str], model: Path) -> None:
+def test_an_end_of_turn_that_ends_no_response_is_remarked_on(base_overrides: list[str], model: Path) -> None:
     end = load_tokenizer(base_model(model)).convert_tokens_to_ids("<|im_end|>")
 
     def read(*overrides: str) -> Any:
-        return load_prompt_data(compose_config([*given, *overrides]), model)
+        return load_prompt_data(compose_config([*base_overrides, *overrides]), model)
 
     (note,) = read().notes
     assert note.startswith("the chat template ends the model's messages with <|im_end|>, which ends no response")
@@ -46,24 +46,26 @@ def test_an_end_of_turn_that_ends_no_response_is_remarked_on(given: list[str], m
     assert read(silent[-1]).stops.strings == ()
 
 
-def test_a_template_of_one_task_is_looked_at(given: list[str], model: Path, tmp_path: Path) -> None:
+def test_a_template_of_one_task_is_looked_at(base_overrides: list[str], model: Path, tmp_path: Path) -> None:
     base_model(model)
     file = tmp_path / "own.jinja"
     file.write_text("{% for m in messages %}{{ m.role + m.content + '<|endoftext|>' }}{% endfor %}")
-    assert load_prompt_data(compose_config([*given, f"data.chat_template={file}"]), model).notes == []
+    assert load_prompt_data(compose_config([*base_overrides, f"data.chat_template={file}"]), model).notes == []
     task = [f"data.chat_template={file}", "data.tasks.math.chat_template_kwargs.enable_thinking=false"]
-    assert load_prompt_data(compose_config([*given, *task]), model).notes == []
+    assert load_prompt_data(compose_config([*base_overrides, *task]), model).notes == []
 
 
-def test_a_tokenizer_that_is_loaded_otherwise_is_remarked_on(given: list[str], model: Path) -> None:
+def test_a_tokenizer_that_is_loaded_otherwise_is_remarked_on(base_overrides: list[str], model: Path) -> None:
     with_vocabulary(deepseek_r1_distill(model), 300)
-    (note,) = load_prompt_data(compose_config(given), model).notes
+    (note,) = load_prompt_data(compose_config(base_overrides), model).notes
     assert note.startswith(f"{model}/tokenizer.json is followed: transformers' LlamaTokenizer")
 
 
-def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(given: list[str], model: Path, rows: Path) -> None:
+def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(
+    base_overrides: list[str], model: Path, rows: Path
+) -> None:
     number = load_tokenizer(base_model(model, 269)).convert_tokens_to_ids("<|im_end|>")
-    plain = [*given, "data.apply_chat_template=false"]
+    plain = [*base_overrides, "data.apply_chat_template=false"]
     load_prompt_data(compose_config(plain), model)
     with rows.open("a") as file:
         file.write(json.dumps({"prompt": "1<|im_end|>", "answer": "1"}) + "\n")
@@ -74,12 +76,12 @@ def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(given: list[str],
     assert text in skipped.notes[0]
 
 
-def test_a_scripts_tokenizer_that_reads_texts_otherwise_is_refused(given: list[str], model: Path) -> None:
+def test_a_scripts_tokenizer_that_reads_texts_otherwise_is_refused(base_overrides: list[str], model: Path) -> None:
     with_vocabulary(deepseek_r1_distill(model), 300)
-    config = compose_config(given)
+    config = compose_config(base_overrides)
     rebuilt = AutoTokenizer.from_pretrained(model)  # as scripts load it
     with pytest.raises(ConfigError, match=r"tokenizer +is another tokenizer than that of .*leave it out"):
         load_prompt_data(config, model, rebuilt)
-    same = load_tokenizer(model)
-    same.chat_template = "{{ messages[0]['content'] }}"
-    assert load_prompt_data(config, model, same).loader
+    tokenizer = load_tokenizer(model)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    assert load_prompt_data(config, model, tokenizer).loader

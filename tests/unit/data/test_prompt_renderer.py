@@ -137,13 +137,13 @@ def test_a_later_turn_is_rendered_by_the_settings_of_the_first(
     system = [{"role": "system", "content": options.pop("system_prompt")}] if "system_prompt" in options else []
     options.update(options.pop("chat_template_kwargs", {}))
     conversation = [*system, user("What is 1+1?"), assistant("not to 2023"), *answer]
-    whole = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **options)
+    full_text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **options)
     # The generation prompt of a first turn may hold an empty thought, which the template leaves out of past turns.
     opening = tokenizer.apply_chat_template(
         conversation[: len(system) + 1], tokenize=False, add_generation_prompt=True, **options
     )
     assert first == encode(tokenizer, opening)
-    _, _, after = whole.rpartition(f"not to 2023{end}")
+    _, _, after = full_text.rpartition(f"not to 2023{end}")
     assert later == encode(tokenizer, after)
 
 
@@ -203,8 +203,8 @@ def test_a_later_turn_of_a_sentencepiece_template_equals_the_whole_conversation(
     tokenizer = sentencepiece(blank, template=template)
     later = PromptRenderer(tokenizer, PromptFormat()).encode_later_turn([user("to a")], tokenizer.eos_token_id)
     conversation = [user("go"), assistant("42"), user("to a")]
-    whole = encode(tokenizer, tokenizer.apply_chat_template(conversation, tokenize=False))
-    assert later == whole[whole.index(tokenizer.eos_token_id) + 1 :]
+    full_ids = encode(tokenizer, tokenizer.apply_chat_template(conversation, tokenize=False))
+    assert later == full_ids[full_ids.index(tokenizer.eos_token_id) + 1 :]
 
 
 @pytest.mark.parametrize("text", ["12+34=", "<s>12+34=", "to </s>"])
@@ -231,8 +231,8 @@ def test_parts_and_empty_fields_of_messages_become_their_text(template: str) -> 
     joined = "What is1+1?" if template == PARTS else "What is\n1+1?"
     expected = [user(joined), assistant("2"), user("why?")]
     messages = [user(parts), {**assistant("2"), **EMPTY}, user([{"type": "text", "text": "why?"}])]
-    shown = tokenizer.apply_chat_template(expected, tokenize=False, add_generation_prompt=True)
-    assert renderer.render(messages) == shown
+    full_text = tokenizer.apply_chat_template(expected, tokenize=False, add_generation_prompt=True)
+    assert renderer.render(messages) == full_text
 
 
 @pytest.mark.parametrize(
@@ -283,10 +283,10 @@ def test_arguments_are_text_for_a_template_that_refuses_objects(content: str | N
     renderer = PromptRenderer(byte_level(template), PromptFormat())
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": "\u00e9"}}}
     turn = {"role": "assistant", "content": content, "tool_calls": [call]}
-    shown = renderer.render([user("x"), turn])
+    prompt = renderer.render([user("x"), turn])
     call["function"] = {"name": "add", "arguments": '{"a": "\u00e9"}'}
     conversation = [user("x"), {**turn, "content": content or ""}]
-    assert shown == renderer.tokenizer.apply_chat_template(conversation, tokenize=False)
+    assert prompt == renderer.tokenizer.apply_chat_template(conversation, tokenize=False)
 
 
 def test_calls_of_deepseek_are_shown() -> None:
@@ -294,20 +294,20 @@ def test_calls_of_deepseek_are_shown() -> None:
     for arguments in ('{"a": 1}', {"a": 1}):
         call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
         turn = {"role": "assistant", "content": None, "tool_calls": [call]}
-        shown = renderer.render([user("x"), turn, {"role": "tool", "content": "7"}])
+        prompt = renderer.render([user("x"), turn, {"role": "tool", "content": "7"}])
         call["function"] = {"name": "add", "arguments": '{"a": 1}'}
         messages = [user("x"), turn, {"role": "tool", "content": "7"}]
         expected = renderer.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert "add" in shown.partition("x")[2]
-        assert shown == expected
+        assert "add" in prompt.partition("x")[2]
+        assert prompt == expected
 
 
 def test_a_conversation_keeps_a_system_message_of_its_own() -> None:
     renderer = PromptRenderer(byte_level(LLAMA), PromptFormat(system_prompt="Be brief."))
     assert renderer.render([user("x")]).startswith("<|start|>system<|message|>\n\nBe brief.<|end|>")
-    shown = renderer.render([{"role": "system", "content": "Be long."}, user("x")])
-    assert "Be long." in shown
-    assert "Be brief." not in shown
+    prompt = renderer.render([{"role": "system", "content": "Be long."}, user("x")])
+    assert "Be long." in prompt
+    assert "Be brief." not in prompt
 
 
 def test_a_row_of_text_parts_is_a_prompt(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("settings", "taken"),
+    ("settings", "locations"),
     [
         ({}, [(1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1), (2, 0, 1), (2, 1, 0), (2, 1, 1)]),
         ({"min_reward": 0.5}, [(1, 0, 1), (1, 1, 0), (1, 1, 1), (2, 1, 0), (2, 1, 1)]),
@@ -59,11 +59,11 @@ def run_dir(tmp_path: Path) -> Path:
     ],
 )
 def test_rollouts_are_chosen_by_their_rewards(
-    run_dir: Path, settings: dict[str, Any], taken: list[tuple[int, int, int]]
+    run_dir: Path, settings: dict[str, Any], locations: list[tuple[int, int, int]]
 ) -> None:
     rows = RecordedRows(DataConfig(from_rollouts=str(run_dir), **settings))
-    found = [rows.locate(number).rsplit("/", 1)[1] for number in range(len(rows))]
-    assert found == [f"step_{step}.parquet, prompt {prompt}, sample {sample}" for step, prompt, sample in taken]
+    names = [rows.locate(number).rsplit("/", 1)[1] for number in range(len(rows))]
+    assert names == [f"step_{step}.parquet, prompt {prompt}, sample {sample}" for step, prompt, sample in locations]
 
 
 def test_the_tokens_are_those_that_were_sampled(run_dir: Path) -> None:
@@ -90,12 +90,12 @@ def test_each_segment_is_learnt_behind_its_own_context(
 ) -> None:
     """As reinforcement learning does: the sequences are those that `split_segments` gives."""
     sampled = sum(span.end - span.start for span in spans)
-    whole = replace(
+    full = replace(
         rollout(1, 0, 0, 1.0), segment_tokens=segment_tokens, spans=spans, logprobs=np.zeros(sampled, dtype=np.float32)
     )
-    write_rollouts(locate_rollouts_file(tmp_path, 1), [(0, [(whole, {}), (rollout(1, 0, 1, 0.5), {})])])
+    write_rollouts(locate_rollouts_file(tmp_path, 1), [(0, [(full, {}), (rollout(1, 0, 1, 0.5), {})])])
     rows = RecordedRows(DataConfig(from_rollouts=str(tmp_path), best_of_group=True))
-    expected = [part for part in whole.split_segments() if part.spans]
+    expected = [part for part in full.split_segments() if part.spans]
     assert len(rows) == len(expected)
     for number, part in enumerate(expected):
         data = recorded_data_processor(rows[number], TaskDataSpec(task_name="math"), None, 5, number)

@@ -48,9 +48,9 @@ def renderer_of(tokenizer: Any, **settings: Any) -> PromptRenderer:
     return PromptRenderer(tokenizer, PromptFormat(**settings))
 
 
-def tokens_after(layout: Layout, whole: str, turn: str, end: str) -> list[int]:
+def tokens_after(layout: Layout, full_text: str, turn: str, end: str) -> list[int]:
     """Tokens of a whole conversation after the model's turn, without the end token if the template writes it too."""
-    before, is_shown, after = whole.rpartition(turn)
+    before, is_shown, after = full_text.rpartition(turn)
     assert is_shown, f"transformers' rendering has no {turn!r}"
     ahead, is_end, behind = after.partition(end)
     if is_end and not ahead.strip():
@@ -83,8 +83,8 @@ def test_a_later_turn_of_the_user(layout: Layout, tokenizer: Any, settings: dict
     conversation = [*messages, {"role": "assistant", "content": ANSWER}, FOLLOW_UP]
     for variables in ({}, layout.kwargs):
         renderer = renderer_of(tokenizer, chat_template_kwargs=variables, **settings)
-        whole = layout.render(conversation, tools=settings.get("tools"), **variables)
-        expected = tokens_after(layout, whole, ANSWER, layout.end)
+        full_text = layout.render(conversation, tools=settings.get("tools"), **variables)
+        expected = tokens_after(layout, full_text, ANSWER, layout.end)
         assert renderer.encode_later_turn([FOLLOW_UP], layout.id(layout.end)) == expected
         earlier = conversation[len(messages) - 1 : -2]
         assert renderer.encode_continuation(earlier, [FOLLOW_UP], layout.id(layout.end)) == expected
@@ -102,16 +102,16 @@ def test_results_of_tools(layout: Layout, tokenizer: Any, count: int) -> None:
     mark = layout.call_close
     if layout.calls == 0:
         turn, mark = {"role": "assistant", "content": ANSWER}, ANSWER
-    whole = layout.render([USER, turn, *results(count)], tools=[ADD])
-    expected = tokens_after(layout, whole, mark, end)
+    full_text = layout.render([USER, turn, *results(count)], tools=[ADD])
+    expected = tokens_after(layout, full_text, mark, end)
     assert renderer.encode_later_turn(results(count), layout.id(end)) == expected
 
 
 def test_a_turn_that_reasons(layout: Layout, tokenizer: Any) -> None:
     """Templates drop the reasoning of earlier turns from a whole conversation; the sampled turn keeps its tokens."""
     reasoned = f"<think>\nCount.\n</think>\n\n{ANSWER}"
-    whole = layout.render([USER, {"role": "assistant", "content": reasoned}, FOLLOW_UP])
-    expected = tokens_after(layout, whole, ANSWER, layout.end)
+    full_text = layout.render([USER, {"role": "assistant", "content": reasoned}, FOLLOW_UP])
+    expected = tokens_after(layout, full_text, ANSWER, layout.end)
     assert renderer_of(tokenizer).encode_later_turn([FOLLOW_UP], layout.id(layout.end)) == expected
 
 
@@ -177,9 +177,9 @@ def test_texts_for_rewards(layout: Layout, tokenizer: Any, stop_reason: StopReas
 
 def test_a_turn_that_was_cut(layout: Layout, tokenizer: Any) -> None:
     """After a turn without an end token, the template's own follows."""
-    whole = layout.render([USER, {"role": "assistant", "content": ANSWER}, FOLLOW_UP])
-    before, _, after = whole.rpartition(ANSWER)
-    expected = layout.ids(whole)[len(layout.ids(before + ANSWER)) :]
+    full_text = layout.render([USER, {"role": "assistant", "content": ANSWER}, FOLLOW_UP])
+    before, _, after = full_text.rpartition(ANSWER)
+    expected = layout.ids(full_text)[len(layout.ids(before + ANSWER)) :]
     assert layout.truth.decode(expected, skip_special_tokens=False).split()[-1:] == after.split()[-1:]
     assert renderer_of(tokenizer).encode_later_turn([FOLLOW_UP], layout.ids(ANSWER)[-1]) == expected
 
@@ -189,7 +189,7 @@ def test_thinking_and_tool_calls_of_an_agent(layout: Layout, tokenizer: Any, kee
     """A segment goes on while transformers' rendering still has the thinking, else the rendering begins another."""
     thoughts = ("First 7 and 8.", "Then 9 of 10.", "Last.")
     has_calls = layout.calls > 0 and layout.tool_role == "shown"
-    made, ends = calls(layout.calls) if has_calls else [], [layout.tool_end or layout.end, layout.end, layout.end]
+    turns, ends = calls(layout.calls) if has_calls else [], [layout.tool_end or layout.end, layout.end, layout.end]
     written = [f"<think>\n{thought}\n</think>\n\n" for thought in thoughts]
     written[0] += layout.call_text if has_calls else ANSWER
     written[1] += ANSWER
@@ -200,7 +200,7 @@ def test_thinking_and_tool_calls_of_an_agent(layout: Layout, tokenizer: Any, kee
         reasoning = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thoughts[number])
         is_call = has_calls and number == 0
         return {"role": "assistant", "content": "" if is_call else ANSWER, **reasoning} | (
-            {"tool_calls": made} if is_call else {}
+            {"tool_calls": turns} if is_call else {}
         )
 
     messages: list[dict[str, Any]] = [USER]

@@ -23,7 +23,10 @@ def as_openai(message: dict[str, Any]) -> dict[str, Any]:
     if "tool_calls" not in message:
         return message
     functions = [{**call["function"], "arguments": json.dumps(call["function"]["arguments"])} for call in calls(2)]
-    return {**message, "tool_calls": [{**call, "function": one} for call, one in zip(calls(2), functions, strict=True)]}
+    return {
+        **message,
+        "tool_calls": [{**call, "function": function} for call, function in zip(calls(2), functions, strict=True)],
+    }
 
 
 ANSWER = {"role": "assistant", "content": "There are 12."}

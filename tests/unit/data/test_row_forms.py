@@ -67,14 +67,14 @@ class Characters:
 
 
 @pytest.mark.parametrize("recipe", ROWS)
-def test_a_recipe_reads_rows_of_its_dataset(given: list[str], recipe: str) -> None:
+def test_a_recipe_reads_rows_of_its_dataset(base_overrides: list[str], recipe: str) -> None:
     row, words, answer = ROWS[recipe]
-    others = [one for one in given if not one.startswith("data.train_path")]
-    config = compose_config([*others, f"data={recipe}", *FURTHER.get(recipe, [])])
+    overrides = [override for override in base_overrides if not override.startswith("data.train_path")]
+    config = compose_config([*overrides, f"data={recipe}", *FURTHER.get(recipe, [])])
     data, task = config.data, config.data.task_name
-    (one,) = data.training_sets.values()
+    (override,) = data.training_sets.values()
     environments = {name: env.type for name, env in config.env.items()}
-    formed = RowCheck(one, data, environments).convert(row)
+    formed = RowCheck(override, data, environments).convert(row)
     assert isinstance(formed, dict), formed
     prompt = find_processor(data.processor)(row, make_task_spec(data, task), Characters(), 10_000, 0)
     assert words in prompt["message_log"][0]["content"]

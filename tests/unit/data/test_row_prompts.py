@@ -66,12 +66,12 @@ def test_the_prompt_of_a_pair_is_that_of_trl(kind: str, name: str) -> None:
     scored = score_data_processor(row, SPEC, tokenizer, 400, 0)
     for side, column in (("message_log", "chosen"), ("rejected", "rejected")):
         messages = expected["prompt"] + expected[column]
-        whole = tokenizer.apply_chat_template(messages, tokenize=False)
+        full_text = tokenizer.apply_chat_template(messages, tokenize=False)
         prompt = tokenizer.apply_chat_template(expected["prompt"], tokenize=False, add_generation_prompt=True)
         parts: Any = datum[side]  # type: ignore[literal-required]
-        assert log_text(parts, tokenizer) == whole.rstrip()
+        assert log_text(parts, tokenizer) == full_text.rstrip()
         assert log_text([part for part in parts if part["role"] != "assistant"], tokenizer) == prompt
-        assert log_text(scored[side], tokenizer) == whole  # type: ignore[literal-required]
+        assert log_text(scored[side], tokenizer) == full_text  # type: ignore[literal-required]
 
 
 def check(row: dict[str, Any], kind: str, **settings: Any) -> Any:
@@ -89,9 +89,9 @@ def check(row: dict[str, Any], kind: str, **settings: Any) -> Any:
     ],
 )
 def test_pairs_whose_parts_do_not_belong_together_are_refused(row: dict[str, Any], problem: str) -> None:
-    found = check(row, PREFERENCE)
-    assert isinstance(found, str)
-    assert problem in found
+    refusal = check(row, PREFERENCE)
+    assert isinstance(refusal, str)
+    assert problem in refusal
 
 
 @pytest.mark.parametrize("prompt", ["What is 1+1?", BEGIN[:1]], ids=["text", "messages"])
@@ -101,8 +101,8 @@ def test_a_column_beside_whole_conversations_is_not_repeated(prompt: Any) -> Non
     spec = TaskDataSpec(task_name="math", answer_key=None, response_key="messages")
     assert check(row, SUPERVISED, response_key="messages") is row
     log = supervised_data_processor(row, spec, tokenizer, 400, 0)["message_log"]
-    whole = TaskDataSpec(task_name="math", answer_key=None, prompt_key="messages")
-    assert log == supervised_data_processor(row, whole, tokenizer, 400, 0)["message_log"]
+    conversation_spec = TaskDataSpec(task_name="math", answer_key=None, prompt_key="messages")
+    assert log == supervised_data_processor(row, conversation_spec, tokenizer, 400, 0)["message_log"]
     assert [part["content"] for part in log if part["role"] == "assistant"] == ["2<|im_end|>", "3<|im_end|>"]
 
 
@@ -119,12 +119,12 @@ def test_an_open_turn_goes_on_in_every_kind_of_row(name: str, reply: Any, opened
         supervised_data_processor(row, spec, tokenizer, 400, 0)["message_log"],
         preference_data_processor(row, SPEC, tokenizer, 400, 0)["message_log"],
     ]
-    whole = tokenizer.apply_chat_template([prompt[0], assistant(f"{opened} 2.")], tokenize=False)
+    full_text = tokenizer.apply_chat_template([prompt[0], assistant(f"{opened} 2.")], tokenize=False)
     for before, learnt in logs:
         assert log_text([before], tokenizer) == log_text(sampled, tokenizer)
         assert learnt["content"].startswith(" 2.")
-        assert log_text([before, learnt], tokenizer) == whole.rstrip()
-    assert log_text(score_data_processor(row, SPEC, tokenizer, 400, 0)["message_log"], tokenizer) == whole
+        assert log_text([before, learnt], tokenizer) == full_text.rstrip()
+    assert log_text(score_data_processor(row, SPEC, tokenizer, 400, 0)["message_log"], tokenizer) == full_text
 
 
 def test_calls_are_not_continued() -> None:
@@ -160,9 +160,9 @@ def test_a_marked_turn_is_context(names: tuple[str], values: tuple[Any, Any]) ->
     ],
 )
 def test_marks_that_cannot_be_followed_are_refused(turn: dict[str, Any], problem: str) -> None:
-    found = check({"prompt": [user("a"), turn, assistant("c")]}, SUPERVISED)
-    assert isinstance(found, str)
-    assert re.search(re.escape(problem), found), found
+    refusal = check({"prompt": [user("a"), turn, assistant("c")]}, SUPERVISED)
+    assert isinstance(refusal, str)
+    assert re.search(re.escape(problem), refusal), refusal
 
 
 def test_a_row_without_a_turn_to_learn_is_refused() -> None:
@@ -178,9 +178,9 @@ def test_thoughts_that_contradict_each_other_are_refused() -> None:
 
 
 def test_a_rows_own_tools_replace_those_of_the_task() -> None:
-    tokenizer, other = BY_NAME["qwen3"].oracle, {"type": "function", "function": {"name": "subtract"}}
-    spec = TaskDataSpec(task_name="math", answer_key=None, tools=[other])
-    for value, expected in (([ADD], [ADD]), (None, [other]), ("", [other]), ([], None)):
+    tokenizer, subtract = BY_NAME["qwen3"].oracle, {"type": "function", "function": {"name": "subtract"}}
+    spec = TaskDataSpec(task_name="math", answer_key=None, tools=[subtract])
+    for value, expected in (([ADD], [ADD]), (None, [subtract]), ("", [subtract]), ([], None)):
         log = math_data_processor({"prompt": "a", "tools": value}, spec, tokenizer, 900, 0)["message_log"]
         text = tokenizer.apply_chat_template([user("a")], tools=expected, tokenize=False, add_generation_prompt=True)
         assert log_text(log, tokenizer) == text

@@ -85,8 +85,8 @@ def test_whole_pairs_and_marks_are_text(tmp_path: Path, line: bytes) -> None:
 
 
 def test_prompts_that_are_all_the_same(tmp_path: Path) -> None:
-    (same,) = report_of(tmp_path / "rows", ROW * 3).remarks
-    assert same.text == "has the same prompt in all of its 3 rows"
+    (remark,) = report_of(tmp_path / "rows", ROW * 3).remarks
+    assert remark.text == "has the same prompt in all of its 3 rows"
     (nearly,) = report_of(tmp_path / "rows", ROW * 3 + ROW.replace(b"1?", b"2?")).remarks
     assert nearly.text == "has 2 rows, of 4, whose prompt repeats that of an earlier row"
 
@@ -119,9 +119,11 @@ def test_a_million_rows_take_seconds_and_little_memory(tmp_path: Path) -> None:
 def test_rows_whose_tests_cannot_be_trusted_are_told(tmp_path: Path) -> None:
     answers = ["assert f(1) == 2", "assert P(1) == P(2)", "import math", "assert f(", "assert 1", "assert P(3) < P(4)"]
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": str(n), "answer": one}) + "\n" for n, one in enumerate(answers)))
+    path.write_text(
+        "".join(json.dumps({"prompt": str(n), "answer": answer}) + "\n" for n, answer in enumerate(answers))
+    )
     report = examine_set(DatasetConfig(path=str(path)), DataConfig(train_path=str(path)), {"math": "code"})
-    assert [(one.subject, one.text.partition(":")[0]) for one in report.problems] == [
+    assert [(answer.subject, answer.text.partition(":")[0]) for answer in report.problems] == [
         (
             f"{path}:3",
             "column 'answer' (data.answer_key) only imports and defines; a test has to call what it defines, "

@@ -25,9 +25,9 @@ class Group:
 
 
 @pytest.mark.parametrize("setting", [COSINE, RATIO, "policy.optimizer.decay_style=warmup_stable_decay"])
-def test_a_schedule_that_the_rows_end_is_remarked_on(given: list[str], model: Path, setting: str) -> None:
+def test_a_schedule_that_the_rows_end_is_remarked_on(base_overrides: list[str], model: Path, setting: str) -> None:
     base_model(model)
-    overrides = [*given, PER_STEP, setting, "data.apply_chat_template=false"]
+    overrides = [*base_overrides, PER_STEP, setting, "data.apply_chat_template=false"]
     (note,) = load_prompt_data(compose_config(overrides), model).notes
     assert note.startswith("policy.optimizer: the schedule of the learning rate has grpo.max_num_steps=1000 steps")
     assert "used up after 4 (grpo.max_num_epochs=1)" in note
@@ -45,9 +45,9 @@ def test_a_schedule_that_the_rows_end_is_remarked_on(given: list[str], model: Pa
         [COSINE, "grpo.max_num_epochs=250"],
     ],
 )
-def test_a_schedule_that_ends_in_time_is_not(given: list[str], model: Path, settings: list[str]) -> None:
+def test_a_schedule_that_ends_in_time_is_not(base_overrides: list[str], model: Path, settings: list[str]) -> None:
     base_model(model)
-    overrides = [*given, PER_STEP, "data.apply_chat_template=false", *settings]
+    overrides = [*base_overrides, PER_STEP, "data.apply_chat_template=false", *settings]
     assert load_prompt_data(compose_config(overrides), model).notes == []
 
 

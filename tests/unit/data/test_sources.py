@@ -47,7 +47,7 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     return path
 
 
-def looked(path: Path, data: DataConfig | None = None, **config: Any) -> SetReport:
+def examine_rows(path: Path, data: DataConfig | None = None, **config: Any) -> SetReport:
     return examine_set(DatasetConfig(path=str(path), **config), data or DataConfig(), KINDS)
 
 
@@ -61,7 +61,7 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path: Path, name: str) -> None
     assert len(source) == 12
     assert [source[number] for number in (7, 0, 11)] == [ROWS[7], ROWS[0], ROWS[11]]
     assert list(source.read_all()) == ROWS
-    report = looked(path)
+    report = examine_rows(path)
     assert (report.rows, report.bad_count, report.problems, report.duplicates) == (12, 0, [], 0)
     assert report.columns == {"math": {"prompt", "answer", "level"}}
     assert str(path) in source.locate(4)
@@ -70,14 +70,14 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path: Path, name: str) -> None
 def test_a_split_of_a_folder(tmp_path: Path) -> None:
     path = write(tmp_path / "splits")
     assert list(open_source(DatasetConfig(path=str(path), split="other")).read_all()) == ROWS[3:5]
-    (problem,) = looked(path, split="train[").problems
+    (problem,) = examine_rows(path, split="train[").problems
     assert "has no split 'train['" in problem.text
 
 
 def test_a_quoted_line_break_is_part_of_a_value(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", [{"prompt": "a\nb", "answer": "007"}, {"prompt": 'say "x"', "answer": ""}])
     assert next(iter(open_source(DatasetConfig(path=str(path))).read_all())) == {"prompt": "a\nb", "answer": "007"}
-    (problem,) = looked(path).problems
+    (problem,) = examine_rows(path).problems
     assert (problem.subject, problem.text[:22]) == (f"{path}:4", "column 'answer' (data.")
 
 
@@ -86,26 +86,26 @@ def test_bad_rows_are_named_counted_and_left_out(tmp_path: Path, policy: str) ->
     path = tmp_path / "a.jsonl"
     good = [json.dumps(row) for row in ROWS]
     path.write_text("\n".join([*good[:2], "{broken", "", *good[2:4], *["[]"] * 7, *good[:2]]) + "\n")
-    found = looked(path, DataConfig(bad_rows=policy))  # type: ignore[arg-type]
-    named = found.problems if policy == "fail" else found.remarks
+    report = examine_rows(path, DataConfig(bad_rows=policy))  # type: ignore[arg-type]
+    named = report.problems if policy == "fail" else report.remarks
     assert [problem.subject for problem in named[:5]] == [f"{path}:{line}" for line in (3, 7, 8, 9, 10)]
     assert named[0].text.startswith("is not valid JSON")
     assert named[5].text == "3 more bad lines of 14"
-    assert (found.rows, found.bad_count, found.duplicates) == (6, 8, 2)
-    assert found.source is not None
-    assert [found.source[number]["prompt"] for number in found.usable] == ["0?", "1?", "2?", "3?", "0?", "1?"]
-    assert bool(found.problems) == (policy == "fail")
-    assert "have too" not in str(found.problems)
-    assert any("2 rows, of 6, whose prompt repeats that of an earlier row" in remark.text for remark in found.remarks)
+    assert (report.rows, report.bad_count, report.duplicates) == (6, 8, 2)
+    assert report.source is not None
+    assert [report.source[number]["prompt"] for number in report.usable] == ["0?", "1?", "2?", "3?", "0?", "1?"]
+    assert bool(report.problems) == (policy == "fail")
+    assert "have too" not in str(report.problems)
+    assert any("2 rows, of 6, whose prompt repeats that of an earlier row" in remark.text for remark in report.remarks)
 
 
 def test_lines_of_a_csv_with_other_columns_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("prompt,answer\n1?,1\n2?,2,3\n\n3?,3\n")
-    found = looked(path, DataConfig(bad_rows="skip"))
-    assert found.remarks[0].subject == f"{path}:3"
-    assert found.remarks[0].text == "has 3 values, and the header names 2 columns"
-    assert found.rows == 2
+    report = examine_rows(path, DataConfig(bad_rows="skip"))
+    assert report.remarks[0].subject == f"{path}:3"
+    assert report.remarks[0].text == "has 3 values, and the header names 2 columns"
+    assert report.rows == 2
 
 
 def test_tasks_have_forms_and_keys_of_their_own(tmp_path: Path) -> None:
@@ -136,14 +136,14 @@ def test_a_value_that_python_cannot_hold_makes_a_bad_row(tmp_path: Path, name: s
     else:
         with pa.ipc.new_file(path, table.schema) as sink:
             sink.write_table(table)
-    found = looked(path, DataConfig(bad_rows="skip"))
-    assert found.usable.tolist() == [0, 2]
-    assert found.remarks[0].subject == f"{path}, row 1"
-    assert found.remarks[0].text.startswith("has a value that cannot be read: days=-2147483648")
-    assert found.source is not None
-    assert found.source[2]["prompt"] == "3?"
+    report = examine_rows(path, DataConfig(bad_rows="skip"))
+    assert report.usable.tolist() == [0, 2]
+    assert report.remarks[0].subject == f"{path}, row 1"
+    assert report.remarks[0].text.startswith("has a value that cannot be read: days=-2147483648")
+    assert report.source is not None
+    assert report.source[2]["prompt"] == "3?"
     with pytest.raises(RunError, match="row 1: the row has a value that cannot be read"):
-        found.source[1]
+        report.source[1]
 
 
 @pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085", "\u001e", "\x7f"])

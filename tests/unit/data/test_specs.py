@@ -26,8 +26,8 @@ def test_the_words_of_a_prompt_file_have_a_place_for_the_row(tmp_path: Path, wor
     data = DataConfig(prompt_file=str(file), tasks={"math": TaskConfig(prompt_file=str(file))})
     problems = list(find_spec_problems(data))
     keys = [f"{section}.prompt_file={file}" for section in ("data", "data.tasks.math")]
-    assert [one.subject for one in problems] == ([] if reason is None else keys)
-    assert all(reason is not None and reason in one.text for one in problems)
+    assert [problem.subject for problem in problems] == ([] if reason is None else keys)
+    assert all(reason is not None and reason in problem.text for problem in problems)
 
 
 def test_a_processor_of_ones_own_may_use_the_words_otherwise(tmp_path: Path) -> None:

@@ -64,9 +64,9 @@ def test_turns_follow_the_tokens_that_are_sampled_after(name: str) -> None:
             continue
         accepted.add(layout.name)
         truth = layout.truth
-        whole = truth.encode(layout.render(messages, add_generation_prompt=False), add_special_tokens=False).ids
+        full_ids = truth.encode(layout.render(messages, add_generation_prompt=False), add_special_tokens=False).ids
         ids = [token for _, part in parts for token in part]
-        assert ids == whole[: len(ids)], layout.name
+        assert ids == full_ids[: len(ids)], layout.name
         position, turns = 0, iter([n for n, message in enumerate(messages) if message["role"] == "assistant"])
         for role, part in parts:
             if role == "assistant":
@@ -184,9 +184,9 @@ def test_a_plain_response_ends_with_the_end_of_sequence() -> None:
 )
 def test_rows_without_a_response_are_named(row: dict[str, Any], settings: dict[str, Any], problem: str) -> None:
     check = RowCheck(DatasetConfig(path="rows.jsonl"), DataConfig(**settings), {"math": SUPERVISED})
-    found = check.convert(row)
-    assert isinstance(found, str)
-    assert re.search(problem, found), found
+    refusal = check.convert(row)
+    assert isinstance(refusal, str)
+    assert re.search(problem, refusal), refusal
 
 
 def test_pairs_may_have_their_prompt_in_common() -> None:
@@ -235,9 +235,9 @@ def pair_of(datum: Any) -> list[Any]:
     ],
 )
 def test_rows_that_are_no_pairs_are_named(row: dict[str, Any], problem: str) -> None:
-    found = RowCheck(DatasetConfig(path="rows.jsonl"), DataConfig(), {"math": PREFERENCE}).convert(row)
-    assert isinstance(found, str)
-    assert re.search(problem, found), found
+    refusal = RowCheck(DatasetConfig(path="rows.jsonl"), DataConfig(), {"math": PREFERENCE}).convert(row)
+    assert isinstance(refusal, str)
+    assert re.search(problem, refusal), refusal
 
 
 def test_pairs_to_score_are_the_texts_that_reward_models_get() -> None:

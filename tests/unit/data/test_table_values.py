@@ -75,7 +75,7 @@ ITEMS = (  # a null content may be printed as nothing, which is what all templat
 )
 
 
-def written(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
+def write_table(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     table = Dataset.from_list(rows)
     if path.suffix == ".parquet":
         table.to_parquet(str(path))
@@ -109,19 +109,19 @@ TABLES = ["rows.parquet", "rows.arrow", "saved"]
 @pytest.mark.parametrize("name", [*TABLES, "as_datasets_writes.jsonl"])
 @pytest.mark.parametrize("template", [PRINTS_KEYS, NULL_CONTENT, ITEMS])
 def test_prompts_are_those_of_the_rows_as_they_were_written(tmp_path: Path, name: str, template: str) -> None:
-    own = tokenizer(template)
-    expected = [own.apply_chat_template(row["prompt"], tokenize=False) for row in ROWS]
+    own_tokenizer = tokenizer(template)
+    expected = [own_tokenizer.apply_chat_template(row["prompt"], tokenize=False) for row in ROWS]
     for file in ("rows.jsonl", name):
-        made = prompts(written(tmp_path / file), template)
-        assert [prompt["message_log"][0]["content"] for prompt in made] == expected
+        rendered = prompts(write_table(tmp_path / file), template)
+        assert [prompt["message_log"][0]["content"] for prompt in rendered] == expected
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_environments_get_the_same_from_every_file(tmp_path: Path, name: str) -> None:
     by_file = []
     for file in ("rows.jsonl", name):
-        made = prompts(written(tmp_path / file), PRINTS_KEYS)
-        by_file.append([(prompt["prompt"], prompt["extra_env_info"]) for prompt in made])
+        rendered = prompts(write_table(tmp_path / file), PRINTS_KEYS)
+        by_file.append([(prompt["prompt"], prompt["extra_env_info"]) for prompt in rendered])
     assert by_file[0] == by_file[1]
     assert by_file[1][0][0] == ROWS[0]["prompt"]
     assert [info["hint"] for _, info in by_file[1]] == [None, "think", None], "a column may be null"
@@ -130,7 +130,7 @@ def test_environments_get_the_same_from_every_file(tmp_path: Path, name: str) ->
 
 @pytest.mark.parametrize("name", ["rows.jsonl", *TABLES])
 def test_the_check_before_a_start_sees_the_same_rows(tmp_path: Path, name: str) -> None:
-    path = written(tmp_path / name)
+    path = write_table(tmp_path / name)
     report = examine_set(DatasetConfig(path=str(path)), DataConfig(), {"math": "math"})
     assert (report.problems, report.rows) == ([], 3)
     assert report.source is not None
@@ -142,7 +142,7 @@ def test_a_content_that_is_null_needs_tool_calls(tmp_path: Path) -> None:
         {"prompt": [{"role": "user", "content": "?"}, {"role": "assistant", "content": None}], "answer": "1"},
         ROWS[1],
     ]
-    path = written(tmp_path / "rows.parquet", [{"prompt": row["prompt"], "answer": row["answer"]} for row in rows])
+    path = write_table(tmp_path / "rows.parquet", [{"prompt": row["prompt"], "answer": row["answer"]} for row in rows])
     report = examine_set(DatasetConfig(path=str(path)), DataConfig(), {"math": "math"})
     assert [problem.text for problem in report.problems] == [
         "column 'prompt' has a message (number 2) whose content is null; it must be text"
@@ -158,7 +158,7 @@ def test_lists_keep_their_nulls_and_json_columns_their_types(tmp_path: Path) -> 
 
 
 def test_streamed_rows_are_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    streamed = Dataset.from_parquet(str(written(tmp_path / "rows.parquet"))).to_iterable_dataset()
+    streamed = Dataset.from_parquet(str(write_table(tmp_path / "rows.parquet"))).to_iterable_dataset()
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: streamed)
     rows = open_stream(DatasetConfig(path="someone/some_set"))
     assert list(rows) == ROWS == list(rows)

@@ -136,7 +136,7 @@ def mistral(folder: Path) -> Path:
     return save_folder(folder, sentencepiece_like(), "mistral", "LlamaTokenizerFast", **named)
 
 
-def padded(folder: Path) -> Path:
+def save_padded(folder: Path) -> Path:
     """A file that was saved with padding and truncation, which no text of a run gets."""
     core = byte_level(["<|endoftext|>"])
     core.enable_padding(length=64, pad_token="<|endoftext|>")
@@ -144,7 +144,7 @@ def padded(folder: Path) -> Path:
     return save_folder(folder, core, "olmo2", "GPT2Tokenizer", eos_token="<|endoftext|>", pad_token="<|pad|>")
 
 
-@pytest.mark.parametrize("layout", [qwen, llama3, gemma, phi3, deepseek_v3, mistral, padded])
+@pytest.mark.parametrize("layout", [qwen, llama3, gemma, phi3, deepseek_v3, mistral, save_padded])
 def test_layouts_that_transformers_loads_rightly_give_no_remark(layout: Any, tmp_path: Path) -> None:
     folder = layout(tmp_path / "model")
     loaded, remark = read_tokenizer(folder)

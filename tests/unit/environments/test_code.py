@@ -27,9 +27,9 @@ CASES = [{"input": "1 2", "output": "3\n"}, {"input": "5 5", "output": "10"}]
 
 @pytest.fixture(scope="module")
 def environment() -> CodeEnvironment:
-    made = create_environment(EnvironmentConfig(type="code", options={"reward": "share"}), SETTINGS)
-    assert isinstance(made, CodeEnvironment)
-    return made
+    environment = create_environment(EnvironmentConfig(type="code", options={"reward": "share"}), SETTINGS)
+    assert isinstance(environment, CodeEnvironment)
+    return environment
 
 
 def request(response: str, answer: Any) -> EnvironmentRequest:
@@ -76,28 +76,28 @@ def test_cases_of_input_and_output(environment: CodeEnvironment, program: str, r
 
 
 def test_all_or_nothing_and_the_order_of_the_samples() -> None:
-    whole = CodeEnvironment(SETTINGS, programs_at_once=3)
+    environment = CodeEnvironment(SETTINGS, programs_at_once=3)
     programs = ["def double(x): return 2 * x", "def double(x): return x * x", "?", "def double(x): return x + x"]
-    results = whole.score([request(program, ASSERTS) for program in programs])
+    results = environment.score([request(program, ASSERTS) for program in programs])
     assert [result.reward for result in results] == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_a_program_that_fails_a_case_is_not_asked_about_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """An endless one would take all of its time in each, and the environment's deadline would pass."""
-    asked: list[str] = []
+    inputs: list[str] = []
 
-    def finished(sandbox: Sandbox, source: str, given: str = "") -> ProgramResult:
-        asked.append(given)
-        return ProgramResult(ending="exited", exit_code=int(given == "b"), stdout="", stderr="", seconds=0.0)
+    def finished(sandbox: Sandbox, source: str, base_overrides: str = "") -> ProgramResult:
+        inputs.append(base_overrides)
+        return ProgramResult(ending="exited", exit_code=int(base_overrides == "b"), stdout="", stderr="", seconds=0.0)
 
     monkeypatch.setattr(Sandbox, "run_python", finished)
     monkeypatch.setattr(EnvironmentSettings, "open_sandbox", lambda settings: Sandbox(settings.sandbox))
-    cases = [{"input": one, "output": ""} for one in "abcd"]
-    assert [one.reward for one in CodeEnvironment(SETTINGS).score([request("", cases)])] == [0.0]
-    assert asked == ["a", "b"]
-    asked.clear()
-    assert [one.reward for one in CodeEnvironment(SETTINGS, reward="share").score([request("", cases)])] == [0.75]
-    assert asked == ["a", "b", "c", "d"]
+    cases = [{"input": letter, "output": ""} for letter in "abcd"]
+    assert [letter.reward for letter in CodeEnvironment(SETTINGS).score([request("", cases)])] == [0.0]
+    assert inputs == ["a", "b"]
+    inputs.clear()
+    assert [letter.reward for letter in CodeEnvironment(SETTINGS, reward="share").score([request("", cases)])] == [0.75]
+    assert inputs == ["a", "b", "c", "d"]
 
 
 def test_the_last_block_is_the_program() -> None:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "environments.md").read_text()
 
 
-def shown(language: str) -> str:
+def read_block(language: str) -> str:
     """The block of the page in this language."""
     (block,) = re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
     return str(block)
@@ -30,7 +30,7 @@ def shown(language: str) -> str:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A working folder with the module of the page."""
-    (tmp_path / "guessing.py").write_text(shown("python"))
+    (tmp_path / "guessing.py").write_text(read_block("python"))
     return tmp_path
 
 
@@ -39,12 +39,12 @@ def request(state: Any) -> EnvironmentRequest:
 
 
 def test_the_page_shows_it_in_forty_lines() -> None:
-    assert len(shown("python").splitlines()) <= 40
+    assert len(read_block("python").splitlines()) <= 40
 
 
 def test_it_plays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    section = yaml.safe_load(shown("yaml"))["env"]["guessing"]
+    section = yaml.safe_load(read_block("yaml"))["env"]["guessing"]
     environment = create_environment(EnvironmentConfig(**section), EnvironmentSettings(import_folders=(str(folder),)))
     assert environment.multi_turn
     state = environment.reset("", {"number": "7"})
@@ -52,11 +52,11 @@ def test_it_plays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         turn = environment.step(state, response)
         assert (turn.done, turn.text) == (False, text)
         state = turn.state
-    lost, won = environment.step(state, "seven"), environment.step(state, "6")
-    assert lost.done
+    lost_turn, won = environment.step(state, "seven"), environment.step(state, "6")
+    assert lost_turn.done
     assert won.done
-    scores = environment.score([request(lost.state), request(won.state)])
-    assert [(one.reward, one.correct) for one in scores] == [(0.0, False), (1.0, True)]
+    scores = environment.score([request(lost_turn.state), request(won.state)])
+    assert [(score.reward, score.correct) for score in scores] == [(0.0, False), (1.0, True)]
 
 
 OVERRIDES = (
@@ -68,7 +68,7 @@ OVERRIDES = (
 
 
 @pytest.mark.parametrize(
-    ("more", "code", "text"),
+    ("settings", "code", "text"),
     [
         (("+env.addition.options.close_enough=1",), 0, "configuration is fine"),
         (
@@ -93,13 +93,13 @@ OVERRIDES = (
     ids=["fine", "unknown option", "wrong value", "one turn", "no class", "no environment", "no type"],
 )
 def test_the_local_launcher_finds_it_in_the_working_folder(
-    folder: Path, more: tuple[str, ...], code: int, text: str
+    folder: Path, settings: tuple[str, ...], code: int, text: str
 ) -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "RUN_DIR": str(folder / "run"), "PYTHONPATH": str(ROOT)}
-    command = [str(ROOT / "launchers" / "local.sh"), *OVERRIDES, *more, "--check"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert text in done.stdout, done.stdout
-    assert done.returncode == code
+    command = [str(ROOT / "launchers" / "local.sh"), *OVERRIDES, *settings, "--check"]
+    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert text in process.stdout, process.stdout
+    assert process.returncode == code
 
 
 def test_modules_on_the_python_path_are_found_and_installed_ones_come_first(folder: Path, tmp_path: Path) -> None:
@@ -109,5 +109,5 @@ def test_modules_on_the_python_path_are_found_and_installed_ones_come_first(fold
     path = os.pathsep.join([str(ROOT), str(folder)])
     environment = {**os.environ, "PYTHONPATH": path}
     command = [sys.executable, "-P", "-m", "megatron_grpo.train", *OVERRIDES, f"run_dir={tmp_path}/run", "--check"]
-    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr

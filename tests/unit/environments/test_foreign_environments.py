@@ -26,7 +26,7 @@ class Plain:
 
 
 @pytest.mark.parametrize(
-    ("found", "text"),
+    ("loader", "text"),
     [
         (MathLike, "; docs/migrating.md says how to carry an environment of NeMo RL over"),
         (ray.remote(MathLike), "; take ray.remote away: the run starts the processes of environments itself"),
@@ -36,9 +36,9 @@ class Plain:
     ],
     ids=["interface", "actor class", "actor class with options", "task", "any class"],
 )
-def test_another_interface_is_named(monkeypatch: pytest.MonkeyPatch, found: Any, text: str) -> None:
+def test_another_interface_is_named(monkeypatch: pytest.MonkeyPatch, loader: Any, text: str) -> None:
     module = ModuleType("foreign_environments")
-    module.Mine = found  # type: ignore[attr-defined]
+    module.Mine = loader  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     with pytest.raises(RunError) as raised:
         import_environment_class("foreign_environments:Mine")

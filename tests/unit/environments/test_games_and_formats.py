@@ -18,7 +18,7 @@ from megatron_grpo.environments.tasks import CountdownEnvironment, is_solution, 
 
 
 @pytest.mark.parametrize(
-    ("move", "left"),
+    ("move", "numbers_left"),
     [
         ("3+5", (8, 8)),
         (" 8 - 3 ", (5, 5)),
@@ -34,9 +34,9 @@ from megatron_grpo.environments.tasks import CountdownEnvironment, is_solution, 
         ("٣+٥", None),
     ],
 )
-def test_moves(move: str, left: tuple[int, ...] | None) -> None:
+def test_moves(move: str, numbers_left: tuple[int, ...] | None) -> None:
     result = play_move((3, 5, 8), move)
-    assert (None if result is None else result[0]) == left
+    assert (None if result is None else result[0]) == numbers_left
 
 
 def test_a_game_is_won_lost_or_goes_on() -> None:
@@ -44,14 +44,14 @@ def test_a_game_is_won_lost_or_goes_on() -> None:
     start = game.reset("", {"numbers": [3, 5, 8], "target": 10})
     first = game.step(start, "5+8")
     assert (first.done, first.text) == (False, "13 made, 3,13 left")
-    won, lost, illegal = (game.step(first.state, move) for move in ("13-3", "13+3", "5+8"))
-    assert (won.done, lost.done, illegal.done) == (True, True, True)
+    won, lost_turn, illegal = (game.step(first.state, move) for move in ("13-3", "13+3", "5+8"))
+    assert (won.done, lost_turn.done, illegal.done) == (True, True, True)
     requests = [
         EnvironmentRequest(prompt="", response="", stop_reason="stop", extra_env_info={}, state=turn.state)
-        for turn in (won, lost, illegal, first)
+        for turn in (won, lost_turn, illegal, first)
     ]
-    assert [one.reward for one in game.score(requests)] == [1.0, 0.0, 0.0, 0.0]
-    assert [one.correct for one in game.score(requests)] == [True, False, False, False]
+    assert [score.reward for score in game.score(requests)] == [1.0, 0.0, 0.0, 0.0]
+    assert [score.correct for score in game.score(requests)] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("columns", [("numbers",), ("nums",), ("numbers", "nums")])
@@ -99,13 +99,14 @@ def test_what_is_no_solution(text: str) -> None:
 
 
 def test_formats() -> None:
-    def rewards(pattern: str, whole: bool, *responses: str) -> list[float | None]:
-        options = {"pattern": pattern, "whole": whole}
+    def rewards(pattern: str, is_whole: bool, *responses: str) -> list[float | None]:
+        options = {"pattern": pattern, "whole": is_whole}
         environment = create_environment(EnvironmentConfig(type="format", options=options))
         requests = [
-            EnvironmentRequest(prompt="", response=one, stop_reason="stop", extra_env_info={}) for one in responses
+            EnvironmentRequest(prompt="", response=response, stop_reason="stop", extra_env_info={})
+            for response in responses
         ]
-        return [one.reward for one in environment.score(requests)]
+        return [response.reward for response in environment.score(requests)]
 
     tags = r"(?s)<think>.*</think>\s*<answer>.*</answer>"
     assert rewards(tags, True, "<think>a\nb</think>\n<answer>1</answer>", "<answer>1</answer>") == [1.0, 0.0]

@@ -62,21 +62,21 @@ class Judge:
 
 @pytest.fixture
 def judge() -> Iterator[Judge]:
-    made = Judge()
-    threading.Thread(target=made.server.serve_forever, daemon=True).start()
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
+    judge = Judge()
+    threading.Thread(target=judge.server.serve_forever, daemon=True).start()
+    yield judge
+    judge.server.shutdown()
+    judge.server.server_close()
 
 
-def scored(judge: Judge, *responses: str, **options: Any) -> list[EnvironmentReturn]:
-    given = {"model": "judge", "url": judge.url, "request_timeout_s": 1, "requests_at_once": 1, **options}
-    environment = create_environment(EnvironmentConfig(type="judge", options=given))
+def score_responses(judge: Judge, *responses: str, **options: Any) -> list[EnvironmentReturn]:
+    settings = {"model": "judge", "url": judge.url, "request_timeout_s": 1, "requests_at_once": 1, **options}
+    environment = create_environment(EnvironmentConfig(type="judge", options=settings))
     extra = {REFERENCE: "{prompt} 42"}
     return environment.score(
         [
-            EnvironmentRequest(prompt="6 * 7?", response=one, stop_reason="stop", extra_env_info=extra)
-            for one in responses
+            EnvironmentRequest(prompt="6 * 7?", response=response, stop_reason="stop", extra_env_info=extra)
+            for response in responses
         ]
     )
 
@@ -104,7 +104,7 @@ def scored(judge: Judge, *responses: str, **options: Any) -> list[EnvironmentRet
 )
 def test_the_score_is_read_and_what_is_malformed_is_none(judge: Judge, answer: Any, reward: float | None) -> None:
     judge.answers = [answer]
-    (result,) = scored(judge, "42")
+    (result,) = score_responses(judge, "42")
     assert result.reward == (None if reward is None else pytest.approx(reward))
     assert result.correct is None
 
@@ -113,18 +113,18 @@ def test_what_it_is_asked(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("JUDGE_KEY", "secret")
     judge.answers = ["Score: 5", "Score: 1"]
     options = {"question": "{prompt}|{response}|{answer}|{lowest}-{highest}", "lowest": 1, "highest": 5}
-    results = scored(judge, "{answer} of 41", "42", **options, correct_from=0.5, api_key_variable="JUDGE_KEY")
-    assert [(one.reward, one.correct) for one in results] == [(1.0, True), (0.0, False)]
-    asked = judge.asked[0]
-    assert asked["path"] == "/v1/chat/completions"
-    assert asked["key"] == "Bearer secret"
-    assert (asked["model"], asked["temperature"]) == ("judge", 0.0)
-    (message,) = asked["messages"]
-    found = re.fullmatch(
+    results = score_responses(judge, "{answer} of 41", "42", **options, correct_from=0.5, api_key_variable="JUDGE_KEY")
+    assert [(result.reward, result.correct) for result in results] == [(1.0, True), (0.0, False)]
+    request = judge.asked[0]
+    assert request["path"] == "/v1/chat/completions"
+    assert request["key"] == "Bearer secret"
+    assert (request["model"], request["temperature"]) == ("judge", 0.0)
+    (message,) = request["messages"]
+    match = re.fullmatch(
         r"6 \* 7\?\|(----- \w{16}) \(.*\)\n\{answer\} of 41\n\1\|\{prompt\} 42\|1-5", message["content"]
     )
-    assert found, message
-    assert found[1] not in judge.asked[1]["messages"][0]["content"], "a response could close what it guesses"
+    assert match, message
+    assert match[1] not in judge.asked[1]["messages"][0]["content"], "a response could close what it guesses"
 
 
 def test_a_key_that_is_not_there_is_told_at_the_start(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,22 +135,22 @@ def test_a_key_that_is_not_there_is_told_at_the_start(judge: Judge, monkeypatch:
         with pytest.raises(
             ValueError, match=r"options\.api_key_variable=JUDGE_KEY: the environment has no such variable"
         ):
-            scored(judge, "42", api_key_variable="JUDGE_KEY")
+            score_responses(judge, "42", api_key_variable="JUDGE_KEY")
     assert judge.asked == []
 
 
 def test_what_passes_is_tried_again(judge: Judge) -> None:
     judge.answers = [503, "hang", "Score: 10"]
-    assert scored(judge, "42")[0].reward == 1.0
+    assert score_responses(judge, "42")[0].reward == 1.0
     assert len(judge.asked) == 3
 
 
 def test_options_have_bounds(judge: Judge) -> None:
     for options in ({"attempts": 0}, {"request_timeout_s": -1}, {"model": None}, {"modell": "x"}):
         with pytest.raises(RunError, match=next(iter(options))):
-            scored(judge, "42", **options)
+            score_responses(judge, "42", **options)
     with pytest.raises(ValueError, match=r"options\.highest=1 must be above options\.lowest=2"):
-        scored(judge, "42", lowest=2, highest=1)
+        score_responses(judge, "42", lowest=2, highest=1)
 
 
 @pytest.mark.parametrize(
@@ -168,31 +168,31 @@ def test_the_reason_of_a_refusal_is_told(judge: Judge, body: bytes) -> None:
     judge.answers, judge.refuses_with = [body], 400
     text = "HTTP 400 Bad Request: maximum context length is 4096 tokens, got 9000"
     with pytest.raises(RunError, match=text) as caught:
-        scored(judge, "42")
+        score_responses(judge, "42")
     assert len(str(caught.value)) < 600
     for empty in (b"", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000):
         judge.answers = [empty]
         with pytest.raises(RunError, match="HTTP 400 Bad Request"):
-            scored(judge, "42")
+            score_responses(judge, "42")
 
 
 def test_a_judge_that_does_not_answer_fails_the_rollout(judge: Judge) -> None:
     judge.answers = [500]
     with pytest.raises(RunError, match="gave no answer in 2 of 2 attempts: HTTP 500"):
-        scored(judge, "42", attempts=2)
+        score_responses(judge, "42", attempts=2)
     judge.answers = [401]
     judge.asked.clear()
     with pytest.raises(RunError, match="in 1 of 3 attempts: HTTP 401"):
-        scored(judge, "42")
+        score_responses(judge, "42")
     assert len(judge.asked) == 1, "a refusal does not pass"
     judge.url = "http://127.0.0.1:9"
     with pytest.raises(RunError, match="Cannot connect to host"):
-        scored(judge, "42", attempts=1)
+        score_responses(judge, "42", attempts=1)
 
 
 def test_an_answer_that_was_cut_off_is_none(judge: Judge) -> None:
     judge.answers, judge.finish_reason = ["Score: 8"], "length"
-    assert scored(judge, "42")[0].reward is None
+    assert score_responses(judge, "42")[0].reward is None
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
@@ -200,7 +200,7 @@ def test_no_redirect_takes_the_key_along(judge: Judge, status: int, monkeypatch:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     judge.answers = [status, "Score: 8"]
     with pytest.raises(RunError, match=rf"in 1 of 3 attempts: HTTP {status} .*redirects to {judge.url}; give that in"):
-        scored(judge, "42", api_key_variable="JUDGE_KEY")
+        score_responses(judge, "42", api_key_variable="JUDGE_KEY")
     assert len(judge.asked) == 1
 
 
@@ -208,7 +208,7 @@ def test_the_deadline_is_that_of_the_whole_answer(judge: Judge) -> None:
     judge.answers, judge.pause_s = ["Score: 8"], 0.2
     began = time.monotonic()
     with pytest.raises(RunError, match=r"no whole answer within options\.request_timeout_s=1 s"):
-        scored(judge, "42", attempts=1)
+        score_responses(judge, "42", attempts=1)
     assert time.monotonic() - began < 3
 
 
@@ -250,7 +250,7 @@ def test_a_response_that_makes_the_judge_refuse_has_reward_0(
     judge: Judge, answer: bytes, status: int, reason: str
 ) -> None:
     judge.answers, judge.refuses_with = ["Score: 5", answer], status
-    first, second, third = scored(judge, "good", "bad", "bad")
+    first, second, third = score_responses(judge, "good", "bad", "bad")
     assert (first.reward, first.fault) == (0.5, None)
     assert second.reward == third.reward == 0.0
     assert reason in str(second.fault)
@@ -258,7 +258,7 @@ def test_a_response_that_makes_the_judge_refuse_has_reward_0(
 
 def test_an_outage_of_the_judge_is_no_fault_of_a_response(judge: Judge) -> None:
     judge.answers = ["Score: 5", 503]
-    first, second = scored(judge, "good", "good too", attempts=1)
+    first, second = score_responses(judge, "good", "good too", attempts=1)
     assert first.reward == 0.5
     assert "HTTP 503" in str(second)
     assert isinstance(second, str)

@@ -155,12 +155,12 @@ def test_whole_numbers_as_python_writes_them(number: int, digits: str, form: str
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 99), st.integers(1, 98), st.integers(2, 99), st.booleans())
-def test_mixed_numbers_are_sums(whole: int, above: int, below: int, negative: bool) -> None:
+def test_mixed_numbers_are_sums(integer: int, above: int, below: int, negative: bool) -> None:
     if above >= below:
         return
-    exact = (whole + Fraction(above, below)) * (-1 if negative else 1)
+    exact = (integer + Fraction(above, below)) * (-1 if negative else 1)
     sign = "-" if negative else ""
-    written = [f"{sign}{whole} {above}/{below}", f"{sign}{whole}\\frac{{{above}}}{{{below}}}"] if whole else []
+    written = [f"{sign}{integer} {above}/{below}", f"{sign}{integer}\\frac{{{above}}}{{{below}}}"] if integer else []
     for text in (*written, f"{exact.numerator}/{exact.denominator}"):
         assert is_correct(f"\\boxed{{{text}}}", str(exact)), text
         assert is_correct(f"\\boxed{{{exact}}}", text), text

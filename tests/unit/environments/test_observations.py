@@ -29,13 +29,13 @@ IDS = {word: number for number, word in enumerate(WORDS)}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer of whole words with a chat template."""
-    made = tmp_path_factory.mktemp("words")
+    path = tmp_path_factory.mktemp("words")
     core = Tokenizer(models.WordLevel(IDS, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<e>", unk_token="<unk>")
     tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(made)
-    return made
+    tokenizer.save_pretrained(path)
+    return path
 
 
 def words(ids: Any) -> str:
@@ -51,9 +51,9 @@ def test_the_conversation_is_that_of_the_template(folder: Path) -> None:
     assert words(open_ended) == "<e> <s> tool : 42 <e> <s> assistant :"
     conversation = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "yes"}]
     conversation.append({"role": "user", "content": "go on"})
-    whole = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    full_text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     before = "<s> user : go <e> <s> assistant : yes <e>"
-    assert f"{before} {words(ended)}" == " ".join(whole.split())
+    assert f"{before} {words(ended)}" == " ".join(full_text.split())
 
 
 def test_without_a_template_the_text_is_appended_as_it_stands(folder: Path) -> None:
@@ -112,8 +112,11 @@ class Silent(Talking):
         return Turn(done=False, state=state, role="tool")
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        given: Any = np.array([0, 1])
-        return [EnvironmentReturn(reward=given[number], correct=given[number] > 0) for number in range(len(requests))]
+        positions: Any = np.array([0, 1])
+        return [
+            EnvironmentReturn(reward=positions[number], correct=positions[number] > 0)
+            for number in range(len(requests))
+        ]
 
 
 def silent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentWorker:
@@ -126,8 +129,8 @@ def silent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentWorker:
 
 def test_tokens_that_an_environment_gives_as_a_list_are_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = silent(folder, monkeypatch)
-    given: Any = [5, 7]
-    monkeypatch.setattr(Silent, "step", lambda *_: Turn(done=False, state=None, observation=given))
+    tokens: Any = [5, 7]
+    monkeypatch.setattr(Silent, "step", lambda *_: Turn(done=False, state=None, observation=tokens))
     state = worker.reset("", {})
     assert isinstance(state, bytes)
     turn = worker.step(state, "yes", IDS["<e>"])
@@ -164,9 +167,12 @@ def test_a_message_without_text_is_a_message(folder: Path, monkeypatch: pytest.M
 
 def test_scores_leave_the_process_as_plain_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = [EnvironmentRequest(prompt="", response="", stop_reason="stop", extra_env_info={})] * 2
-    scores = [one for one in silent(folder, monkeypatch).score(job) if isinstance(one, EnvironmentReturn)]
-    assert [(type(one.reward), one.reward, one.correct) for one in scores] == [(float, 0.0, False), (float, 1.0, True)]
-    assert [type(one.correct) for one in scores] == [bool, bool]
+    scores = [score for score in silent(folder, monkeypatch).score(job) if isinstance(score, EnvironmentReturn)]
+    assert [(type(score.reward), score.reward, score.correct) for score in scores] == [
+        (float, 0.0, False),
+        (float, 1.0, True),
+    ]
+    assert [type(score.correct) for score in scores] == [bool, bool]
 
 
 def test_each_task_has_its_own_rendering(tmp_path: Path) -> None:
@@ -182,7 +188,10 @@ def test_each_task_has_its_own_rendering(tmp_path: Path) -> None:
     ]
     config = compose_config(overrides)
     settings = {task: make_environment_settings(config, task, "folder") for task in config.env}
-    assert {task: one.tokenizer for task, one in settings.items()} == {"addition": "folder", "countdown": "folder"}
+    assert {task: setting.tokenizer for task, setting in settings.items()} == {
+        "addition": "folder",
+        "countdown": "folder",
+    }
     assert not settings["addition"].prompts.apply_chat_template
     countdown = settings["countdown"].prompts
     assert countdown.apply_chat_template

@@ -42,10 +42,10 @@ def open_environment(port: int, **options: Any) -> Any:
 def play(environment: Any, *steps: tuple[float | None, bool]) -> tuple[list[float | None], float | None]:
     """The rewards of the turns and of the rollout's end, for answers of (reward, done)."""
     state, rewards = environment.reset("", {}), []
-    for reward, done in steps:
-        answer = {"observation": {"text": "on"}, "reward": reward, "done": done}
+    for reward, is_over in steps:
+        answer = {"observation": {"text": "on"}, "reward": reward, "done": is_over}
         turn = environment.step(state, json.dumps(answer))
-        assert turn.done == done
+        assert turn.done == is_over
         state = turn.state
         rewards.append(turn.reward)
     request = EnvironmentRequest(prompt="", response="", stop_reason="stop", extra_env_info={}, state=state)

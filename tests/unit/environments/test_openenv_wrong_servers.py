@@ -109,13 +109,13 @@ def score(environment: OpenEnvEnvironment, state: Any) -> Any:
 )
 def test_a_wrong_answer_fails_the_rollout_alone(server: Server, script: list[Any], text: str) -> None:
     environment = open_environment(server, observation="text")
-    state, other = environment.reset("", {}), environment.reset("", {})
+    state, other_state = environment.reset("", {}), environment.reset("", {})
     server.script = script
     with pytest.raises(RunError, match=rf"OpenEnv server ws://127\.0\.0\.1:\d+:? .*{text}") as caught:
         environment.step(state, "a")
     assert is_outside(caught.value) == (text == "full$"), "an action may be to blame, unless the server says otherwise"
     server.script = [answer()]
-    assert environment.step(other, "a").reward == 0.5
+    assert environment.step(other_state, "a").reward == 0.5
 
 
 def test_an_action_that_ends_its_session_may_be_to_blame_but_no_earlier_one_is(server: Server) -> None:

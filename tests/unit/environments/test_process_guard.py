@@ -82,14 +82,14 @@ def mark() -> Iterator[str]:
 
 
 def find(mark: str) -> list[int]:
-    found = []
+    pids = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         try:
             if mark.encode() in Path(f"/proc/{name}/cmdline").read_bytes():
-                found.append(int(name))
+                pids.append(int(name))
         except OSError:
             pass
-    return found
+    return pids
 
 
 def require_gone(mark: str, within_s: float) -> None:

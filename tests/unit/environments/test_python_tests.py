@@ -50,25 +50,25 @@ def verdict_of(program: str, tests: tuple[str, ...], allow: bool = False, limits
 
 def params(programs: Sequence[Honest | Hostile]) -> list[Any]:
     marks = {True: [], False: [pytest.mark.slow]}
-    return [pytest.param(one, id=one.kind, marks=marks[one.kind in QUICK]) for one in programs]
+    return [pytest.param(program, id=program.kind, marks=marks[program.kind in QUICK]) for program in programs]
 
 
-@pytest.mark.parametrize("one", params(HONEST))
-def test_an_honest_program_keeps_its_reward_and_a_wrong_one_loses_it(one: Honest) -> None:
+@pytest.mark.parametrize("program", params(HONEST))
+def test_an_honest_program_keeps_its_reward_and_a_wrong_one_loses_it(program: Honest) -> None:
     limits = SandboxConfig(wall_time_s=60)
-    right = verdict_of(one.program, one.tests, limits=limits)
+    right = verdict_of(program.program, program.tests, limits=limits)
     assert (right.passed, right.untrusted) == (right.tests, [])
     assert right.tests > 0
-    wrong = verdict_of(one.wrong, one.tests, limits=limits)
+    wrong = verdict_of(program.wrong, program.tests, limits=limits)
     assert wrong.passed < wrong.tests
 
 
 @isolated
-@pytest.mark.parametrize("one", params(HOSTILE))
-def test_a_hostile_program_gets_nothing_and_leaves_nothing(one: Hostile) -> None:
-    result = scored(one.program, one.tests, reward="share")
+@pytest.mark.parametrize("program", params(HOSTILE))
+def test_a_hostile_program_gets_nothing_and_leaves_nothing(program: Hostile) -> None:
+    result = score_program(program.program, program.tests, reward="share")
     assert (result.reward, result.correct) == (0.0, False)
-    assert result.metrics["suspect/touched_harness"] == float(one.touches)
+    assert result.metrics["suspect/touched_harness"] == float(program.touches)
 
 
 def test_attacks_use_names_that_the_sandbox_has() -> None:
@@ -85,14 +85,14 @@ def test_attacks_use_names_that_the_sandbox_has() -> None:
 @pytest.mark.parametrize("kind", ["frames", "equal to everything"])
 def test_the_attacks_of_the_table_are_real(kind: str) -> None:
     """In one process with its tests, each of these programs passes them."""
-    program = next(one.program for one in HOSTILE if one.kind == kind)
+    program = next(honest_program.program for honest_program in HOSTILE if honest_program.kind == kind)
     names: dict[str, object] = {}
     exec(program, names)
     text = EQUAL[0]
     exec(f"def run(text):\n    exec(text)\nrun({text!r})", names)
 
 
-def scored(program: str, tests: Sequence[Any], **options: Any) -> EnvironmentReturn:
+def score_program(program: str, tests: Sequence[Any], **options: Any) -> EnvironmentReturn:
     settings = EnvironmentSettings(sandbox=SandboxConfig(required="limits", wall_time_s=5, cpu_time_s=2, memory_mb=200))
     environment = CodeEnvironment(settings, **options)
     extra = {"answer": list(tests), REFERENCE: ""}
@@ -108,16 +108,16 @@ COMPARED = ["assert f(P(1, 2)) == P(2, 1)", "assert P(1, 2) < P(1, 3)", "assert 
 
 
 def test_tests_that_compare_live_objects_are_refused_or_allowed(caplog: pytest.LogCaptureFixture) -> None:
-    refused = scored(POINT, COMPARED, reward="share")
+    refused = score_program(POINT, COMPARED, reward="share")
     assert refused.reward == pytest.approx(1 / 3)
     assert refused.metrics["untrusted_tests"] == 1.0
     assert refused.notes == {"untrusted tests": "__eq__ of a live object; __lt__ of a live object"}
     logged = "a test of a program fails: it depends on __eq__ of a live object"
-    assert [one.message for one in caplog.records].count(logged) == 1
-    allowed = scored(POINT, COMPARED, reward="share", untrusted_tests="allow")
+    assert [record.message for record in caplog.records].count(logged) == 1
+    allowed = score_program(POINT, COMPARED, reward="share", untrusted_tests="allow")
     assert (allowed.reward, allowed.metrics["untrusted_tests"]) == (1.0, 1.0)
     wrong = POINT.replace("p.y, p.x", "p.x, p.y")
-    assert scored(wrong, COMPARED, reward="share", untrusted_tests="allow").reward == pytest.approx(1 / 3)
+    assert score_program(wrong, COMPARED, reward="share", untrusted_tests="allow").reward == pytest.approx(1 / 3)
 
 
 def test_a_test_without_its_own_process_would_see_the_state_of_another() -> None:
@@ -136,23 +136,23 @@ def test_the_tests_before_an_endless_one_count() -> None:
 
 
 def test_suspicious_figures() -> None:
-    honest = scored("def f(x): return 2 * x", EQUAL)
+    honest = score_program("def f(x): return 2 * x", EQUAL)
     assert honest.metrics == {
         "suspect/touched_harness": 0.0,
         "suspect/idle_tests": 0.0,
         "suspect/equal_outputs": 0.0,
         "untrusted_tests": 0.0,
     }
-    same = ["assert f(1)", "assert f(2)", "assert f(3)"]
-    assert scored("def f(x): return True", same).metrics["suspect/equal_outputs"] == 1.0
-    assert scored("def f(x): return x", same).metrics["suspect/equal_outputs"] == 0.0
-    idle = scored("def f(x): return x", ["assert f(1) == 1", "assert 1 + 1 == 2"])
+    asserts = ["assert f(1)", "assert f(2)", "assert f(3)"]
+    assert score_program("def f(x): return True", asserts).metrics["suspect/equal_outputs"] == 1.0
+    assert score_program("def f(x): return x", asserts).metrics["suspect/equal_outputs"] == 0.0
+    idle = score_program("def f(x): return x", ["assert f(1) == 1", "assert 1 + 1 == 2"])
     assert (idle.reward, idle.metrics["suspect/idle_tests"]) == (1.0, 0.5)
     hidden = "def f(x): return getattr(__import__('g' + 'c'), 'get_' + 'objects')() and 2 * x"
-    assert scored(hidden, EQUAL).metrics["suspect/touched_harness"] == 1.0
+    assert score_program(hidden, EQUAL).metrics["suspect/touched_harness"] == 1.0
     cases = [{"input": str(number), "output": "1"} for number in range(3)]
-    assert scored("print(1)", cases).metrics["suspect/equal_outputs"] == 1.0
-    assert scored("print(int(input()) and 1)", cases).metrics["suspect/equal_outputs"] == 0.0
+    assert score_program("print(1)", cases).metrics["suspect/equal_outputs"] == 1.0
+    assert score_program("print(int(input()) and 1)", cases).metrics["suspect/equal_outputs"] == 0.0
 
 
 @pytest.mark.parametrize("line", ['[7,true,true,""]', "[0]", "no JSON", "1", '["0",true,true,""]'])
@@ -160,9 +160,9 @@ def test_a_report_of_the_tests_that_makes_no_sense_is_no_pass(
     line: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     right = '[0,true,true,""]'
-    said = ProgramResult(ending="exited", exit_code=0, stdout=f"{right}\n{line}\n", stderr="", seconds=0.0)
-    monkeypatch.setattr(Sandbox, "run_tests", lambda *given, **options: said)
-    assert scored("", EQUAL[:1]).reward == 0.0
+    program_result = ProgramResult(ending="exited", exit_code=0, stdout=f"{right}\n{line}\n", stderr="", seconds=0.0)
+    monkeypatch.setattr(Sandbox, "run_tests", lambda *base_overrides, **options: program_result)
+    assert score_program("", EQUAL[:1]).reward == 0.0
     assert "none of its tests counts" in caplog.text
 
 
@@ -182,7 +182,11 @@ def test_what_a_text_says_about_its_trustworthiness(tests: list[str], doubt: str
 
 
 def test_honest_texts_raise_no_doubt() -> None:
-    assert {one.kind: prepare_tests(one.tests).doubts for one in HONEST if prepare_tests(one.tests).doubts} == {}
+    assert {
+        honest_program.kind: prepare_tests(honest_program.tests).doubts
+        for honest_program in HONEST
+        if prepare_tests(honest_program.tests).doubts
+    } == {}
     assert prepare_tests(OBJECTS[:1]).doubts
 
 
@@ -203,5 +207,5 @@ def test_definitions_are_no_tests_and_definitions_alone_are_none() -> None:
     tests = prepare_tests(
         ("import math", "def check(g): assert g(1)", "x = 5", "check(f)", "def test_f(): assert f(x)")
     )
-    assert [one.is_test for one in tests.tests] == [False, False, False, True, True]
-    assert [one.test_names for one in tests.tests] == [(), (), (), (), ("test_f",)]
+    assert [test.is_test for test in tests.tests] == [False, False, False, True, True]
+    assert [test.test_names for test in tests.tests] == [(), (), (), (), ("test_f",)]

@@ -35,8 +35,8 @@ def test_rewards_are_the_scorers() -> None:
     item, scores = score("chain_sum", *responses)
     length = len(item["answer"])
     expected = [1.0, 1.0, length / (length + len(" or so")), 0.0]
-    assert [one.reward for one in scores] == pytest.approx(expected)
-    assert [one.correct for one in scores] == [True, True, False, False]
+    assert [result.reward for result in scores] == pytest.approx(expected)
+    assert [result.correct for result in scores] == [True, True, False, False]
 
 
 # Tasks with a reference answer that their scorer accepts; knight_swap takes three seconds a question.

@@ -61,8 +61,10 @@ def examine(tmp_path: Path) -> Examine:
     """Function that examines a layout; returns problems and remarks, a line each."""
 
     def examine(layout: Layout, kind: str = "tools", **data: Any) -> tuple[str, str]:
-        found = examine_conversations(configuration(kind, **data), load_tokenizer(layout.write(tmp_path / layout.name)))
-        problems, remarks = ("\n".join(f"{one.subject} {one.text}" for one in part) for part in found)
+        conversations = examine_conversations(
+            configuration(kind, **data), load_tokenizer(layout.write(tmp_path / layout.name))
+        )
+        problems, remarks = ("\n".join(f"{entry.subject} {entry.text}" for entry in part) for part in conversations)
         return problems, remarks
 
     return examine
@@ -113,10 +115,10 @@ def test_a_date_in_prompts_is_named(examine: Examine, layout: Layout) -> None:
 def test_turns_that_change_later_are_named_where_there_are_several(examine: Examine, layout: Layout, kind: str) -> None:
     _, remarks = examine(layout, kind=kind)
     conversation = [QUESTION, {"role": "assistant", "content": "<think>\nCount.\n</think>\n\n12."}, QUESTION]
-    whole = layout.render(conversation)
+    full_text = layout.render(conversation)
     changes = {
-        "renders the first prompt otherwise": not whole.startswith(layout.render([QUESTION])),
-        "leaves out what the model thought": "Count." not in whole,
+        "renders the first prompt otherwise": not full_text.startswith(layout.render([QUESTION])),
+        "leaves out what the model thought": "Count." not in full_text,
     }
     for text, is_changed in changes.items():
         assert (text in remarks) == (is_changed and kind != "math")
@@ -132,8 +134,8 @@ def test_a_tag_that_prompts_end_with_is_named_where_rewards_may_look_for_it(
 ) -> None:
     config = configuration(kind)
     config.env["math"].options = {"pattern": THOUGHTS} if kind == "format" else {}
-    _, found = examine_conversations(config, load_tokenizer(layout.write(tmp_path)))
-    remarks = [remark for remark in found if "the chat template ends every prompt with" in remark.text]
+    _, messages = examine_conversations(config, load_tokenizer(layout.write(tmp_path)))
+    remarks = [remark for remark in messages if "the chat template ends every prompt with" in remark.text]
     is_begun = layout.render([QUESTION]).rstrip().endswith("<think>")
     begun = {
         "nemotron_3_nano",
@@ -161,8 +163,8 @@ def test_the_tags_of_other_templates_are_known(tmp_path: Path, end: str, tag: st
     template = tmp_path / "own.jinja"
     template.write_text("{{ messages[0].content }}{% if add_generation_prompt %}" + end + "{% endif %}")
     config = configuration("reward_functions", chat_template=str(template))
-    _, found = examine_conversations(config, load_tokenizer(BY_NAME["qwen3"].write(tmp_path / "model")))
-    remarks = [one.text for one in found if "ends every prompt" in one.text]
+    _, messages = examine_conversations(config, load_tokenizer(BY_NAME["qwen3"].write(tmp_path / "model")))
+    remarks = [message.text for message in messages if "ends every prompt" in message.text]
     assert len(remarks) == (tag is not None)
     assert tag is None or f"ends every prompt with {tag}, " in remarks[0]
 
@@ -172,20 +174,24 @@ def test_a_pattern_without_the_tag_needs_no_remark(tmp_path: Path) -> None:
     config.env["math"].options = {"pattern": "(?s)((?!</?think>).)+</think>.+"}
     assert re.fullmatch(config.env["math"].options["pattern"], "First, 2 plus 2.\n</think>\nThe answer is 4.")
     _, remarks = examine_conversations(config, load_tokenizer(BY_NAME["r1_distill_qwen"].write(tmp_path)))
-    assert not any("ends every prompt" in one.text for one in remarks)
+    assert not any("ends every prompt" in remark.text for remark in remarks)
 
 
 def test_tasks_with_different_templates_are_named(tmp_path: Path) -> None:
     """An exported model can have the template of one alone."""
     (tmp_path / "own.jinja").write_text("{{ messages[0].content }} =")
-    own = TaskConfig(chat_template=str(tmp_path / "own.jinja"))
+    task_config = TaskConfig(chat_template=str(tmp_path / "own.jinja"))
     layout = BY_NAME["qwen3"]
     tokenizer = load_tokenizer(layout.write(tmp_path / "model"))
-    for tasks, differ in (({}, False), ({"math": own}, True), ({"math": own, "other": own}, False)):
+    for tasks, differ in (
+        ({}, False),
+        ({"math": task_config}, True),
+        ({"math": task_config, "other": task_config}, False),
+    ):
         config = configuration("math", tasks=tasks)
         config = replace(config, env={**config.env, "other": config.env["math"]})
         _, remarks = examine_conversations(config, tokenizer)
-        assert any("differ between tasks" in one.text for one in remarks) == differ
+        assert any("differ between tasks" in remark.text for remark in remarks) == differ
 
 
 class Formatting(Talking):

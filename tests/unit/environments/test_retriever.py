@@ -24,7 +24,7 @@ def bm25(documents: list[str], query: str) -> list[float]:
     for document in split:
         counts, score = Counter(document), 0.0
         for word in set(query.lower().split()):
-            containing = sum(word in other for other in split)
+            containing = sum(word in words for words in split)
             idf = math.log(1 + (len(split) - containing + 0.5) / (containing + 0.5))
             tf = counts[word]
             score += idf * tf * 2.5 / (tf + 1.5 * (0.25 + 0.75 * len(document) / mean))
@@ -93,26 +93,26 @@ QUERIES = (
 
 @pytest.mark.parametrize(("query", "document"), QUERIES)
 def test_every_language_is_found(query: str, document: str) -> None:
-    others = [text for sentences in SENTENCES.values() for text in sentences if text != document]
-    assert Retriever([*others, document]).search(query, 1) == [document]
+    other_texts = [text for sentences in SENTENCES.values() for text in sentences if text != document]
+    assert Retriever([*other_texts, document]).search(query, 1) == [document]
 
 
 @pytest.mark.parametrize("language", SENTENCES)
 def test_every_piece_of_a_text_finds_it(language: str) -> None:
-    """A piece of two characters or more of a text without blanks ranks this text before those that lack its letters."""
+    """Two characters or more of a text without blanks rank it before those that lack its letters."""
     sentences = SENTENCES[language]
     retriever = Retriever(sentences)
     for number, sentence in enumerate(sentences):
         for piece in sentence.split() if language in ("Hindi", "Korean") else _pieces(sentence):
             scores = retriever.compute_scores(piece)
             assert number in scores, piece
-            lacking = [other for other, text in enumerate(sentences) if not set(piece) & set(text)]
+            lacking = [index for index, text in enumerate(sentences) if not set(piece) & set(text)]
             assert not set(lacking) & scores.keys()
 
 
 def _pieces(text: str) -> list[str]:
-    whole = text.rstrip("。")
-    return [whole[begin : begin + size] for size in (2, 3, 4) for begin in range(len(whole) - size + 1)]
+    bare_text = text.rstrip("。")
+    return [bare_text[begin : begin + size] for size in (2, 3, 4) for begin in range(len(bare_text) - size + 1)]
 
 
 @settings(max_examples=50, deadline=None)

@@ -162,7 +162,7 @@ def test_a_function_may_change_its_arguments(spoiler: Any) -> None:
     """The next function, and the next sample of the same row, find them as they were."""
 
     def record(**arguments: Any) -> list[float]:
-        seen.append({name: value for name, value in arguments.items() if isinstance(value, list)})
+        calls.append({name: value for name, value in arguments.items() if isinstance(value, list)})
         return [0.0] * 2
 
     async def record_later(**arguments: Any) -> list[float]:
@@ -172,17 +172,17 @@ def test_a_function_may_change_its_arguments(spoiler: Any) -> None:
     row = {"truth": {"values": [1, 2]}, "tags": ["a"]}
     prompt = [{"role": "user", "content": "q"}]
     requests = [replace(request(prompt, "ABC", **row), response_ids=np.array([1, 2], np.int32)) for _ in range(2)]
-    seen: list[Any] = []
+    calls: list[Any] = []
     functions = {"spoiler": spoiler, "record": record, "later": record_later, "again": spoiler}
     RewardFunctionEnvironment(functions, dict.fromkeys(functions, 1.0), None).score(requests)
-    whole = {
+    full_row = {
         "prompts": [[{"role": "user", "content": "q"}]] * 2,
         "completions": [[{"role": "assistant", "content": "ABC"}]] * 2,
         "completion_ids": [[1, 2]] * 2,
         "truth": [{"values": [1, 2]}] * 2,
         "tags": [["a"]] * 2,
     }
-    assert seen == [whole, whole]
+    assert calls == [full_row, full_row]
     assert (row["truth"], prompt) == ({"values": [1, 2]}, [{"role": "user", "content": "q"}])
 
 
@@ -233,24 +233,24 @@ def test_a_part_of_the_reward_is_not_correct() -> None:
 
 
 def test_a_column_that_a_row_lacks_is_none() -> None:
-    seen: dict[str, list[Any]] = {}
+    columns_seen: dict[str, list[Any]] = {}
 
     def spy(completions: list[str], **columns: Any) -> list[float]:
-        seen.update(columns)
+        columns_seen.update(columns)
         return [0.0] * len(completions)
 
     mixed = [request("a", "b", x=1, completion="z"), request("c", "d", y=2)]
     RewardFunctionEnvironment({"spy": spy}, {"spy": 1.0}, None).score(mixed)
     for name in ("completion_ids", "trainer_state", "log_metric", "log_extra"):
-        del seen[name]
-    assert seen == {"prompts": ["a", "c"], "x": [1, None], "y": [None, 2]}
+        del columns_seen[name]
+    assert columns_seen == {"prompts": ["a", "c"], "x": [1, None], "y": [None, 2]}
 
 
 def test_a_column_that_no_row_of_a_prompt_has_is_none_too() -> None:
     """Others of the same data have it: the check before the run has seen them."""
 
     def needs(completions: list[str], x: list[Any], y: list[Any], z: int = 3) -> list[float]:
-        return [1.0 if (one, other, z) == (None, 2, 3) else 0.0 for one, other in zip(x, y, strict=True)]
+        return [1.0 if (first, second, z) == (None, 2, 3) else 0.0 for first, second in zip(x, y, strict=True)]
 
     environment = RewardFunctionEnvironment({"needs": needs}, {"needs": 1.0}, None)
     assert [score.reward for score in environment.score([request("a", "b", y=2), request("a", "c", y=2)])] == [1.0, 1.0]
@@ -264,7 +264,7 @@ def one_too_few(completions: list[str], **_: Any) -> list[float]:
     return [1.0] * (len(completions) - 1)
 
 
-def gives_nothing(completions: list[str], **_: Any) -> None:
+def give_nothing(completions: list[str], **_: Any) -> None:
     return None
 
 
@@ -309,7 +309,7 @@ def as_scalar(completions: list[str], **_: Any) -> Any:
     [
         (raises_on_c, r"raised ZeroDivisionError: .* \(test_reward_environment.py:\d+\)"),
         (one_too_few, "returned 1 reward for 2 completions"),
-        (gives_nothing, "returned NoneType for 2 completions, and no list of rewards"),
+        (give_nothing, "returned NoneType for 2 completions, and no list of rewards"),
         (
             words,
             "returned 2 rewards for 2 completions, and among them something that is neither a number nor None: .*'b'",
@@ -346,9 +346,9 @@ def test_a_function_that_is_not_there_is_one_clear_error(path: str, text: str) -
 
 
 def test_functions_are_checked_before_anything_starts() -> None:
-    given = [f"{__name__}.length_reward", "no_such_module.reward", "builtins.len"]
+    names = [f"{__name__}.length_reward", "no_such_module.reward", "builtins.len"]
     with pytest.raises(ConfigError) as caught:
-        check_scoring(scored_by(*given), sets=[])
+        check_scoring(scored_by(*names), sets=[])
     assert [problem.subject for problem in caught.value.problems] == [
         "env.task.reward_funcs=no_such_module.reward",
         "env.task.reward_funcs=builtins.len",
@@ -360,15 +360,15 @@ def by_position(prompts: list[str], completions: list[str], /, **_: Any) -> list
 
 
 @functools.wraps(by_position)
-def turned_into_positions(**given: Any) -> list[float]:
-    return by_position(given["prompts"], given["completions"])
+def turned_into_positions(**base_overrides: Any) -> list[float]:
+    return by_position(base_overrides["prompts"], base_overrides["completions"])
 
 
 def test_parameters_by_position_are_refused_before_anything_starts() -> None:
     entries = {f"{__name__}.by_position": None, "given.by_position": {"given.by_position": by_position}}
-    for entry, given in entries.items():
+    for entry, number in entries.items():
         with pytest.raises(ConfigError, match="it takes prompts, completions by position only: leave the / out"):
-            check_scoring(scored_by(entry), sets=[], rewards=given)
+            check_scoring(scored_by(entry), sets=[], rewards=number)
     assert load_reward_function(f"{__name__}.turned_into_positions") is turned_into_positions
 
 
@@ -385,7 +385,7 @@ async def slow(completions: list[str], **_: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
-def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+def wrapped_reward(function: Callable[..., Any]) -> Callable[..., Any]:
     """An ordinary function around another one, as many decorators make it."""
 
     @functools.wraps(function)
@@ -395,7 +395,7 @@ def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-wrapped_slow = wrapped(slow)
+wrapped_slow = wrapped_reward(slow)
 
 
 class Settings:
@@ -419,20 +419,22 @@ def test_coroutine_functions_and_objects_are_awaited_together() -> None:
 
 def test_a_method_of_an_object_is_found_and_given_only_what_it_takes() -> None:
     function = load_reward_function(f"{__name__}.settings.by_length")
-    asked = RewardFunctionEnvironment({"by_length": function}, {"by_length": 0.5}, None)
-    assert asked.score([request("a", "four", level=3)])[0].reward == 2.0
+    environment = RewardFunctionEnvironment({"by_length": function}, {"by_length": 0.5}, None)
+    assert environment.score([request("a", "four", level=3)])[0].reward == 2.0
 
 
 def test_functions_are_told_the_tokens_and_how_far_the_run_is() -> None:
-    seen: dict[str, Any] = {}
+    state_seen: dict[str, Any] = {}
 
     def spy(completions: list[str], completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float]:
-        seen.update(ids=completion_ids, step=trainer_state.global_step, of=trainer_state.max_steps)
+        state_seen.update(ids=completion_ids, step=trainer_state.global_step, of=trainer_state.max_steps)
         return [0.0] * len(completions)
 
-    one = replace(request("a", "b"), response_ids=np.array([5, 6], np.int32), trainer_state=TrainerState(global_step=7))
-    RewardFunctionEnvironment({"spy": spy}, {"spy": 1.0}, None).score([one])
-    assert seen == {"ids": [[5, 6]], "step": 7, "of": 0}
+    trained = replace(
+        request("a", "b"), response_ids=np.array([5, 6], np.int32), trainer_state=TrainerState(global_step=7)
+    )
+    RewardFunctionEnvironment({"spy": spy}, {"spy": 1.0}, None).score([trained])
+    assert state_seen == {"ids": [[5, 6]], "step": 7, "of": 0}
 
 
 def test_what_functions_log_is_kept() -> None:
@@ -458,8 +460,8 @@ def test_a_failure_can_count_as_having_no_opinion(caplog: pytest.LogCaptureFixtu
         assert [score.retries for score in scores] == [1, 0]
         assert scores[1].parts == {"good": 1.0}
     messages = [record.message for record in caplog.records]
-    place = r"\.raises_on_c raised \w+: .* \(test_reward_environment\.py:\d+\)"
-    assert [re.search(f"{place}; (its reward is None|the function is called again)", text) for text in messages]
+    pattern = r"\.raises_on_c raised \w+: .* \(test_reward_environment\.py:\d+\)"
+    assert [re.search(f"{pattern}; (its reward is None|the function is called again)", text) for text in messages]
     assert sum("its reward is None" in text for text in messages) == 1
 
 
@@ -508,7 +510,7 @@ async def stuck_coroutine(completions: list[str], **_: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
-@pytest.mark.parametrize("function", [stuck, stuck_coroutine, wrapped(stuck_coroutine)])
+@pytest.mark.parametrize("function", [stuck, stuck_coroutine, wrapped_reward(stuck_coroutine)])
 def test_a_function_that_is_late_is_ended(function: Any) -> None:
     requests = [request("a", "b"), request("a", "c")]
     limited = RewardFunctionEnvironment({"one": function}, {"one": 1.0}, None, timeout_s=0.1)
@@ -537,7 +539,7 @@ def test_a_deadline_of_the_functions_own_is_not_that_of_the_configuration(functi
 
 
 def needs_level(completions: list[str], level: list[int], bonus: float = 1.0) -> list[float]:
-    return [bonus * one for one in level]
+    return [bonus * row_level for row_level in level]
 
 
 def test_columns_that_a_function_needs_are_looked_for_before_anything_starts(tmp_path: Path) -> None:

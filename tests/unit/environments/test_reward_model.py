@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def expected(folder: Path, texts: list[str]) -> list[float]:
+def expected_rewards(folder: Path, texts: list[str]) -> list[float]:
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     with torch.inference_mode():
         return [float(model(torch.tensor([[ord(sign) - 32 for sign in text]])).logits[0, 0]) for text in texts]
@@ -72,17 +72,17 @@ def test_scores_do_not_depend_on_what_they_are_computed_with(folder: Path, batch
     prompts, completions = ["one", "a longer one", "x"], [" two three four five", "", "y"]
     model = RewardModel(str(folder), RewardModelConfig(batch_tokens=batch_tokens), 0)
     texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-    assert model.compute_rewards(prompts, completions) == pytest.approx(expected(folder, texts), abs=1e-5)
+    assert model.compute_rewards(prompts, completions) == pytest.approx(expected_rewards(folder, texts), abs=1e-5)
 
 
 def test_a_conversation_is_rendered_by_the_models_own_template(folder: Path) -> None:
     prompts: list[Any] = [[{"role": "user", "content": "hi"}]]
     completions: list[Any] = [[{"role": "assistant", "content": "ho"}]]
     model = RewardModel(str(folder), RewardModelConfig(), 0)
-    (rendered,) = expected(folder, ["<user>hi<assistant>ho"])
+    (rendered,) = expected_rewards(folder, ["<user>hi<assistant>ho"])
     assert model.compute_rewards(prompts, completions) == pytest.approx([rendered], abs=1e-5)
     cut = RewardModel(str(folder), RewardModelConfig(max_tokens=5), 0)
-    assert cut.compute_rewards(prompts, completions) == pytest.approx(expected(folder, ["nt>ho"]), abs=1e-5)
+    assert cut.compute_rewards(prompts, completions) == pytest.approx(expected_rewards(folder, ["nt>ho"]), abs=1e-5)
     model._tokenizer.chat_template = None
     with pytest.raises(RunError, match="has no chat template") as caught:
         model.compute_rewards(prompts, completions)
@@ -143,7 +143,7 @@ def test_conversations_are_scored_as_they_were_in_training(folder: Path, tmp_pat
         name = "f" if tools is None else "own"
         assert trained == f'[{name}]<system!>Judge.<user!>hi<assistant!>g{{"x": 1}}<tool!>7<assistant!>ho'
         scores = model.compute_rewards([prompt], [completion], [tools])
-        assert scores == pytest.approx(expected(folder, [trained]), abs=1e-5)
+        assert scores == pytest.approx(expected_rewards(folder, [trained]), abs=1e-5)
     with pytest.raises(RunError, match="leaves out message 1, of the role context"):
         model.compute_rewards([[{"role": "context", "content": "a"}, *prompt]], [completion])
 
@@ -152,7 +152,7 @@ def test_an_open_turn_is_scored_as_one(folder: Path) -> None:
     opened = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "h"}]
     model = RewardModel(str(folder), RewardModelConfig(), 0)
     scores = model.compute_rewards([opened], [[{"role": "assistant", "content": "o"}]])
-    assert scores == pytest.approx(expected(folder, ["<user>hi<assistant>ho"]), abs=1e-5)
+    assert scores == pytest.approx(expected_rewards(folder, ["<user>hi<assistant>ho"]), abs=1e-5)
 
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}~{% endfor %}"
@@ -207,9 +207,9 @@ def test_scores_are_those_of_transformers_for_one_text(
     ]
     model = RewardModel(str(tmp_path), RewardModelConfig(batch_tokens=batch_tokens), 0)
     texts = [f"<user>What is 1+1?~<assistant>{turn[0]['content']}~" for turn in completions]
-    assert model.compute_rewards(prompts, completions) == pytest.approx(expected(tmp_path, texts), abs=1e-5)
+    assert model.compute_rewards(prompts, completions) == pytest.approx(expected_rewards(tmp_path, texts), abs=1e-5)
     plain = ["a?", "", "bcd~", "efgh?~"]
-    with_tokens = expected(tmp_path, [text for text in plain if text])
+    with_tokens = expected_rewards(tmp_path, [text for text in plain if text])
     scores = model.compute_rewards([""] * 4, plain)
     assert scores[1] is None, "a text without tokens has no score"
     assert [score for score in scores if score is not None] == pytest.approx(with_tokens, abs=1e-5)
@@ -220,7 +220,7 @@ def test_texts_that_use_every_token_are_scored_alone(tmp_path: Path) -> None:
     texts = ["".join(chr(code) for code in range(32, 127)) + "a", "ab", "~"]
     model = RewardModel(str(tmp_path), RewardModelConfig(), 0)
     model._vocabulary = 95  # the embedding has a row more than there are characters
-    assert model.compute_rewards([""] * 3, texts) == pytest.approx(expected(tmp_path, texts), abs=1e-5)
+    assert model.compute_rewards([""] * 3, texts) == pytest.approx(expected_rewards(tmp_path, texts), abs=1e-5)
 
 
 def test_a_folder_without_the_head_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -240,11 +240,11 @@ def test_a_reward_model_may_be_one_of_the_hub(folder: Path, monkeypatch: pytest.
     assert find_model_problem("org/gone") == (
         "is not a folder here, nor in the Hugging Face cache, and the hub says: no org/gone"
     )
-    made: list[Any] = []
-    actor = SimpleNamespace(remote=lambda *arguments: made.append(arguments))
+    environments: list[Any] = []
+    actor = SimpleNamespace(remote=lambda *arguments: environments.append(arguments))
     monkeypatch.setattr(reward_model.ray, "remote", lambda **_: lambda _: actor)
     client, _ = reward_model.start_reward_model("org/there", RewardModelConfig(num_workers=2))
-    assert [arguments[0] for arguments in made] == [str(folder)] * 2
+    assert [arguments[0] for arguments in environments] == [str(folder)] * 2
     assert client.path == "org/there"
 
 

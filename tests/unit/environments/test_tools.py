@@ -68,16 +68,18 @@ def test_what_is_no_arithmetic_is_told(expression: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("tools")
-    make_tokenizer(CONVERSATION_VOCABULARY, 64).save_pretrained(made / "model")
-    (made / "facts.txt").write_text("The capital of Freedonia is Zenda.\n\nSylvania has no capital.")
-    return made
+    path = tmp_path_factory.mktemp("tools")
+    make_tokenizer(CONVERSATION_VOCABULARY, 64).save_pretrained(path / "model")
+    (path / "facts.txt").write_text("The capital of Freedonia is Zenda.\n\nSylvania has no capital.")
+    return path
 
 
 def environment(folder: Path, **options: Any) -> Any:
-    made = EnvironmentSettings(tokenizer=str(folder / "model"), sandbox=SandboxConfig(required="limits", wall_time_s=5))
+    environment_settings = EnvironmentSettings(
+        tokenizer=str(folder / "model"), sandbox=SandboxConfig(required="limits", wall_time_s=5)
+    )
     options = {"tools": ["calculator", "python", "retriever"], "documents": str(folder / "facts.txt"), **options}
-    return create_environment(EnvironmentConfig(type="tools", options=options), made)
+    return create_environment(EnvironmentConfig(type="tools", options=options), environment_settings)
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -113,21 +115,23 @@ def test_calls_are_carried_out_until_there_is_none(folder: Path) -> None:
     scores = tools.score(
         [
             EnvironmentRequest(
-                prompt="", response="", stop_reason="stop", extra_env_info={REFERENCE: "144"}, state=one.state
+                prompt="", response="", stop_reason="stop", extra_env_info={REFERENCE: "144"}, state=reply.state
             )
-            for one in (last, wrong)
+            for reply in (last, wrong)
         ]
     )
-    assert [(one.reward, one.correct) for one in scores] == [(1.0, True), (0.0, False)]
+    assert [(reply.reward, reply.correct) for reply in scores] == [(1.0, True), (0.0, False)]
 
 
 def test_each_of_several_calls_has_a_result_of_its_own(folder: Path) -> None:
     tools = environment(folder)
     first = tools.step(tools.reset("", {}), call("calculator", expression="1+1") + call("calculator", expression="2+2"))
     again = tools.step(first.state, call("calculator", expression="1/0"))
-    results = [(one["role"], one["name"], one["tool_call_id"], one["content"]) for one in first.messages]
+    results = [
+        (message["role"], message["name"], message["tool_call_id"], message["content"]) for message in first.messages
+    ]
     assert results == [("tool", "calculator", "call00000", "2"), ("tool", "calculator", "call00001", "4")]
-    assert [(one["tool_call_id"], one["content"]) for one in again.messages] == [
+    assert [(message["tool_call_id"], message["content"]) for message in again.messages] == [
         ("call00002", "error: division by zero")
     ]
 
@@ -137,10 +141,10 @@ def test_what_is_no_call_is_an_answer_and_calls_are_counted(folder: Path) -> Non
     for response in ("<tool_call>{not json}</tool_call>", "tool_call", ""):
         assert tools.step(tools.reset("", {}), response).done
     state = tools.reset("", {})
-    for done in (False, False, True):
+    for is_done in (False, False, True):
         turn = tools.step(state, call("calculator", expression="1"))
         state = turn.state
-        assert turn.done is done
+        assert turn.done is is_done
 
 
 def test_the_last_turn_is_compared_by_value(folder: Path) -> None:
@@ -187,7 +191,7 @@ def test_the_names_of_parsers_are_those_that_vllm_registers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parser", "marks", "said"),
+    ("parser", "marks", "text"),
     [
         (
             "hermes",
@@ -202,11 +206,11 @@ def test_the_names_of_parsers_are_those_that_vllm_registers() -> None:
         ("llama3_json", ("<|python_tag|>",), '<|python_tag|>{"name": "calculator", "parameters": {"e": "12+34"}}'),
     ],
 )
-def test_calls_between_special_tokens_are_executed(parser: str, marks: Any, said: str, tmp_path: Path) -> None:
+def test_calls_between_special_tokens_are_executed(parser: str, marks: Any, text: str, tmp_path: Path) -> None:
     core = byte_level(["<|endoftext|>", "<|im_end|>", *marks])
     folder = save_folder(tmp_path, core, "qwen3", "Qwen2Tokenizer", eos_token="<|im_end|>")
     tokenizer = load_tokenizer(folder)
-    response = decode_response(tokenizer, tokenizer(f"{said}<|im_end|>")["input_ids"], "stop")
+    response = decode_response(tokenizer, tokenizer(f"{text}<|im_end|>")["input_ids"], "stop")
     config = EnvironmentConfig(type="tools", options={"parser": parser})
     environment = create_environment(config, EnvironmentSettings(tokenizer=str(folder)))
     turn = environment.step(environment.reset("12+34", {}), response)
@@ -228,4 +232,4 @@ def test_options_are_looked_at_before_a_run(kind: str, options: dict[str, Any], 
     config.grpo.max_rollout_turns = 3
     with pytest.raises(ConfigError) as caught:
         check_scoring(config)
-    assert [one.subject for one in caught.value.problems] == [subject]
+    assert [problem.subject for problem in caught.value.problems] == [subject]

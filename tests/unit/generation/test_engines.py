@@ -51,17 +51,17 @@ def family() -> Iterator[tuple[list[psutil.Process], Path]]:
         try:
             yield members, segment
         finally:
-            for one in members:
-                if one.is_running():
-                    one.kill()
+            for member in members:
+                if member.is_running():
+                    member.kill()
             segment.unlink(missing_ok=True)
 
 
-def known(processes: list[psutil.Process], later_s: float = 0.0) -> EngineProcesses:
-    return EngineProcesses("here", tuple((one.pid, one.create_time() + later_s) for one in processes))
+def collect_engines(processes: list[psutil.Process], later_s: float = 0.0) -> EngineProcesses:
+    return EngineProcesses("here", tuple((process.pid, process.create_time() + later_s) for process in processes))
 
 
-def gone(process: psutil.Process) -> bool:
+def is_gone(process: psutil.Process) -> bool:
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -73,27 +73,27 @@ def test_children_and_stopped_processes_end_and_what_they_shared_is_freed() -> N
         assert len(members) == 2
         assert segment.exists()
         members[1].send_signal(signal.SIGSTOP)
-        assert end_processes(known(members[:1])) == [], "the child is found although nobody named it"
-        assert all(map(gone, members))
+        assert end_processes(collect_engines(members[:1])) == [], "the child is found although nobody named it"
+        assert all(map(is_gone, members))
         assert not segment.exists()
 
 
 def test_what_outlived_its_parent_ends_too() -> None:
     with family() as (members, _):
-        engine = known(members)
+        engine = collect_engines(members)
         members[0].kill()
         deadline = time.monotonic() + 10
-        while not gone(members[0]) and time.monotonic() < deadline:
+        while not is_gone(members[0]) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not gone(members[1])
+        assert not is_gone(members[1])
         assert end_processes(engine) == []
-        assert gone(members[1])
+        assert is_gone(members[1])
 
 
 def test_a_younger_process_with_a_number_that_was_used_before_is_left_alone() -> None:
     with family() as (members, segment):
-        assert end_processes(known(members, later_s=-100.0)) == []
-        assert not any(map(gone, members))
+        assert end_processes(collect_engines(members, later_s=-100.0)) == []
+        assert not any(map(is_gone, members))
         assert segment.exists()
 
 
@@ -105,12 +105,12 @@ def test_all_kinds_of_shared_memory_that_vllm_leaves_are_found() -> None:
             stack.callback(file.unlink, missing_ok=True)
             file.write_bytes(bytes(mmap.PAGESIZE))
             stack.enter_context(mmap.mmap(stack.enter_context(file.open("r+b")).fileno(), 0))
-        own = psutil.Process()
-        assert find_shared_files(own) & {*files} == {files[0]}
-        assert find_shared_files(own, with_semaphores=True) & {*files} == {*files[:2]}
+        process = psutil.Process()
+        assert find_shared_files(process) & {*files} == {files[0]}
+        assert find_shared_files(process, with_semaphores=True) & {*files} == {*files[:2]}
 
 
-def passed(running: int, waiting: int, usage: float, looked_up: int = 0, hits: int = 0) -> SchedulerStats:
+def make_statistics(running: int, waiting: int, usage: float, looked_up: int = 0, hits: int = 0) -> SchedulerStats:
     prefix = PrefixCacheStats(queries=looked_up, hits=hits)
     return SchedulerStats(
         num_running_reqs=running, num_waiting_reqs=waiting, kv_cache_usage=usage, prefix_cache_stats=prefix
@@ -119,25 +119,25 @@ def passed(running: int, waiting: int, usage: float, looked_up: int = 0, hits: i
 
 def test_peaks_and_sums_since_the_last_look() -> None:
     statistics = EngineStatistics()
-    statistics.record(passed(3, 5, 0.25, looked_up=40, hits=10), None)
+    statistics.record(make_statistics(3, 5, 0.25, looked_up=40, hits=10), None)
     statistics.record(None, None)
-    statistics.record(passed(8, 0, 0.125, looked_up=20, hits=20), None, mm_cache_stats=None, engine_idx=0)
+    statistics.record(make_statistics(8, 0, 0.125, looked_up=20, hits=20), None, mm_cache_stats=None, engine_idx=0)
     statistics.count_tokens(7)
     statistics.count_tokens(4)
-    taken = statistics.take()
-    assert (taken.running, taken.waiting, taken.kv_cache_usage) == (8, 5, 0.25)
-    assert (taken.prefix_tokens, taken.prefix_hits, taken.tokens, taken.drafted) == (60, 30, 11, 0)
+    figures = statistics.take()
+    assert (figures.running, figures.waiting, figures.kv_cache_usage) == (8, 5, 0.25)
+    assert (figures.prefix_tokens, figures.prefix_hits, figures.tokens, figures.drafted) == (60, 30, 11, 0)
     assert statistics.take().running == 0
 
 
 def test_proposed_tokens() -> None:
     statistics, drafts = EngineStatistics(), SpecDecodingStats.new(4)
     drafts.observe_draft(num_draft_tokens=4, num_accepted_tokens=1)
-    stats = passed(1, 0, 0.0)
+    stats = make_statistics(1, 0, 0.0)
     stats.spec_decoding_stats = drafts
     statistics.record(stats, None)
-    taken = statistics.take()
-    assert (taken.drafted, taken.accepted) == (4, 1)
+    figures = statistics.take()
+    assert (figures.drafted, figures.accepted) == (4, 1)
 
 
 def test_only_time_with_requests_in_flight_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,41 +45,41 @@ class Scene:
 
 def test_it_runs_while_something_is_in_flight() -> None:
     async def scene() -> None:
-        one = Scene()
-        await one.gate.wait_paused()
-        assert not one.llm.runs
-        await one.enter(2)
-        assert one.llm.runs
-        one.gate.leave(1)
-        await one.enter(3)
-        one.gate.leave(4)
-        await one.gate.wait_paused()
-        assert not one.llm.runs
-        assert one.told == [2, 1, 4, 0]
+        engine = Scene()
+        await engine.gate.wait_paused()
+        assert not engine.llm.runs
+        await engine.enter(2)
+        assert engine.llm.runs
+        engine.gate.leave(1)
+        await engine.enter(3)
+        engine.gate.leave(4)
+        await engine.gate.wait_paused()
+        assert not engine.llm.runs
+        assert engine.told == [2, 1, 4, 0]
 
     asyncio.run(scene())
 
 
 def test_responses_that_were_given_up_may_still_be_on_their_way_out() -> None:
     async def scene() -> None:
-        one = Scene()
-        await one.enter(2)
-        asyncio.get_running_loop().call_later(0.2, one.gate.leave, 2)
-        await one.gate.wait_paused()
-        assert not one.llm.runs
+        engine = Scene()
+        await engine.enter(2)
+        asyncio.get_running_loop().call_later(0.2, engine.gate.leave, 2)
+        await engine.gate.wait_paused()
+        assert not engine.llm.runs
 
     asyncio.run(scene())
 
 
 def test_responses_that_stay_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
-        one = Scene()
-        await one.enter(2)
+        engine = Scene()
+        await engine.enter(2)
         began = time.monotonic()
         with pytest.raises(RuntimeError, match="2 responses are in flight"):
-            await one.gate.wait_paused()
+            await engine.gate.wait_paused()
         assert time.monotonic() - began >= 0.3
-        assert one.llm.runs
+        assert engine.llm.runs
 
     monkeypatch.setattr(engine_gate, "DRAIN_S", 0.3)
     asyncio.run(scene())
@@ -88,78 +88,78 @@ def test_responses_that_stay_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("in_flight", [0, 2])
 def test_nobody_enters_while_weights_change(in_flight: int) -> None:
     async def scene() -> None:
-        one = Scene()
+        engine = Scene()
         if in_flight:
-            await one.enter(in_flight)
-        await one.gate.close("weights", "incomplete")
-        await one.gate.wait_paused()
-        late = asyncio.create_task(one.enter(1))
+            await engine.enter(in_flight)
+        await engine.gate.close("weights", "incomplete")
+        await engine.gate.wait_paused()
+        late = asyncio.create_task(engine.enter(1))
         await asyncio.sleep(0.05)
-        assert not one.llm.runs
+        assert not engine.llm.runs
         assert not late.done()
-        await one.gate.open("weights")
-        assert one.llm.runs == bool(in_flight)
+        await engine.gate.open("weights")
+        assert engine.llm.runs == bool(in_flight)
         await late
-        assert one.llm.runs
-        assert one.told[-1] == in_flight + 1
+        assert engine.llm.runs
+        assert engine.told[-1] == in_flight + 1
 
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("others", [0, 2])
-def test_requests_that_could_not_be_added_are_not_in_flight(others: int) -> None:
+@pytest.mark.parametrize("other_requests", [0, 2])
+def test_requests_that_could_not_be_added_are_not_in_flight(other_requests: int) -> None:
     async def scene() -> None:
-        one = Scene()
-        if others:
-            await one.enter(others)
+        engine = Scene()
+        if other_requests:
+            await engine.enter(other_requests)
         with pytest.raises(ValueError, match="no such token"):
-            async with one.gate.admission(3):
+            async with engine.gate.admission(3):
                 raise ValueError("no such token")
-        assert one.told[-1] == others
-        one.gate.leave(others)
-        await one.gate.wait_paused()
-        assert not one.llm.runs
+        assert engine.told[-1] == other_requests
+        engine.gate.leave(other_requests)
+        await engine.gate.wait_paused()
+        assert not engine.llm.runs
 
     asyncio.run(scene())
 
 
 def test_one_request_runs_while_new_ones_wait_for_the_release() -> None:
     async def scene() -> None:
-        one = Scene()
-        await one.gate.close("weights", "incomplete")
-        waiting = asyncio.create_task(one.enter(1))
-        await one.gate.wait_paused()
-        async with one.gate.running_scheduler():
-            assert one.llm.runs
+        engine = Scene()
+        await engine.gate.close("weights", "incomplete")
+        waiting = asyncio.create_task(engine.enter(1))
+        await engine.gate.wait_paused()
+        async with engine.gate.running_scheduler():
+            assert engine.llm.runs
             await asyncio.sleep(0.01)
-            assert not one.told, "it waits outside"
-        await one.gate.wait_paused()
-        assert not one.llm.runs, "nothing is in flight"
-        await one.gate.open("weights")
+            assert not engine.told, "it waits outside"
+        await engine.gate.wait_paused()
+        assert not engine.llm.runs, "nothing is in flight"
+        await engine.gate.open("weights")
         await waiting
-        assert one.llm.runs
+        assert engine.llm.runs
 
     asyncio.run(scene())
 
 
 def test_requests_in_flight_go_on_beside_it_unless_it_fails() -> None:
     async def scene() -> None:
-        one = Scene()
-        await one.gate.wait_paused()
-        await one.enter(2)
-        await one.gate.close("weights", "incomplete")
-        await one.gate.wait_paused()
-        async with one.gate.running_scheduler():
+        engine = Scene()
+        await engine.gate.wait_paused()
+        await engine.enter(2)
+        await engine.gate.close("weights", "incomplete")
+        await engine.gate.wait_paused()
+        async with engine.gate.running_scheduler():
             pass
-        assert one.llm.runs, "they are not paused twice, which would compute their caches again"
-        await one.gate.open("weights")
-        await one.gate.close("weights", "incomplete")
-        await one.gate.wait_paused()
+        assert engine.llm.runs, "they are not paused twice, which would compute their caches again"
+        await engine.gate.open("weights")
+        await engine.gate.close("weights", "incomplete")
+        await engine.gate.wait_paused()
         with pytest.raises(ValueError, match="other numbers"):
-            async with one.gate.running_scheduler():
+            async with engine.gate.running_scheduler():
                 raise ValueError("other numbers")
-        await one.gate.wait_paused()
-        assert not one.llm.runs
+        await engine.gate.wait_paused()
+        assert not engine.llm.runs
 
     asyncio.run(scene())
 
@@ -187,25 +187,25 @@ def test_requests_are_refused_with_the_reason_unless_they_may_wait(
 @pytest.mark.parametrize("in_flight", [0, 2])
 def test_requests_wait_until_an_engine_has_both_weights_and_memory(in_flight: int) -> None:
     async def scene() -> None:
-        one = Scene()
+        engine = Scene()
         if in_flight:
-            await one.enter(in_flight)
-        await one.gate.close("memory", "it sleeps")
-        await one.gate.wait_paused()
-        late = asyncio.create_task(one.enter(1))
+            await engine.enter(in_flight)
+        await engine.gate.close("memory", "it sleeps")
+        await engine.gate.wait_paused()
+        late = asyncio.create_task(engine.enter(1))
         for cause in ("weights", "memory"):
-            await one.gate.close("weights", "incomplete")
+            await engine.gate.close("weights", "incomplete")
             await asyncio.sleep(0.02)
-            assert not one.llm.runs
+            assert not engine.llm.runs
             assert not late.done()
-            await one.gate.open("weights" if cause == "weights" else "memory")
+            await engine.gate.open("weights" if cause == "weights" else "memory")
         await asyncio.sleep(0.02)
-        assert not one.llm.runs, "the weights came after the memory, and are not committed"
+        assert not engine.llm.runs, "the weights came after the memory, and are not committed"
         assert not late.done()
-        await one.gate.open("weights")
+        await engine.gate.open("weights")
         await late
-        assert one.llm.runs
-        assert one.told[-1] == in_flight + 1
+        assert engine.llm.runs
+        assert engine.told[-1] == in_flight + 1
 
     asyncio.run(scene())
 

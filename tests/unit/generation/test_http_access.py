@@ -48,7 +48,7 @@ def port(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     thread.join(10)
 
 
-def answered(port: int, method: str, path: str, headers: dict[str, str], body: str | None = None) -> tuple[int, str]:
+def ask_server(port: int, method: str, path: str, headers: dict[str, str], body: str | None = None) -> tuple[int, str]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     connection.request(method, path, body=body, headers=headers)
     answer = connection.getresponse()
@@ -92,62 +92,62 @@ def answered(port: int, method: str, path: str, headers: dict[str, str], body: s
 )
 def test_requests_get_the_right_status(port: int, method: str, path: str, headers: dict[str, str], status: int) -> None:
     body = None if method != "POST" else "{}"
-    found, text = answered(port, method, path, headers, body)
-    assert found == status
+    actual, text = ask_server(port, method, path, headers, body)
+    assert actual == status
     if status != 200:
         assert json.loads(text)["error"]["message"]
 
 
 def test_a_body_arrives_whole(port: int) -> None:
     text = "x" * 300_000
-    assert answered(port, "POST", "/inference", {**KEY, **JSON}, text) == (200, text)
+    assert ask_server(port, "POST", "/inference", {**KEY, **JSON}, text) == (200, text)
 
 
 @pytest.mark.parametrize("length", ["Content-Length: 5000", "Transfer-Encoding: chunked"])
 def test_a_huge_body_gets_413(port: int, length: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_grpo.generation.http_access.BODY_BYTES", 1000)
     piece = b"x" * 500 if "Length" in length else b"1f4\r\n" + b"x" * 500 + b"\r\n"
-    assert sent(port, length, *[piece] * 10) == 413
+    assert send_lines(port, length, *[piece] * 10) == 413
 
 
 def test_a_slow_body_gets_408_and_others_are_served(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_grpo.generation.http_access.REQUEST_S", 0.5)
-    assert sent(port, "Content-Length: 1000", *[b" "] * 200, pause_s=0.05) == 408
-    assert answered(port, "GET", "/weight_info", KEY)[0] == 200
+    assert send_lines(port, "Content-Length: 1000", *[b" "] * 200, pause_s=0.05) == 408
+    assert ask_server(port, "GET", "/weight_info", KEY)[0] == 200
 
 
 @BOTH_PARSERS
 def test_a_huge_head_gets_431(port: int) -> None:
     pieces = [f"X-{number}: {'x' * 1000}\r\n".encode() for number in range(HEAD_BYTES // 1000 + 100)]
-    status = sent(port, "X: x", *pieces, ended=False)
+    status = send_lines(port, "X: x", *pieces, ended=False)
     assert status in (431, 400, RESET), "h11 has a limit of its own, with 400"
-    assert answered(port, "GET", "/weight_info", KEY)[0] == 200
+    assert ask_server(port, "GET", "/weight_info", KEY)[0] == 200
 
 
 @BOTH_PARSERS
 def test_a_huge_head_that_comes_complete_gets_431(port: int) -> None:
     """The parser sees its end before anything has counted its bytes."""
-    assert sent(port, "\r\n".join(["X: x", f"Y: {'y' * HEAD_BYTES}"])) in (431, 400)
-    assert answered(port, "GET", "/weight_info?" + "x" * (HEAD_BYTES + 1), KEY)[0] in (431, 400)
-    assert answered(port, "GET", "/weight_info", KEY)[0] == 200
+    assert send_lines(port, "\r\n".join(["X: x", f"Y: {'y' * HEAD_BYTES}"])) in (431, 400)
+    assert ask_server(port, "GET", "/weight_info?" + "x" * (HEAD_BYTES + 1), KEY)[0] in (431, 400)
+    assert ask_server(port, "GET", "/weight_info", KEY)[0] == 200
 
 
 @BOTH_PARSERS
-@pytest.mark.parametrize("place", ["first head", "second head", "nothing"])
-def test_a_slow_head_is_closed_and_others_are_served(port: int, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slow_at", ["first head", "second head", "nothing"])
+def test_a_slow_head_is_closed_and_others_are_served(port: int, slow_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_grpo.generation.http_access.REQUEST_S", 0.5)
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
-        if place == "second head":
+        if slow_at == "second head":
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b"200" in connection.recv(1000)
         begun = time.monotonic()
-        connection.sendall(b"" if place == "nothing" else b"GET /weight_info HTTP/1.1\r\nHost: localhost\r\n")
+        connection.sendall(b"" if slow_at == "nothing" else b"GET /weight_info HTTP/1.1\r\nHost: localhost\r\n")
         while not select.select([connection], [], [], 0.05)[0]:
             assert time.monotonic() - begun < 10
-            connection.sendall(b"" if place == "nothing" else b"X: x\r\n")
+            connection.sendall(b"" if slow_at == "nothing" else b"X: x\r\n")
         with suppress(ConnectionResetError):
             assert connection.recv(100) == b"", "it is closed without an answer"
-    assert answered(port, "GET", "/weight_info", KEY)[0] == 200
+    assert ask_server(port, "GET", "/weight_info", KEY)[0] == 200
 
 
 @BOTH_PARSERS
@@ -165,8 +165,8 @@ RESET = 0
 """In place of a status: the connection was reset."""
 
 
-def sent(port: int, length: str, *pieces: bytes, pause_s: float = 0.0, ended: bool = True) -> int:
-    """The status of a request that is sent in pieces, the first of which may end its head; reads while it writes."""
+def send_lines(port: int, length: str, *pieces: bytes, pause_s: float = 0.0, ended: bool = True) -> int:
+    """The status of a request in pieces, whose first may end its head; reads while it writes."""
     head = [
         "POST /inference HTTP/1.1",
         "Host: localhost",

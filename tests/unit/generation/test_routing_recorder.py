@@ -31,7 +31,7 @@ class Request:
     request_id: str
     tokens: list[int]
     num_prompt_tokens: int
-    done: int = 0
+    computed: int = 0
     """Tokens that are in the cache."""
     block_hashes: list[bytes] = field(default_factory=list)
     sampling_params: Any = field(default_factory=lambda: SimpleNamespace(routed_experts_prompt_start=0))
@@ -56,24 +56,24 @@ class Engine:
 
     def step(self, *names: str) -> None:
         """Compute all tokens of these requests that are not in the cache, and sample one of each."""
-        counts = {name: len(self.requests[name].tokens) - self.requests[name].done for name in names}
+        counts = {name: len(self.requests[name].tokens) - self.requests[name].computed for name in names}
         old = [name for name in names if self.requests[name].num_output_tokens]
         scheduled = SimpleNamespace(
             num_scheduled_tokens=counts,
             total_num_scheduled_tokens=sum(counts.values()),
             scheduled_cached_reqs=SimpleNamespace(
-                req_ids=old, num_computed_tokens=[self.requests[name].done for name in old]
+                req_ids=old, num_computed_tokens=[self.requests[name].computed for name in old]
             ),
         )
         scheduled.aux_output_connector_metadata = self.connector.build_connector_meta(scheduled, self.requests)  # type: ignore[arg-type]  # made-up requests
-        flat = [token for name in names for token in self.requests[name].tokens[self.requests[name].done :]]
+        flat = [token for name in names for token in self.requests[name].tokens[self.requests[name].computed :]]
         for layer in LAYERS:
             padded = [*experts_of(flat, layer, self.version), [7, 7]]
             self.recorder._capture(layer, torch.tensor(padded))
         output = self.recorder.end_pass(scheduled, ["gone", *names])
         for name in names:
             request = self.requests[name]
-            request.done = len(request.tokens)
+            request.computed = len(request.tokens)
             request.tokens.append(10 * len(request.tokens))
             self.returned[name].append(self.connector.take_output(request, output))  # type: ignore[arg-type]  # as above
 
@@ -81,7 +81,7 @@ class Engine:
         """As a refit does under requests in flight; the next step computes all of their tokens."""
         self.connector.reset()
         for request in self.requests.values():
-            request.done = 0
+            request.computed = 0
 
     def read(self, name: str) -> list[Any]:
         """[tokens but the last, layers, 2]."""
@@ -95,7 +95,7 @@ def experts_of(tokens: list[int], layer: int, version: int) -> list[list[int]]:
     return [[token + layer, 100 + 50 * version + layer] for token in tokens]
 
 
-def expected(tokens: list[int], versions: list[int]) -> list[Any]:
+def expected_routing(tokens: list[int], versions: list[int]) -> list[Any]:
     """[tokens, layers, 2]."""
     pairs = zip(tokens, versions, strict=True)
     return [[experts_of([token], layer, version)[0] for layer in LAYERS] for token, version in pairs]
@@ -106,8 +106,8 @@ def test_passes_are_shared_out_over_requests() -> None:
     engine.step("a", "b")
     engine.step("b", "a")
     engine.step("b")
-    assert engine.read("a") == expected([1, 2, 3, 30], [0] * 4)
-    assert engine.read("b") == expected([9, 10, 20], [0] * 3)
+    assert engine.read("a") == expected_routing([1, 2, 3, 30], [0] * 4)
+    assert engine.read("b") == expected_routing([9, 10, 20], [0] * 3)
 
 
 def test_tokens_keep_the_experts_of_the_pass_that_drew_the_next_one() -> None:
@@ -119,8 +119,8 @@ def test_tokens_keep_the_experts_of_the_pass_that_drew_the_next_one() -> None:
     engine.version = 1
     engine.step("b", "a")
     engine.step("a")
-    assert engine.read("a") == expected([1, 2, 3, 30, 40, 50], [0, 0, 0, 0, 1, 1])
-    assert engine.read("b") == expected([4, 5, 20, 30], [0, 0, 0, 1])
+    assert engine.read("a") == expected_routing([1, 2, 3, 30, 40, 50], [0, 0, 0, 0, 1, 1])
+    assert engine.read("b") == expected_routing([4, 5, 20, 30], [0, 0, 0, 1])
 
 
 def test_a_cache_that_is_kept_continues_the_record() -> None:
@@ -128,7 +128,7 @@ def test_a_cache_that_is_kept_continues_the_record() -> None:
     engine.step("a")
     engine.version = 1
     engine.step("a")
-    assert engine.read("a") == expected([1, 2, 3, 30], [0, 0, 0, 1])
+    assert engine.read("a") == expected_routing([1, 2, 3, 30], [0, 0, 0, 1])
 
 
 def test_a_record_with_a_gap_makes_no_response() -> None:

@@ -111,7 +111,7 @@ def use(tiny_models: dict[str, TinyModel], tmp_path: Path) -> Callable[..., Any]
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(model)
 
     def run(
-        what: Use, *, started: bool = True, timeout_s: float = 5.0, routed: RoutedForm | None = None, **changes: Any
+        act: Use, *, started: bool = True, timeout_s: float = 5.0, routed: RoutedForm | None = None, **changes: Any
     ) -> Any:
         async def test() -> Any:
             server = MadeUpServer(model)
@@ -137,7 +137,7 @@ def use(tiny_models: dict[str, TinyModel], tmp_path: Path) -> Callable[..., Any]
             try:
                 if started:
                     await engine.start()
-                return await what(engine, server, runner)
+                return await act(engine, server, runner)
             finally:
                 await engine._session.close()
                 await runner.cleanup()
@@ -147,9 +147,9 @@ def use(tiny_models: dict[str, TinyModel], tmp_path: Path) -> Callable[..., Any]
     return run
 
 
-async def sampled(engine: ServerEngine) -> list[GenerationOutput]:
-    found = {index: output async for part in engine.generate(REQUESTS, SETTINGS, "c") for index, output in part.value}
-    return [found[index] for index in range(len(REQUESTS))]
+async def sample_all(engine: ServerEngine) -> list[GenerationOutput]:
+    outputs = {index: output async for part in engine.generate(REQUESTS, SETTINGS, "c") for index, output in part.value}
+    return [outputs[index] for index in range(len(REQUESTS))]
 
 
 async def publish(engine: ServerEngine, version: int, mode: Any = "files") -> None:
@@ -159,9 +159,9 @@ async def publish(engine: ServerEngine, version: int, mode: Any = "files") -> No
 
 
 def test_a_version_is_received_while_paused_and_served_under_a_name_of_its_own(use: Any) -> None:
-    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
         with pytest.raises(RuntimeError, match="the weights are incomplete"):
-            await sampled(engine)
+            await sample_all(engine)
         server.calls.clear()
         await publish(engine, 4)
         calls = list(server.calls)
@@ -169,19 +169,19 @@ def test_a_version_is_received_while_paused_and_served_under_a_name_of_its_own(u
         assert calls[-2:] == ["/reset_prefix_cache", "/resume"]
         assert server.served.endswith(":4")
         assert len(server.served) > 10
-        outputs = await sampled(engine)
-        assert [one.token_ids.tolist() for one in outputs] == [[0, 0], [1, 1], [2, 2]]
-        assert all(one.spans[0].version == 4 and one.logprobs.tolist() == [-0.5, -0.5] for one in outputs)
+        outputs = await sample_all(engine)
+        assert [output.token_ids.tolist() for output in outputs] == [[0, 0], [1, 1], [2, 2]]
+        assert all(output.spans[0].version == 4 and output.logprobs.tolist() == [-0.5, -0.5] for output in outputs)
         assert server.bodies[0]["token_ids"] == [1, 2]
         counts = engine.take_counts()
         assert counts.tokens == 6
         assert counts.busy_s > 0
 
-    use(what)
+    use(act)
 
 
 def test_a_server_serves_a_guarded_version_only_if_the_canary_is_right(use: Any) -> None:
-    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
         await engine.connect_weights("files", FILES, 0)
         for version, expected in ((4, -0.5), (5, -0.7)):
             await engine.receive_weights(version)
@@ -189,36 +189,36 @@ def test_a_server_serves_a_guarded_version_only_if_the_canary_is_right(use: Any)
             await engine.commit_weights(version, True)
             assert "/resume" not in server.calls
             with pytest.raises(RuntimeError, match="the weights are incomplete"):
-                await sampled(engine)
+                await sample_all(engine)
             prompt = CanaryPrompt(version, ((3, 4, 5), (4, 3)), ((expected, expected), (expected,)), limit=0.1)
             if version == 4:
                 assert (await engine.check_canary(prompt)).error == 0
-                assert len(await sampled(engine)) == 3
+                assert len(await sample_all(engine)) == 3
         with pytest.raises(CanaryError, match=r"http://.*: with version 5 of the weights .* by 0.2 "):
             await engine.check_canary(prompt)
         assert server.calls[-1] == "/pause"
         with pytest.raises(RuntimeError, match="the weights are incomplete"):
-            await sampled(engine)
+            await sample_all(engine)
 
-    use(what)
+    use(act)
 
 
 def test_a_server_that_has_lost_its_weights_is_given_them_again_and_asked_again(use: Any) -> None:
-    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
         await publish(engine, 4)
         server.served = "default"  # between two calls
-        assert all(one.spans[0].version == 4 for one in await sampled(engine))
+        assert all(output.spans[0].version == 4 for output in await sample_all(engine))
         server.restarts_before = len(server.bodies) + 2  # in the middle of one
         server.calls.clear()
-        assert all(one.spans[0].version == 4 for one in await sampled(engine))
+        assert all(output.spans[0].version == 4 for output in await sample_all(engine))
         assert "receive_refit" in server.calls
         assert "connect_refit" in server.calls
 
-    use(what)
+    use(act)
 
 
 def test_a_server_that_was_started_anew_before_the_commit_has_not_the_version(use: Any) -> None:
-    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
         await engine.connect_weights("files", FILES, 0)
         await engine.receive_weights(4)
         server.served = "default"  # while other engines still receive
@@ -226,63 +226,63 @@ def test_a_server_that_was_started_anew_before_the_commit_has_not_the_version(us
             await engine.commit_weights(4)
         assert server.served == "default"
         with pytest.raises(RuntimeError, match="the weights are incomplete"):
-            await sampled(engine)
+            await sample_all(engine)
         await publish(engine, 4)
-        assert all(one.spans[0].version == 4 for one in await sampled(engine))
+        assert all(output.spans[0].version == 4 for output in await sample_all(engine))
 
-    use(what)
+    use(act)
 
 
 def test_weights_that_only_a_step_brings_cannot_be_given_again(use: Any) -> None:
-    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
         await publish(engine, 4, mode="broadcast")
         server.served = "default"
         with pytest.raises(
             RuntimeError, match=r"has lost version 4, which refit.mode=broadcast sends .* refit.mode=files"
         ):
-            await sampled(engine)
+            await sample_all(engine)
 
-    use(what)
+    use(act)
 
 
 def test_another_run_at_the_same_server_is_found_out(use: Any) -> None:
-    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
         await publish(engine, 4)
         server.served = "0123456789abcdef:4"
         with pytest.raises(RuntimeError, match="was given weights by another run"):
-            await sampled(engine)
+            await sample_all(engine)
 
-    use(what)
+    use(act)
 
 
 def test_a_server_that_stays_away_is_told(use: Any) -> None:
-    async def what(engine: ServerEngine, server: MadeUpServer, runner: Any) -> Any:
+    async def act(engine: ServerEngine, server: MadeUpServer, runner: Any) -> Any:
         await publish(engine, 4)
         await runner.cleanup()
         with pytest.raises(
             RuntimeError, match=r"no vLLM server answers within generation.server.timeout_s=0.5 s: http"
         ):
-            await sampled(engine)
+            await sample_all(engine)
 
-    use(what, timeout_s=0.5)
+    use(act, timeout_s=0.5)
 
 
 def test_a_cache_of_other_weights_is_not_served_from(use: Any) -> None:
-    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
         with pytest.raises(RuntimeError, match="could not empty its prefix cache, which is of other weights"):
             await publish(engine, 1)
         with pytest.raises(RuntimeError, match="the weights are incomplete"):
-            await sampled(engine)
+            await sample_all(engine)
 
-    use(what, cache_is_free=False)
+    use(act, cache_is_free=False)
 
 
 def test_a_probability_that_is_no_number_stays_none(use: Any) -> None:
-    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
         await publish(engine, 1)
-        assert math.isnan((await sampled(engine))[0].logprobs[0])
+        assert math.isnan((await sample_all(engine))[0].logprobs[0])
 
-    use(what, logprob=-9999.0)
+    use(act, logprob=-9999.0)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_a_probability_that_is_no_number_stays_none(use: Any) -> None:
     ],
 )
 def test_a_server_that_does_not_fit_is_told_at_the_start(use: Any, change: dict[str, Any], text: str) -> None:
-    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
         for name, value in change.items():
             if name in ("hidden", "worker"):
                 setattr(server, name, value)
@@ -309,7 +309,7 @@ def test_a_server_that_does_not_fit_is_told_at_the_start(use: Any, change: dict[
         with pytest.raises(RuntimeError, match=text):
             await engine.start()
 
-    use(what, started=False, timeout_s=1.0)
+    use(act, started=False, timeout_s=1.0)
 
 
 FORM = RoutedForm(layers=(1,), top_k=2, experts=100)
@@ -318,38 +318,38 @@ FORM = RoutedForm(layers=(1,), top_k=2, experts=100)
 def test_experts_come_with_the_tokens(use: Any) -> None:
     chosen = np.arange(3 * 2 * 2, dtype=np.uint8).reshape(3, 2, 2)
 
-    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
         await publish(engine, 1)
-        for output in await sampled(engine):
+        for output in await sample_all(engine):
             assert FORM.unpack(output.routed).tolist() == chosen[:, 1:].tolist()
         server.experts = chosen[1:]
-        assert {*await sampled(engine)} == {"vLLM recorded the experts of 2 tokens, and 3 were processed"}
+        assert {*await sample_all(engine)} == {"vLLM recorded the experts of 2 tokens, and 3 were processed"}
 
-    use(what, routed=FORM, experts=chosen)
+    use(act, routed=FORM, experts=chosen)
 
 
 def test_a_server_that_returns_no_experts_is_told_at_the_start(use: Any) -> None:
-    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
         server.worker["records_experts"] = False
         with pytest.raises(RuntimeError, match=r"for policy.moe.replay_routing=true; start it with --enable-return-r"):
             await engine.start()
 
-    use(what, started=False, routed=FORM)
+    use(act, started=False, routed=FORM)
 
 
 def test_a_server_with_another_tokenizer_is_refused(use: Any) -> None:
     words = {letter: n for n, letter in enumerate("bacdef")}
-    other = Tokenizer(models.WordLevel(words, unk_token="b"))
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="b"))
 
-    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
         with pytest.raises(RuntimeError, match=r"has another tokenizer than policy\.model\.path=.*without --tokenizer"):
             await engine.start()
 
-    use(what, started=False, tokenizer=other)
+    use(act, started=False, tokenizer=tokenizer)
 
 
 def test_the_special_token_that_ended_a_response_is_not_in_its_text(use: Any) -> None:
-    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
         engine._tokenizer.add_special_tokens({"eos_token": "f"})
         await publish(engine, 0)
         ended, cut = {"finish_reason": "stop"}, {"finish_reason": "length"}
@@ -359,4 +359,4 @@ def test_the_special_token_that_ended_a_response_is_not_in_its_text(use: Any) ->
         texts = [engine._parse_response({"choices": [choice | end]}, prompt_tokens=1) for end in (ended, cut)]
         assert [output.text for output in texts if isinstance(output, GenerationOutput)] == ["f c", "f c f"]
 
-    use(what)
+    use(act)

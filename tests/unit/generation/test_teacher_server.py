@@ -100,11 +100,11 @@ def test_sequences_of_other_teachers_are_left_out_and_merged() -> None:
     with serving() as (url, _):
         first, _ = fetch_teacher_outputs(LENGTHS, ARRAYS, np.array([1]), server(url), 16)
         second, _ = fetch_teacher_outputs(LENGTHS, ARRAYS, np.array([0]), server(url), 16)
-        whole, _ = fetch_teacher_outputs(LENGTHS, ARRAYS, np.array([0, 1]), server(url), 16)
+        outputs, _ = fetch_teacher_outputs(LENGTHS, ARRAYS, np.array([0, 1]), server(url), 16)
     assert not first["teacher_outputs"][:3].any()
     parts = {f"teacher_outputs_{number}": part["teacher_outputs"] for number, part in enumerate((first, second))}
     merged, _ = merge_teacher_outputs(LENGTHS, parts)
-    assert (merged["teacher_outputs"] == whole["teacher_outputs"]).all()
+    assert (merged["teacher_outputs"] == outputs["teacher_outputs"]).all()
 
 
 def test_the_bits_of_hidden_states_of_different_widths_merge() -> None:
@@ -170,7 +170,7 @@ def test_rows_of_other_tokens_are_refused_where_nothing_was_sampled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "match"),
+    ("other_entries", "match"),
     [
         ({"-5": LIKELY, "3": SECOND}, "gives token '-5', which is no id"),
         ({"token_id:5": LIKELY, "3": SECOND}, "gives token 'token_id:5', which is no id"),
@@ -194,9 +194,9 @@ def test_rows_of_other_tokens_are_refused_where_nothing_was_sampled() -> None:
         ),
     ],
 )
-def test_ids_and_probabilities_are_possible(others: dict[str, Any], match: str) -> None:
-    own = {"logprob": -20.0, "rank": 9}
-    refuse(lambda tokens: write_rows([None, *({str(t): own, **others} for t in tokens[1:])]), match)
+def test_ids_and_probabilities_are_possible(other_entries: dict[str, Any], match: str) -> None:
+    own_entry = {"logprob": -20.0, "rank": 9}
+    refuse(lambda tokens: write_rows([None, *({str(t): own_entry, **other_entries} for t in tokens[1:])]), match)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> VllmEngine:
     return VllmEngine(settings)
 
 
-def started(engine: VllmEngine) -> PickyLLM:
+def start_llm(engine: VllmEngine) -> PickyLLM:
     """The vLLM that this engine has from now on."""
     llm: Any = PickyLLM(refused="call.1")
     engine._llm = llm
@@ -81,7 +81,7 @@ def test_a_call_that_fails_leaves_no_request_behind(engine: VllmEngine) -> None:
     request = GenerationRequest(prompt_ids=np.array([2, 3], dtype=np.int32), seed=0, max_new_tokens=2)
 
     async def scene() -> None:
-        llm = started(engine)
+        llm = start_llm(engine)
         with pytest.raises(ValueError, match="cannot be sampled"):
             async for _ in engine.generate([request] * 3, SamplingSettings(max_new_tokens=2), "call"):
                 pass
@@ -94,7 +94,7 @@ def test_a_call_that_fails_leaves_no_request_behind(engine: VllmEngine) -> None:
 
 def test_a_commit_that_fails_leaves_nothing_of_it_under_way(engine: VllmEngine) -> None:
     async def scene() -> None:
-        llm = started(engine)
+        llm = start_llm(engine)
         await engine._gate.close("weights", "the weights are incomplete")
         with pytest.raises(RuntimeError, match="holds version 3, not 4"):
             await engine.commit_weights(4)
@@ -107,8 +107,8 @@ def test_a_commit_that_fails_leaves_nothing_of_it_under_way(engine: VllmEngine) 
 
 def test_prompts_cached_under_earlier_weights_are_not_used(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that outlasts refits is kept apart by the version of the weights."""
-    kept = AsyncGRPOConfig(enabled=True, recompute_kv_cache_after_weight_updates=False)
-    engine._settings = replace(engine._settings, in_flight=kept)
+    async_settings = AsyncGRPOConfig(enabled=True, recompute_kv_cache_after_weight_updates=False)
+    engine._settings = replace(engine._settings, in_flight=async_settings)
     salts: list[str | None] = []
 
     def record(tokens: list[int], cache_salt: str | None = None) -> None:
@@ -118,7 +118,7 @@ def test_prompts_cached_under_earlier_weights_are_not_used(engine: VllmEngine, m
     request = GenerationRequest(prompt_ids=np.array([2, 3], dtype=np.int32), seed=0, max_new_tokens=2)
 
     async def scene() -> None:
-        llm: Any = started(engine)
+        llm: Any = start_llm(engine)
         monkeypatch.setattr(engine, "_call_workers", _confirm)
         for version in (1, 2, 3):
             await engine._gate.close("weights", "the weights are incomplete")
@@ -139,7 +139,7 @@ def test_a_canary_that_vllm_refuses_is_skipped(engine: VllmEngine, caplog: pytes
     """A difference ends the run, but not an error in what only the canary uses."""
 
     async def scene() -> None:
-        llm = started(engine)
+        llm = start_llm(engine)
         llm.refused = "canary.1"
         await engine._gate.close("weights", "version 3 has not passed the canary")
         prompt = CanaryPrompt(3, ((5, 6), (7, 8, 9)), expected=((-1.0,), (-1.0, -2.0)), limit=0.1)
@@ -155,17 +155,17 @@ def test_an_engine_sleeps_under_responses_in_flight_if_weights_may_change_under_
     engine._settings = replace(engine._settings, in_flight=AsyncGRPOConfig(enabled=True))
 
     async def scene() -> None:
-        started(engine)
+        start_llm(engine)
         async with engine._gate.admission(1):
             pass
         await engine.sleep()
         assert engine._gate.is_closed("memory")
         late = GenerationRequest(prompt_ids=np.array([2, 3], dtype=np.int32), seed=0, max_new_tokens=2)
         calls = engine.generate([late], SamplingSettings(max_new_tokens=2), "late")
-        asked: asyncio.Future[Any] = asyncio.ensure_future(anext(calls))
+        future: asyncio.Future[Any] = asyncio.ensure_future(anext(calls))
         await asyncio.sleep(0.05)
-        assert not asked.done(), "it waits"
-        asked.cancel()
+        assert not future.done(), "it waits"
+        future.cancel()
         await engine.wake("weights")
         assert engine._gate.is_closed("memory")
         await engine.wake("kv_cache")
@@ -179,7 +179,7 @@ def test_an_engine_sleeps_only_when_nothing_is_in_flight(engine: VllmEngine, mon
     monkeypatch.setattr(engine_gate, "DRAIN_S", 0.1)
 
     async def scene() -> None:
-        started(engine)
+        start_llm(engine)
         async with engine._gate.admission(1):
             pass
         with pytest.raises(RuntimeError, match="1 responses are in flight"):

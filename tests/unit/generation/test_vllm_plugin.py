@@ -63,9 +63,9 @@ def test_stop_strings_with_special_tokens_are_found(stop: str, tmp_path: Path) -
     prompt = np.array(core.encode("Hi").ids, dtype=np.int32)
     request = GenerationRequest(prompt_ids=prompt, seed=0, max_new_tokens=16)
     parameters = make_sampling_params(request, SamplingSettings(max_new_tokens=16, stop_strings=(stop,)), 64)
-    asked = dict.fromkeys(EngineCoreRequest.__struct_fields__)
-    asked |= {"request_id": "r", "prompt_token_ids": prompt.tolist(), "sampling_params": parameters}
-    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, EngineCoreRequest(**asked))
-    said = core.encode("a<|im_end|>\nb\nc").ids
-    found = [detokenizer.update([token], stop_terminated=False) for token in said]
-    assert [name for name in found if name] == [stop]
+    fields = dict.fromkeys(EngineCoreRequest.__struct_fields__)
+    fields |= {"request_id": "r", "prompt_token_ids": prompt.tolist(), "sampling_params": parameters}
+    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, EngineCoreRequest(**fields))
+    ids = core.encode("a<|im_end|>\nb\nc").ids
+    stops = [detokenizer.update([token], stop_terminated=False) for token in ids]
+    assert [name for name in stops if name] == [stop]

@@ -20,7 +20,7 @@ CASES = [
 ]
 
 
-def made(scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def make_case(scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Student's hidden states and head, the teacher's, and a factor of each token's divergence."""
     generator = torch.Generator().manual_seed(5)
 
@@ -32,7 +32,7 @@ def made(scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 def laws(factor: float, cap: float | None, their_cap: float | None, scale: float = 1.0) -> tuple[Tensor, ...]:
     """Leaves (hidden, weight), log-probabilities of both models, factors."""
-    hidden, weight, theirs, their_weight, factors = made(scale)
+    hidden, weight, theirs, their_weight, factors = make_case(scale)
     hidden.requires_grad_(), weight.requires_grad_()
     logits, their_logits = hidden @ weight[:VOCAB].t(), theirs @ their_weight.t()
     capped = [z if c is None else c * torch.tanh(z / c) for z, c in ((logits, cap), (their_logits, their_cap))]
@@ -40,7 +40,9 @@ def laws(factor: float, cap: float | None, their_cap: float | None, scale: float
     return hidden, weight, student, teacher, factors
 
 
-def compared(name: str, weight: float, k: int | None, *, cap: float | None = None, chunk: int = 4, scale: float = 1.0):
+def compare_kernels(
+    name: str, weight: float, k: int | None, *, cap: float | None = None, chunk: int = 4, scale: float = 1.0
+):
     """Values and gradients from the function, and as the definition has them."""
     factor, their_cap = 1.3, None if cap is None else 2 * cap
     hidden, head, student, teacher, factors = laws(factor, cap, their_cap, scale)
@@ -50,8 +52,8 @@ def compared(name: str, weight: float, k: int | None, *, cap: float | None = Non
     else:
         teacher_law = teacher
     expected = expected_divergence(student, teacher_law.detach(), name, weight)
-    wanted = torch.autograd.grad((expected * factors).sum(), [hidden, head])
-    _, _, theirs, their_weight, _ = made(scale)
+    expected_gradients = torch.autograd.grad((expected * factors).sum(), [hidden, head])
+    _, _, theirs, their_weight, _ = make_case(scale)
     if k is None:
         source = TeacherStates(theirs, torch.cat([their_weight, their_weight.new_zeros(PADDING, THEIRS)]), their_cap)
     else:
@@ -61,14 +63,14 @@ def compared(name: str, weight: float, k: int | None, *, cap: float | None = Non
         hidden, head, source, Divergence(name, weight), columns=VOCAB, scale=factor, cap=cap, chunk_tokens=chunk
     )
     actual = torch.autograd.grad((value * factors).sum(), [hidden, head])
-    return (value, *actual), (expected, *wanted)
+    return (value, *actual), (expected, *expected_gradients)
 
 
 @pytest.mark.parametrize("k", [None, 1, 5, VOCAB])
 @pytest.mark.parametrize(("name", "weight"), CASES)
 def test_values_and_gradients_are_those_of_the_definition(name: str, weight: float, k: int | None) -> None:
     for cap in (None, 2.0):
-        for actual, expected in zip(*compared(name, weight, k, cap=cap), strict=True):
+        for actual, expected in zip(*compare_kernels(name, weight, k, cap=cap), strict=True):
             torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-10)
 
 
@@ -76,16 +78,16 @@ def test_values_and_gradients_are_those_of_the_definition(name: str, weight: flo
 @pytest.mark.parametrize(("name", "weight"), CASES)
 def test_certain_models_stay_finite(name: str, weight: float, k: int | None) -> None:
     # Logits of a spread of some hundreds: most probabilities are 0 in float64.
-    for actual, expected in zip(*compared(name, weight, k, scale=12.0), strict=True):
+    for actual, expected in zip(*compare_kernels(name, weight, k, scale=12.0), strict=True):
         assert actual.isfinite().all()
         if name != "jensen_shannon" and k is None:
             torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-7)
 
 
 def test_chunks_change_nothing() -> None:
-    whole, _ = compared("mixed", 0.3, None, chunk=TOKENS)
+    full, _ = compare_kernels("mixed", 0.3, None, chunk=TOKENS)
     for chunk in (1, 3):
-        for actual, expected in zip(compared("mixed", 0.3, None, chunk=chunk)[0], whole, strict=True):
+        for actual, expected in zip(compare_kernels("mixed", 0.3, None, chunk=chunk)[0], full, strict=True):
             torch.testing.assert_close(actual, expected, atol=1e-13, rtol=1e-12)
 
 
@@ -135,7 +137,7 @@ def test_a_microbatch_may_have_no_token() -> None:
 def test_jensen_shannon_is_trls(beta: float) -> None:
     """TRL's beta is the weight of the reverse end."""
     trl = pytest.importorskip("trl.experimental.gkd.gkd_trainer")
-    hidden, head, theirs, their_head, _ = (tensor.float() for tensor in made())
+    hidden, head, theirs, their_head, _ = (tensor.float() for tensor in make_case())
     head = head[:VOCAB]
     logits, their_logits = (hidden @ head.t())[None], (theirs @ their_head.t())[None]
     expected = trl.GKDTrainer.generalized_jsd_loss(logits, their_logits, beta=beta, reduction="none").sum(dim=-1)[0]

@@ -46,13 +46,13 @@ def kept_by_hand(row: list[float], token_filter: TokenFilter) -> set[int]:
     order = sorted(range(len(row)), key=lambda entry: -row[entry])
     order = [entry for entry in order if math.exp(row[entry] - row[order[0]]) >= token_filter.min_p]
     order = order[: token_filter.top_k]
-    total, before, kept = sum(math.exp(row[entry]) for entry in order), 0.0, set()
+    total, before, token_set = sum(math.exp(row[entry]) for entry in order), 0.0, set()
     for entry in order:
-        if kept and before >= token_filter.top_p:
+        if token_set and before >= token_filter.top_p:
             break
-        kept.add(entry)
+        token_set.add(entry)
         before += math.exp(row[entry]) / total
-    return kept
+    return token_set
 
 
 @pytest.mark.usefixtures("few_candidates")
@@ -68,23 +68,23 @@ def test_values_and_gradients_are_those_of_a_softmax_over_the_kept_tokens(
     targets[::2] = logits[::2].argmax(-1)  # of the others some are removed
     factors = torch.randn(3, TOKENS, generator=torch.Generator().manual_seed(1))
     options = {"columns": VOCAB, "scale": 1.5, "cap": cap, "chunk_tokens": chunk}
-    found = filtered_logprobs(hidden, weight, targets, FILTERS[name], **options)
+    filtered = filtered_logprobs(hidden, weight, targets, FILTERS[name], **options)
 
-    kept = [kept_by_hand(row, FILTERS[name]) for row in logits.tolist()]
-    mask = torch.tensor([[entry in row for entry in range(VOCAB)] for row in kept])
+    token_sets = [kept_by_hand(row, FILTERS[name]) for row in logits.tolist()]
+    mask = torch.tensor([[entry in row for entry in range(VOCAB)] for row in token_sets])
     distribution = torch.distributions.Categorical(logits=logits.masked_fill(~mask, -1e9))
     inside = mask.gather(1, targets[:, None])[:, 0]
-    assert torch.equal(found.logprobs.isneginf(), ~inside)
+    assert torch.equal(filtered.logprobs.isneginf(), ~inside)
     assert inside.any()
     expected = (
         torch.where(inside, distribution.log_prob(targets), 0.0),
         distribution.entropy(),
         torch.distributions.Categorical(logits=logits).log_prob(targets),
     )
-    actual = (torch.where(inside, found.logprobs, 0.0), found.entropy, found.unfiltered)
+    actual = (torch.where(inside, filtered.logprobs, 0.0), filtered.entropy, filtered.unfiltered)
     torch.testing.assert_close(actual, expected)
     losses = [
-        sum((one * factor).sum() for one, factor in zip(both, factors, strict=True)) for both in (actual, expected)
+        sum((value * factor).sum() for value, factor in zip(both, factors, strict=True)) for both in (actual, expected)
     ]
     gradients = [torch.autograd.grad(loss, (hidden, weight)) for loss in losses]
     torch.testing.assert_close(*gradients)
@@ -110,13 +110,13 @@ def test_kept_tokens_are_those_of_vllm(grid: float | None) -> None:
         theirs = apply_top_k_top_p_pytorch(logits.clone(), per_row, p, allow_cpu_sync=True).log_softmax(-1)
         for row, expected in zip(logits, theirs, strict=True):
             every = torch.arange(vocab)
-            found = filtered_logprobs(row.expand(vocab, vocab), torch.eye(vocab), every, TokenFilter(top_k, top_p))
-            kept = ~expected.isneginf()
-            torch.testing.assert_close(found.logprobs[kept], expected[kept], atol=1e-5, rtol=0)
-            tied = torch.isin(row, row[kept])  # with a kept one, and so no further from being kept
-            assert torch.equal(found.logprobs.isneginf(), ~(kept | tied))
+            filtered = filtered_logprobs(row.expand(vocab, vocab), torch.eye(vocab), every, TokenFilter(top_k, top_p))
+            is_kept = ~expected.isneginf()
+            torch.testing.assert_close(filtered.logprobs[is_kept], expected[is_kept], atol=1e-5, rtol=0)
+            tied = torch.isin(row, row[is_kept])  # with a kept one, and so no further from being kept
+            assert torch.equal(filtered.logprobs.isneginf(), ~(is_kept | tied))
             entropy = torch.distributions.Categorical(logits=expected).entropy()
-            torch.testing.assert_close(found.entropy, entropy.expand(vocab), atol=1e-5, rtol=0)
+            torch.testing.assert_close(filtered.entropy, entropy.expand(vocab), atol=1e-5, rtol=0)
 
 
 def test_min_p_is_that_of_vllm() -> None:
@@ -124,51 +124,53 @@ def test_min_p_is_that_of_vllm() -> None:
     probabilities = logits.softmax(-1)
     expected = probabilities < 0.1 * probabilities.amax(-1, keepdim=True)
     every = torch.arange(30).repeat(20)
-    found = filtered_logprobs(logits.repeat_interleave(30, 0), torch.eye(30), every, TokenFilter(min_p=0.1))
-    assert torch.equal(found.logprobs.isneginf().view(20, 30), expected)
+    filtered = filtered_logprobs(logits.repeat_interleave(30, 0), torch.eye(30), every, TokenFilter(min_p=0.1))
+    assert torch.equal(filtered.logprobs.isneginf().view(20, 30), expected)
 
 
 def test_equally_likely_tokens_at_the_edge_share_the_gradient() -> None:
     """Two of three tied tokens are kept: each has two thirds of a place in the softmax."""
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, -3.0]], requires_grad=True)
-    found = filtered_logprobs(logits, torch.eye(5), torch.tensor([1]), TokenFilter(top_p=0.7))
-    places = torch.tensor([1.0, 2 / 3, 2 / 3, 2 / 3, 0.0])
-    expected = logits[0, 1] - (places * logits[0].exp()).sum().log()
-    torch.testing.assert_close(found.logprobs[0], expected)
-    torch.testing.assert_close(*(torch.autograd.grad(one, logits)[0] for one in (found.logprobs[0], expected)))
+    filtered = filtered_logprobs(logits, torch.eye(5), torch.tensor([1]), TokenFilter(top_p=0.7))
+    shares = torch.tensor([1.0, 2 / 3, 2 / 3, 2 / 3, 0.0])
+    expected = logits[0, 1] - (shares * logits[0].exp()).sum().log()
+    torch.testing.assert_close(filtered.logprobs[0], expected)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(logprob, logits)[0] for logprob in (filtered.logprobs[0], expected))
+    )
 
 
 def test_a_removed_target_has_no_gradient() -> None:
     logits = torch.tensor([[3.0, 0.0, -1.0]], requires_grad=True)
-    found = filtered_logprobs(logits, torch.eye(3), torch.tensor([2]), TokenFilter(top_k=2))
-    assert found.logprobs.isneginf().all()
-    assert found.unfiltered.item() == pytest.approx(torch.tensor([3.0, 0.0, -1.0]).log_softmax(0)[2].item())
-    found.logprobs.masked_fill(found.logprobs.isneginf(), 0.0).sum().backward()
+    filtered = filtered_logprobs(logits, torch.eye(3), torch.tensor([2]), TokenFilter(top_k=2))
+    assert filtered.logprobs.isneginf().all()
+    assert filtered.unfiltered.item() == pytest.approx(torch.tensor([3.0, 0.0, -1.0]).log_softmax(0)[2].item())
+    filtered.logprobs.masked_fill(filtered.logprobs.isneginf(), 0.0).sum().backward()
     assert (logits.grad == 0).all()
 
 
 @pytest.mark.parametrize("name", FILTERS)
 def test_a_logit_that_is_no_number_does_not_pass_for_a_removed_token(name: str) -> None:
     logits = torch.tensor([[1.0, math.nan, 0.0, -5.0], [1.0, 2.0, 0.0, -5.0]])
-    found = filtered_logprobs(logits, torch.eye(4), torch.tensor([3, 1]), FILTERS[name])
-    assert found.logprobs[0].isnan()
-    assert found.logprobs[1].isfinite()
+    filtered = filtered_logprobs(logits, torch.eye(4), torch.tensor([3, 1]), FILTERS[name])
+    assert filtered.logprobs[0].isnan()
+    assert filtered.logprobs[1].isfinite()
 
 
 def test_bfloat16_logits_are_reduced_in_float32() -> None:
     hidden, weight, targets = problem(torch.bfloat16)
-    found = filtered_logprobs(hidden, weight, targets, TokenFilter(top_k=PADDED))
+    filtered = filtered_logprobs(hidden, weight, targets, TokenFilter(top_k=PADDED))
     exact = (hidden @ weight.t()).double().log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    torch.testing.assert_close(found.logprobs.double(), exact, atol=1e-5, rtol=0)
-    found.logprobs.sum().backward()
+    torch.testing.assert_close(filtered.logprobs.double(), exact, atol=1e-5, rtol=0)
+    filtered.logprobs.sum().backward()
     assert (hidden.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
 
 
 def test_without_tokens_there_are_no_numbers() -> None:
     hidden, weight, _ = problem()
-    found = filtered_logprobs(hidden[:0], weight, torch.empty(0, dtype=torch.int64), TokenFilter(top_p=0.5))
-    assert [one.shape for one in found] == [(0,)] * 3
-    (found.logprobs.sum() + found.entropy.sum()).backward()
+    filtered = filtered_logprobs(hidden[:0], weight, torch.empty(0, dtype=torch.int64), TokenFilter(top_p=0.5))
+    assert [tensor.shape for tensor in filtered] == [(0,)] * 3
+    (filtered.logprobs.sum() + filtered.entropy.sum()).backward()
     assert (weight.grad == 0).all()
 
 

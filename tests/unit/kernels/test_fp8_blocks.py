@@ -60,7 +60,7 @@ def test_numbers_are_those_of_the_definition(shape: tuple[int, int], dtype: torc
 
 @WAYS
 def test_every_number_of_the_type_stays_what_it_is(way: str) -> None:
-    """And what lies between two goes to the nearest, a tie to the even one; 448 in each block makes its scale 1."""
+    """What lies between two goes to the nearest, a tie to the even one; 448 makes the scale 1."""
     table = torch.tensor(fp8_oracle.TABLE)
     between = (table[1:] + table[:-1]) / 2
     row = torch.zeros(1, 512)

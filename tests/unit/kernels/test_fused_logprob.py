@@ -12,7 +12,7 @@ from tests.support.interpreter import interpreted, interpreted_on_ranks
 from tests.support.logprob_cases import CASES, Case, Results, by_float64, by_kernel, by_ranks, expect_equal
 
 
-def fused(case: Case, programs: int) -> Results:
+def compute_fused(case: Case, programs: int) -> Results:
     """By the fused kernel, which splits the vocabulary so that it starts about so many programs."""
     from megatron_grpo_kernels import fused_logprob
 
@@ -28,7 +28,7 @@ def fused(case: Case, programs: int) -> Results:
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_equal_those_of_the_whole_logits(name: str, programs: int) -> None:
     case = CASES[name]
-    actual = interpreted(fused, case, programs)
+    actual = interpreted(compute_fused, case, programs)
     expect_equal(actual, by_float64(case), case)
     assert (actual.of_weight[case.vocab :] == 0).all(), "padding rows got a gradient"
 
@@ -37,25 +37,25 @@ def blocks_of(case: Case, numbers: int) -> tuple[Results, list[int]]:
     """The results, and widths of the blocks of gradients that the backward pass holds when it may hold so many."""
     from megatron_grpo_kernels import fused_logprob
 
-    held: list[int] = []
+    rows: list[int] = []
     original = fused_logprob._multiply
 
-    def watched(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        held.append(left.shape[1])
-        return original(left, right)
+    def watched(factor: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        rows.append(factor.shape[1])
+        return original(factor, right)
 
     before = fused_logprob.CHUNK_NUMBERS
     fused_logprob.CHUNK_NUMBERS, fused_logprob._multiply = numbers, watched
     try:
-        return by_kernel(case, "fused"), held
+        return by_kernel(case, "fused"), rows
     finally:
         fused_logprob.CHUNK_NUMBERS, fused_logprob._multiply = before, original
 
 
 def test_the_backward_pass_holds_a_block_at_a_time() -> None:
     case = Case()
-    results, held = interpreted(blocks_of, case, 130 * case.tokens)
-    assert held == [128, 128, 44]
+    results, rows = interpreted(blocks_of, case, 130 * case.tokens)
+    assert rows == [128, 128, 44]
     expect_equal(results, by_float64(case), case)
 
 
@@ -65,12 +65,12 @@ def test_the_split_vocabulary_is_the_whole_one(columns: tuple[int, int], kernel:
     """(300, 0): the second rank has nothing but padding."""
     case = Case()
     parts: list[Results] = interpreted_on_ranks(2, by_ranks, case, kernel, str(tmp_path / "store"), columns)
-    whole = by_float64(case)
+    full = by_float64(case)
     rows = torch.cat([part.of_weight[:count] for part, count in zip(parts, columns, strict=True)])
     of_weight = torch.cat([rows, torch.zeros(case.padding, case.hidden)])
     for part in parts:
         joined = Results(part.logprobs, part.entropy, parts[0].of_hidden + parts[1].of_hidden, of_weight)
-        expect_equal(joined, whole, case)
+        expect_equal(joined, full, case)
     for part, count in zip(parts, columns, strict=True):
         assert (part.of_weight[count:] == 0).all(), "padding rows got a gradient"
 
@@ -86,8 +86,8 @@ def with_a_bad_token(value: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_numbers_that_are_not_finite_are_not_hidden(value: float) -> None:
-    for found in interpreted(with_a_bad_token, value):
-        assert found.isnan().tolist() == [False, True, False]
+    for result in interpreted(with_a_bad_token, value):
+        assert result.isnan().tolist() == [False, True, False]
 
 
 def fused_without_interpreter() -> str:

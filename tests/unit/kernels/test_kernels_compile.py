@@ -26,8 +26,8 @@ def shared_memory(kernel: Any, signature: dict[str, str], settings: dict[str, An
     signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
     assert {name for name, kind in signature.items() if kind == "constexpr"} == settings.keys()
     divided = {
-        (place,): [["tt.divisibility", 16]]
-        for place, (name, kind) in enumerate(signature.items())
+        (index,): [["tt.divisibility", 16]]
+        for index, (name, kind) in enumerate(signature.items())
         if kind.startswith("*") or name == "width"
     }
     source = ASTSource(kernel, signature, settings, divided)
@@ -63,16 +63,16 @@ def test_fused_logprobs(
     reduce = inputs | {"highest": FLOAT32, "sums": FLOAT32}
     differentiate = inputs | dict.fromkeys(("logsumexp", "entropy", "of_logprobs", "of_entropy"), FLOAT32)
     # What a block may have on every GPU since 2020, less what the system takes.
-    most = 99 * 1024
-    assert shared_memory(fused_logprob._reduce_logits, reduce, settings, capability) <= most
+    limit = 99 * 1024
+    assert shared_memory(fused_logprob._reduce_logits, reduce, settings, capability) <= limit
     for of_entropy in (True, False):
-        held = shared_memory(
+        used = shared_memory(
             fused_logprob._differentiate_logits,
             differentiate | {"grad": f"*{dtype}"},
             settings | {"OF_ENTROPY": of_entropy},
             capability,
         )
-        assert held <= most
+        assert used <= limit
     spilled = [int(size) for size in re.findall(r"(\d+) bytes spill loads", capsys.readouterr().out)]
     assert len(spilled) == 3
     assert max(spilled) <= (64 if capped else 32), "bytes of a thread; a row of the tile would be 256"

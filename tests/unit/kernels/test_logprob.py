@@ -47,17 +47,17 @@ def test_values_and_gradients_equal_those_of_the_whole_logits(
 
 def test_chunks_are_no_larger_than_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_logprob, "CHUNK_NUMBERS", 3 * PADDED)
-    held: list[int] = []
+    sizes: list[int] = []
     original = chunked_logprob.compute_logits
 
     def watched(head: Head, rows: slice) -> Tensor:
-        held.append(len(head.hidden[rows]))
+        sizes.append(len(head.hidden[rows]))
         return original(head, rows)
 
     monkeypatch.setattr(chunked_logprob, "compute_logits", watched)
     hidden, weight, targets = problem()
     linear_logprobs(hidden, weight, targets)[0].sum().backward()
-    assert held == [3, 3, 3, 3, 2] * 2
+    assert sizes == [3, 3, 3, 3, 2] * 2
 
 
 def test_extreme_logits_stay_finite() -> None:

@@ -17,8 +17,8 @@ def test_the_likeliest_tokens_and_the_tail_are_those_of_whole_logits() -> None:
         expected = logprobs.topk(k, dim=1)
         assert torch.equal(ids, expected.indices)
         torch.testing.assert_close(values.double(), expected.values, atol=1e-6, rtol=1e-6)
-        others = 1 - expected.values.exp().sum(dim=1)
-        torch.testing.assert_close(tail.exp().double(), others, atol=1e-6, rtol=1e-5)
+        remainder = 1 - expected.values.exp().sum(dim=1)
+        torch.testing.assert_close(tail.exp().double(), remainder, atol=1e-6, rtol=1e-5)
 
 
 def test_a_microbatch_may_have_no_token() -> None:

@@ -38,10 +38,10 @@ def test_a_sequence_of_weight_half_counts_as_one_copy_where_others_count_as_two(
     tokens.weight = (copies / 2).double()[:, None].expand_as(curr)
     results = []
     for batch, rows in ((tokens, torch.ones(6, dtype=torch.int64)), (repeated, copies)):
-        given = curr.clone().requires_grad_()
-        loss, _ = ClippedPGLossFn(CONFIGS[name])(given.repeat_interleave(rows, dim=0), batch, counts_of(batch))
+        leaf = curr.clone().requires_grad_()
+        loss, _ = ClippedPGLossFn(CONFIGS[name])(leaf.repeat_interleave(rows, dim=0), batch, counts_of(batch))
         loss.backward()
-        results.append((loss.item(), given.grad))
+        results.append((loss.item(), leaf.grad))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-12)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-12, atol=1e-15)
 
@@ -96,8 +96,8 @@ def test_loss_and_gradient_do_not_depend_on_how_the_step_is_cut_up(
     curr, tokens = random_batch(4)
     counts, loss_fn = counts_of(tokens), ClippedPGLossFn(CONFIGS[name])
     curr.requires_grad_()
-    whole, whole_metrics = loss_fn(curr, tokens, counts)
-    (whole_gradient,) = torch.autograd.grad(whole, curr)
+    full, whole_metrics = loss_fn(curr, tokens, counts)
+    (whole_gradient,) = torch.autograd.grad(full, curr)
     lengths = [int(row.nonzero().max()) + 1 for row in tokens.loss_mask]
     plan = SequencePadder(microbatch_tokens, multiple).assign_microbatches(
         [lengths[row] for row in order], data_parallel
@@ -113,7 +113,7 @@ def test_loss_and_gradient_do_not_depend_on_how_the_step_is_cut_up(
 
     parts = [part([order[i] for i in microbatch]) for rank in plan for microbatch in rank]
     total = torch.stack([loss for loss, _ in parts]).sum()
-    torch.testing.assert_close(total, whole)
+    torch.testing.assert_close(total, full)
     torch.testing.assert_close(torch.autograd.grad(total, curr)[0], whole_gradient)
     for key, value in whole_metrics.items():
         shares = torch.stack([metrics[key] for _, metrics in parts])
@@ -282,12 +282,12 @@ def test_an_option_that_the_data_cannot_support_is_an_error(name: str, entry: st
 def test_a_response_that_is_left_out_changes_the_average_as_documented(name: str) -> None:
     """Averages over tokens and sequences leave it out; Dr. GRPO's constant does not: that is what makes it constant."""
     curr, tokens = random_batch(10)
-    whole = ClippedPGLossFn(CONFIGS[name])(curr, tokens, counts_of(tokens))[0]
+    full = ClippedPGLossFn(CONFIGS[name])(curr, tokens, counts_of(tokens))[0]
     rows = len(curr)
     padded = mapped(tokens, lambda values: torch.cat([values, values]))
     padded.loss_mask[rows:] = 0
     loss = ClippedPGLossFn(CONFIGS[name])(torch.cat([curr, curr]), padded, counts_of(padded))[0]
-    torch.testing.assert_close(loss, whole / 2 if name == "dr_grpo" else whole)
+    torch.testing.assert_close(loss, full / 2 if name == "dr_grpo" else full)
 
 
 def test_the_loss_can_be_sent_to_another_process() -> None:

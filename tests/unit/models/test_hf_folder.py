@@ -86,8 +86,8 @@ def test_a_source_that_may_only_be_read(folder: Path) -> None:
     write_model(source, {"default": PLAIN, "tool_use": WITH_TOOLS}, torch_dtype="float32")
     for path in (*source.rglob("*"), source):
         path.chmod(0o555 if path.is_dir() else 0o444)
-    told = as_ordinary_user(lambda: write_hf_folder(WEIGHTS, source, output))
-    assert told is None
+    answer = as_ordinary_user(lambda: write_hf_folder(WEIGHTS, source, output))
+    assert answer is None
     assert json.loads((output / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert rendered(output) == rendered(source)
     assert {path.stat().st_mode & 0o200 for path in output.rglob("*")} == {0o200}, "the copy may be changed"

@@ -45,7 +45,9 @@ def test_an_export_holds_every_file(layout: Layout, exported: Path) -> None:
 def test_a_reloaded_export_gives_the_same_prompts(layout: Layout, exported: Path) -> None:
     ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (exported, exported.parent / "source"))
     for tools in (None, [ADD]):
-        texts = [one.apply_chat_template([SYSTEM, USER], tools=tools, tokenize=False) for one in (ours, theirs)]
+        texts = [
+            tokenizer.apply_chat_template([SYSTEM, USER], tools=tools, tokenize=False) for tokenizer in (ours, theirs)
+        ]
         assert texts[0] == texts[1]
     shutil.rmtree(exported / "additional_chat_templates", ignore_errors=True)
     expected = layout.render([SYSTEM, USER], tools=[ADD])
@@ -59,12 +61,12 @@ def test_a_reloaded_export_gives_the_same_prompts(layout: Layout, exported: Path
 @pytest.mark.parametrize("tools", [None, [ADD]])
 def test_the_template_of_a_run_is_the_only_one_of_its_export(layout: Layout, exported: Path, tools: object) -> None:
     """A folder may have its templates in either file, and further ones for tools beside them."""
-    own = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>\u00e9\n"
+    template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>\u00e9\n"
     source, target = exported.parent / "source", exported.parent / "own"
-    write_hf_folder([("model.norm.weight", torch.ones(4))], source, target, chat_template=own)
+    write_hf_folder([("model.norm.weight", torch.ones(4))], source, target, chat_template=template)
     text = AutoTokenizer.from_pretrained(target).apply_chat_template([USER], tools=tools, tokenize=False)
-    assert text == layout.oracle.apply_chat_template([USER], chat_template=own, tokenize=False)
+    assert text == layout.oracle.apply_chat_template([USER], chat_template=template, tokenize=False)
     settings = json.loads((target / "tokenizer_config.json").read_text())
-    assert settings.get("chat_template", own) == own
+    assert settings.get("chat_template", template) == template
     theirs = json.loads((source / "tokenizer_config.json").read_text())
     assert {**settings, "chat_template": 0} == {**theirs, "chat_template": 0}

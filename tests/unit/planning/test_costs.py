@@ -19,8 +19,8 @@ H100 = replace(load_hardware("h100"), efficiency=IDEAL)
 
 
 def work(**fields: object) -> Work:
-    given = {"phase": "train", "chunk": 0, "is_backward": False, "kind": "elementwise", "name": "norm"} | fields
-    return Work(**given)  # type: ignore[arg-type]
+    defaults = {"phase": "train", "chunk": 0, "is_backward": False, "kind": "elementwise", "name": "norm"} | fields
+    return Work(**defaults)  # type: ignore[arg-type]
 
 
 def product(m: int, k: int, n: int, number: int = 1, dtype: str = "bfloat16") -> Work:
@@ -36,13 +36,13 @@ def test_a_product_that_fills_the_gpu_runs_at_its_peak() -> None:
 
 
 def test_a_last_wave_of_tiles_costs_as_much_as_a_full_one() -> None:
-    full, more = (time_product(H100, product(128 * tiles, 8192, 2048)) for tiles in (132, 133))
-    assert more == pytest.approx(9 / 8 * full)  # 133 * 8 tiles of 128 x 256 on 132 multiprocessors
+    full, partial = (time_product(H100, product(128 * tiles, 8192, 2048)) for tiles in (132, 133))
+    assert partial == pytest.approx(9 / 8 * full)  # 133 * 8 tiles of 128 x 256 on 132 multiprocessors
 
 
 def test_a_thin_product_runs_at_the_speed_of_the_memory() -> None:
-    one = product(1, 4096, 4096)
-    assert time_product(H100, one) == pytest.approx(one.nbytes / 3.35e12)
+    thin = product(1, 4096, 4096)
+    assert time_product(H100, thin) == pytest.approx(thin.nbytes / 3.35e12)
 
 
 def test_experts_pay_for_their_unfilled_tiles() -> None:
@@ -76,11 +76,11 @@ def test_all_to_all_sends_the_copies_of_a_token_once_to_a_domain() -> None:
 
 
 def _distinct(number: int, domains: int) -> int:
-    return len({number // domains**place % domains for place in range(6)})
+    return len({number // domains**index % domains for index in range(6)})
 
 
 def test_a_send_takes_the_link_between_its_ranks() -> None:
-    inside, between = (work(kind="send", name="send", nbytes=10**9, ranks=(0, there)) for there in (7, 8))
+    inside, between = (work(kind="send", name="send", nbytes=10**9, ranks=(0, outside)) for outside in (7, 8))
     assert time_message(H100, inside) == pytest.approx(1 / 450)
     assert time_message(H100, between) == pytest.approx(1 / 50)
 
@@ -111,7 +111,7 @@ def test_passes_hide_what_the_configuration_overlaps() -> None:
 
 
 def test_ranks_wait_for_the_one_whose_experts_have_most_tokens() -> None:
-    found = Counter(
+    work_counts = Counter(
         {
             product(128 * 132, 8192, 2048, number=4): 1,
             work(kind="collective", name="alltoall_base_", nbytes=10**9, ranks=tuple(range(8))): 1,
@@ -119,23 +119,25 @@ def test_ranks_wait_for_the_one_whose_experts_have_most_tokens() -> None:
         }
     )
     even, skewed = (
-        sum_phase(found, {("train", 0): 1}, "train", H100, Overlap(expert_skew=skew)).passes[0, False].compute_seconds()
+        sum_phase(work_counts, {("train", 0): 1}, "train", H100, Overlap(expert_skew=skew))
+        .passes[0, False]
+        .compute_seconds()
         for skew in (1.0, 1.5)
     )
     assert skewed - 1.0 == pytest.approx(1.5 * (even - 1.0))  # but for the second of other work
 
 
 def test_attention_grows_with_the_tokens_that_a_token_sees() -> None:
-    found = Counter({work(kind="attention", flops=989.4e12): 1, work(nbytes=int(3.35e12)): 1})
-    one = sum_phase(found, {("train", 0): 1}, "train", H100, Overlap()).passes[0, False]
-    assert one.compute_seconds() == pytest.approx(2.0)
-    assert one.compute_seconds(tokens=0.5, context=0.5) == pytest.approx(0.5 + 0.25)
+    work_counts = Counter({work(kind="attention", flops=989.4e12): 1, work(nbytes=int(3.35e12)): 1})
+    unit = sum_phase(work_counts, {("train", 0): 1}, "train", H100, Overlap()).passes[0, False]
+    assert unit.compute_seconds() == pytest.approx(2.0)
+    assert unit.compute_seconds(tokens=0.5, context=0.5) == pytest.approx(0.5 + 0.25)
 
 
 def test_a_pass_takes_as_long_as_the_host_launches_it() -> None:
     slow = replace(H100, efficiency=replace(IDEAL, launch_s=1.0))
-    found = Counter({work(nbytes=1): 10})
-    assert sum_phase(found, {("train", 0): 5}, "train", slow, Overlap()).passes[0, False].compute_seconds() == 2.0
+    work_counts = Counter({work(nbytes=1): 10})
+    assert sum_phase(work_counts, {("train", 0): 5}, "train", slow, Overlap()).passes[0, False].compute_seconds() == 2.0
 
 
 def test_ring_attention_is_launched_once_for_each_rank_of_the_ring() -> None:
@@ -155,8 +157,8 @@ def test_hosts_of_grace_launch_more_slowly() -> None:
 
 def test_profiles_are_complete_and_faster_from_one_to_the_next() -> None:
     profiles = [load_hardware(name) for name in ("a100", "h100", "h200", "b200", "gb200")]
-    assert all({"float32", "bfloat16"} == set(one.flops) - {"fp8"} for one in profiles)
-    speeds = [one.memory_bytes_per_s for one in profiles]
+    assert all({"float32", "bfloat16"} == set(profile.flops) - {"fp8"} for profile in profiles)
+    speeds = [profile.memory_bytes_per_s for profile in profiles]
     assert speeds == sorted(speeds)
 
 

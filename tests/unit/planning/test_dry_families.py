@@ -39,10 +39,10 @@ def make_problem(family: str) -> tuple[Config, ModelShape]:
 )
 def test_fake_tensors_take_as_much_as_real_ones(family: str) -> None:
     config, shape = make_problem(family)
-    fake, real = run_dry(config, shape, 1), run_tracked(config, shape, 1, fake=None)
+    fake, tracked = run_dry(config, shape, 1), run_tracked(config, shape, 1, fake=None)
     close = partial(pytest.approx, abs=8 * GRANULE)
-    assert {phase: fake.phases[phase] for phase in real.phases} == close(real.phases)
-    assert {phase: fake.end_bytes[phase] for phase in real.end_bytes} == close(real.end_bytes)
+    assert {phase: fake.phases[phase] for phase in tracked.phases} == close(tracked.phases)
+    assert {phase: fake.end_bytes[phase] for phase in tracked.end_bytes} == close(tracked.end_bytes)
 
 
 @pytest.mark.slow

@@ -24,9 +24,9 @@ MOST_BYTES = 76e9
 def check(recipe: str, *overrides: str) -> None:
     words = [recipe.removeprefix("+exp="), *overrides]
     command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "dry_recipes.py"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    results = json.loads(done.stdout)["results"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=1500, cwd=ROOT)
+    assert process.returncode == 0, process.stderr[-2000:]
+    results = json.loads(process.stdout)["results"]
     assert results, "the recipe's model has no config.json in tests/data/hf_configs"
     config = compose_typed([recipe, *overrides]).config
     assert config is not None

@@ -14,16 +14,16 @@ TOKENS, LENGTH = 128, 64
 
 def flops(report: DryReport, phase: str, **fields: object) -> float:
     """Operations of the entries with these fields, over all microbatches of a phase."""
-    return sum(number * one.flops for one, number in chosen(report, phase, **fields).items())
+    return sum(number * entry.flops for entry, number in chosen(report, phase, **fields).items())
 
 
 def chosen(report: DryReport, phase: str, **fields: object) -> Counter[Work]:
-    found = {
-        one: number
-        for one, number in report.work.items()
-        if one.phase == phase and all(getattr(one, name) == value for name, value in fields.items())
+    entries = {
+        entry: number
+        for entry, number in report.work.items()
+        if entry.phase == phase and all(getattr(entry, name) == value for name, value in fields.items())
     }
-    return Counter(found)
+    return Counter(entries)
 
 
 def layer_numbers() -> int:
@@ -59,8 +59,8 @@ def test_a_recomputed_layer_runs_forward_twice() -> None:
     plain = run_dry(config, DENSE, 0)
     recompute(config)
     report = run_dry(config, DENSE, 0)
-    more = flops(report, "train", is_backward=True) - flops(plain, "train", is_backward=True)
-    assert more == DENSE.layers * (2 * TOKENS * layer_numbers() + attention_flops())
+    again = flops(report, "train", is_backward=True) - flops(plain, "train", is_backward=True)
+    assert again == DENSE.layers * (2 * TOKENS * layer_numbers() + attention_flops())
 
 
 def test_tensor_parallel_ranks_share_operations_and_exchange_activations() -> None:
@@ -70,9 +70,9 @@ def test_tensor_parallel_ranks_share_operations_and_exchange_activations() -> No
     nbytes = 2 * TOKENS * DENSE.hidden
     for name, forward, backward in (("allgather", 2, 4), ("reduce_scatter", 2, 2)):
         for is_backward, expected in ((False, forward), (True, backward)):
-            found = chosen(report, "train", kind="collective", name=name, is_backward=is_backward)
-            assert {(one.nbytes, one.ranks) for one in found} == {(nbytes, (2, 3))}
-            assert found.total() == expected * DENSE.layers
+            collectives = chosen(report, "train", kind="collective", name=name, is_backward=is_backward)
+            assert {(entry.nbytes, entry.ranks) for entry in collectives} == {(nbytes, (2, 3))}
+            assert collectives.total() == expected * DENSE.layers
 
 
 def test_context_parallel_ranks_share_operations() -> None:
@@ -80,7 +80,7 @@ def test_context_parallel_ranks_share_operations() -> None:
     assert flops(report, "logprobs", kind="attention") == DENSE.layers * attention_flops() / 2
     key_value = 2 * 2 * TOKENS * DENSE.key_value_heads * DENSE.head_dim
     ring = chosen(report, "logprobs", name="ring")
-    assert {(one.nbytes, one.ranks) for one in ring} == {(key_value, (0, 1))}
+    assert {(entry.nbytes, entry.ranks) for entry in ring} == {(key_value, (0, 1))}
     assert ring.total() == DENSE.layers
 
 
@@ -91,7 +91,7 @@ def test_experts_get_the_tokens_of_all_ranks() -> None:
     forward = flops(report, "train", kind="grouped_matmul", is_backward=False)
     assert forward == EXPERTS.layers * 2 * TOKENS * experts.top_k * numbers
     sent = chosen(report, "train", name="alltoall_base_", is_backward=False)
-    rows = max(one.nbytes for one in sent) / (2 * EXPERTS.hidden)
+    rows = max(entry.nbytes for entry in sent) / (2 * EXPERTS.hidden)
     assert rows == TOKENS * experts.top_k
 
 
@@ -103,15 +103,15 @@ def test_every_chunk_has_its_own_passes(rank: int) -> None:
     forward = 2 * TOKENS * layer_numbers()  # of a layer, and every chunk has one
     for chunk in (0, 1):
         for is_backward, times in ((False, 1), (True, 2)):
-            found = flops(report, "train", name="linear", chunk=chunk, is_backward=is_backward)
-            assert found == 4 * times * forward
+            count = flops(report, "train", name="linear", chunk=chunk, is_backward=is_backward)
+            assert count == 4 * times * forward
     sends = chosen(report, "train", name="send")
-    assert {(one.nbytes, one.ranks) for one in sends} == {(2 * TOKENS * DENSE.hidden, (rank, 1 - rank))}
+    assert {(send.nbytes, send.ranks) for send in sends} == {(2 * TOKENS * DENSE.hidden, (rank, 1 - rank))}
 
 
 def test_the_optimizer_updates_every_number_of_the_rank() -> None:
     report = run_dry(small_run(), DENSE, 0)
     numbers = DENSE.layers * (layer_numbers() + 2 * DENSE.hidden + 2 * DENSE.head_dim) + DENSE.hidden
     numbers += 2 * DENSE.vocab * DENSE.hidden
-    updated = sum(number * one.nbytes for one, number in chosen(report, "train", name="adam").items())
+    updated = sum(number * entry.nbytes for entry, number in chosen(report, "train", name="adam").items())
     assert updated == pytest.approx(7 * 4 * numbers, rel=1e-3)

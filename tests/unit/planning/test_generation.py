@@ -87,8 +87,8 @@ def test_weights_of_an_engine_are_those_of_the_model(model: str, parallel: dict[
     config.generation.parallel = GenerationParallelConfig(**parallel)
     size = size_engine(config, read_model_shape(f"{FOLDER}/{model}"), load_hardware("h200"))
     assert size.weight_bytes == pytest.approx(2 * numbers, rel=0.02)
-    taken = size.weight_bytes + size.activation_bytes + size.cache_blocks * BLOCK_TOKENS * size.kv_bytes_per_token
-    assert taken == pytest.approx(0.9 * 139.8 * 2**30, rel=1e-3)
+    sum_bytes = size.weight_bytes + size.activation_bytes + size.cache_blocks * BLOCK_TOKENS * size.kv_bytes_per_token
+    assert sum_bytes == pytest.approx(0.9 * 139.8 * 2**30, rel=1e-3)
 
 
 def test_a_layer_that_proposes_tokens_takes_its_share_of_memory() -> None:
@@ -132,10 +132,12 @@ def test_a_batch_touches_more_experts_than_a_token() -> None:
     shape = read_model_shape(f"{FOLDER}/qwen3_30b_a3b")
     decoder = build_decoder(Config(), shape, _only())
     drawn = np.random.default_rng(0)
-    chosen = [len({int(one) for _ in range(16) for one in drawn.choice(128, 8, replace=False)}) for _ in range(400)]
+    chosen = [
+        len({int(expert) for _ in range(16) for expert in drawn.choice(128, 8, replace=False)}) for _ in range(400)
+    ]
     experts, sequences = 3 * shape.hidden * 768 * 48 * 2, 16
-    more = decoder._count_read_bytes(sequences) - decoder._count_read_bytes(1)
-    assert more == pytest.approx((np.mean(chosen) - 8) * experts, rel=0.02)
+    double = decoder._count_read_bytes(sequences) - decoder._count_read_bytes(1)
+    assert double == pytest.approx((np.mean(chosen) - 8) * experts, rel=0.02)
 
 
 def test_the_host_works_for_every_sequence_of_a_decoding_step() -> None:
@@ -150,8 +152,8 @@ def test_thin_slices_of_experts_are_slower_than_their_bytes(tensor: int, is_whol
     # The last of three matrices has a slice of 768 features as inner dimension, and takes as long as with 192 more.
     features = 768 if is_whole else 768 // tensor
     bytes_of_last = 48 * 128 * 768 * shape.hidden * 2 / tensor  # every expert is touched by so many tokens
-    more = slow._count_read_bytes(10_000) - ideal._count_read_bytes(10_000)
-    assert more == pytest.approx(bytes_of_last * 192 / features)
+    larger = slow._count_read_bytes(10_000) - ideal._count_read_bytes(10_000)
+    assert larger == pytest.approx(bytes_of_last * 192 / features)
 
 
 def test_engines_over_nodes_wait_for_the_network_in_every_layer() -> None:
@@ -184,23 +186,23 @@ class Counted(Decoder):
         return 0.0
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 10])
-def test_the_batch_is_that_of_a_simulation_token_by_token(most: int) -> None:
+@pytest.mark.parametrize("limit", [1, 2, 3, 10])
+def test_the_batch_is_that_of_a_simulation_token_by_token(limit: int) -> None:
     lengths = np.array([5.0, 1, 7, 3, 3, 9, 2])
     waiting, running, seconds = list(lengths), [], 0.0
     while waiting or running:
-        while waiting and len(running) < most:
+        while waiting and len(running) < limit:
             running.append(waiting.pop(0))
         seconds += len(running)
-        running = [left - 1 for left in running if left > 1]
-    found = simulate_generation(Counted(DENSE, H100, 1, 2, 2), 4.0, lengths, Room(most), copies=1)
-    assert found.seconds == pytest.approx(seconds) == lengths.sum()
-    assert found.busy <= most
+        running = [remaining - 1 for remaining in running if remaining > 1]
+    generation = simulate_generation(Counted(DENSE, H100, 1, 2, 2), 4.0, lengths, Room(limit), copies=1)
+    assert generation.seconds == pytest.approx(seconds) == lengths.sum()
+    assert generation.busy <= limit
 
 
 @pytest.mark.parametrize("room", [30, 44, 60, 90, 10_000])
-@pytest.mark.parametrize("most", [3, 100])
-def test_sequences_that_outgrow_the_cache_make_room_and_are_computed_again(room: int, most: int) -> None:
+@pytest.mark.parametrize("limit", [3, 100])
+def test_sequences_that_outgrow_the_cache_make_room_and_are_computed_again(room: int, limit: int) -> None:
     prefills: list[float] = []
 
     class Watched(Counted):
@@ -211,9 +213,9 @@ def test_sequences_that_outgrow_the_cache_make_room_and_are_computed_again(room:
     prompt, lengths = 4, [int(length) for length in np.random.default_rng(2).integers(3, 20, 12)]
     # Token by token: first come, first served; the one that began last goes when the next token of all has no room.
     waiting, running = [(length, 0) for length in lengths], []
-    seconds, lost, peak = 0.0, 0, 0
+    seconds, recomputed, peak = 0.0, 0, 0
     while waiting or running:
-        while waiting and len(running) < most:
+        while waiting and len(running) < limit:
             used = sum(prompt + had for _, had in running)
             if running and used + prompt + waiting[0][1] + BLOCK_TOKENS * (len(running) + 1) > room:
                 break
@@ -222,24 +224,24 @@ def test_sequences_that_outgrow_the_cache_make_room_and_are_computed_again(room:
         peak = max(peak, len(running))
         if len(running) > 1 and sum(prompt + had + 1 for _, had in running) > room:
             waiting.insert(0, running.pop())
-            lost += 1
+            recomputed += 1
             continue
         seconds += len(running)
         running = [(length, had + 1) for length, had in running if had + 1 < length]
-    simulated = simulate_generation(Watched(DENSE, H100, 1, 2, 2), prompt, lengths, Room(most, room), copies=1)
-    assert (simulated.preempted, simulated.peak) == (lost, peak)
+    simulated = simulate_generation(Watched(DENSE, H100, 1, 2, 2), prompt, lengths, Room(limit, room), copies=1)
+    assert (simulated.preempted, simulated.peak) == (recomputed, peak)
     assert simulated.seconds == pytest.approx(seconds)
-    assert len(prefills) == len(lengths) + lost
+    assert len(prefills) == len(lengths) + recomputed
 
 
 def test_the_mean_context_is_that_of_the_running_responses() -> None:
-    seen: list[tuple[float, float]] = []
+    samples: list[tuple[float, float]] = []
 
     class Watched(Counted):
         def time_step(self, sequences: float, context: float) -> float:
-            seen.append((sequences, context))
+            samples.append((sequences, context))
             return 1.0
 
     simulate_generation(Watched(DENSE, H100, 1, 2, 2), 10.0, np.array([4.0, 2.0, 6.0]), Room(2), copies=1)
     # Two at once for 2 steps; then 4's last two and the first two of 6; then 6 alone.
-    assert seen == [(2, 11.0), (2, pytest.approx(10 + (3 + 1) / 2)), (1, pytest.approx(10 + 4))]
+    assert samples == [(2, 11.0), (2, pytest.approx(10 + (3 + 1) / 2)), (1, pytest.approx(10 + 4))]

@@ -51,13 +51,13 @@ def test_a_refit_that_gathers_every_weight_takes_what_links_and_ports_need(rows:
     from moves_of_nemo_rl import count_bytes, time_gathered_refit
 
     _, config, shape = _find_row(rows, "nemo06_dsv3_h100")
-    experts, others = count_bytes(shape)
+    experts, other_bytes = count_bytes(shape)
     assert experts == 2 * 58 * 256 * 3 * 7168 * 2048  # of DeepSeek-V3's 671 billion parameters
-    assert experts + others == pytest.approx(2 * 671.03e9, rel=1e-3)
+    assert experts + other_bytes == pytest.approx(2 * 671.03e9, rel=1e-3)
     # 16 stages exchange a 16th of the experts, and all of the rest, over a port of 50 GB/s; then 16 ranks on two nodes
     # gather the experts over eight ports together, which are slower than NVLink at 450 GB/s.
     port, ports = 50e9 * 0.75, min(8 * 50e9 * 0.75, 450e9 * 0.7)
-    seconds = 15 / 16 * (experts / 16 + others) / port + 15 / 16 * experts / ports
+    seconds = 15 / 16 * (experts / 16 + other_bytes) / port + 15 / 16 * experts / ports
     assert time_gathered_refit(config, shape, load_hardware("h100")) == pytest.approx(seconds, rel=1e-3)
 
 
@@ -97,9 +97,9 @@ def test_two_published_means_of_a_model_tell_how_far_its_lengths_spread(rows: An
     assert sigma == long["sigma"]
 
     def find_mean(median: float, cut: float) -> float:  # E[min(L, c)] of a log-normal L in closed form
-        place = math.log(cut / median) / sigma
-        whole = median * math.exp(sigma**2 / 2)
-        return whole * normal.cdf(place - sigma) + cut * (1 - normal.cdf(place))
+        quantile = math.log(cut / median) / sigma
+        mean = median * math.exp(sigma**2 / 2)
+        return mean * normal.cdf(quantile - sigma) + cut * (1 - normal.cdf(quantile))
 
     low, high = 100.0, 100_000.0
     for _ in range(60):

@@ -32,14 +32,14 @@ def measured(shape: ModelShape, **parallel: int | bool) -> tuple[Candidate, int]
 def test_a_layout_that_is_left_out_takes_more_memory(
     shape: ModelShape, larger: dict[str, int | bool], smaller: dict[str, int | bool]
 ) -> None:
-    (one, its_bytes), (other, least) = measured(shape, **larger), measured(shape, **smaller)
-    assert _takes_more(one, other)
-    assert not _takes_more(other, one)
+    (candidate, its_bytes), (larger_, least) = measured(shape, **larger), measured(shape, **smaller)
+    assert _takes_more(candidate, larger_)
+    assert not _takes_more(larger_, candidate)
     assert its_bytes >= least
 
 
 @pytest.mark.parametrize("change", [{"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}])
 def test_layouts_of_other_kinds_are_not_compared(change: dict[str, int]) -> None:
-    one, other = (Candidate(small_run(data=4, **more), 1.0, 0.0) for more in ({}, change))
-    assert not _takes_more(one, other)
-    assert not _takes_more(other, one)
+    first, second = (Candidate(small_run(data=4, **settings), 1.0, 0.0) for settings in ({}, change))
+    assert not _takes_more(first, second)
+    assert not _takes_more(second, first)

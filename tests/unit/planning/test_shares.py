@@ -22,9 +22,9 @@ MODELS = {
 }
 
 
-def composed(recipe: str, nodes: int, *more: str) -> Config:
-    given = [f"cluster.nodes={nodes}", "cluster.ray_address=10.0.0.1:6379", "cluster.gpu=h100"]
-    return compose_for_search([f"+exp={recipe}", *given, *more])
+def composed(recipe: str, nodes: int, *overrides: str) -> Config:
+    cluster = [f"cluster.nodes={nodes}", "cluster.ray_address=10.0.0.1:6379", "cluster.gpu=h100"]
+    return compose_for_search([f"+exp={recipe}", *cluster, *overrides])
 
 
 def first_share(config: Config, shape: ModelShape) -> tuple[Share, str]:
@@ -38,20 +38,20 @@ def test_nodes_that_are_no_power_of_two_have_layouts(recipe: str, nodes: int) ->
     assert sum(share.gpus) == 8 * nodes
     assert not why
     assert len(share.candidates) > 5
-    for one in share.candidates[:50]:
-        assert not find_problems(one.config, MODELS[recipe])
-        engines = one.config.generation.parallel
+    for candidate in share.candidates[:50]:
+        assert not find_problems(candidate.config, MODELS[recipe])
+        engines = candidate.config.generation.parallel
         assert engines.ranks_per_engine * engines.data == share.gpus[1]
 
 
 def test_layouts_whose_memory_fits_by_arithmetic_come_first() -> None:
     share, _ = first_share(composed("qwen3_30b_a3b_4nodes", 5), MODELS["qwen3_30b_a3b_4nodes"])
     usable = H100.memory_gib - H100.reserve_gib
-    fitting = [one.estimated_gib <= usable for one in share.candidates]
+    fitting = [candidate.estimated_gib <= usable for candidate in share.candidates]
     assert fitting == sorted(fitting, reverse=True)
     assert True in fitting
     assert False in fitting
-    seconds = [one.estimated_s for one in share.candidates if one.estimated_gib <= usable]
+    seconds = [candidate.estimated_s for candidate in share.candidates if candidate.estimated_gib <= usable]
     assert seconds == sorted(seconds)
 
 
@@ -60,8 +60,8 @@ def test_batches_that_do_not_divide_are_named_with_the_nearest_that_do() -> None
     config = composed("qwen3_8b_8gpu", 1, "grpo.num_prompts_per_step=127", "grpo.num_generations_per_prompt=3")
     refusals = Refusals()
     _build_share(config, shape, H100, (5, 0), refusals)
-    told = {problem.subject: problem.text for problem in refusals.counts}
-    assert told["policy.parallel.data=5"] == (
+    texts = {problem.subject: problem.text for problem in refusals.counts}
+    assert texts["policy.parallel.data=5"] == (
         "127 prompts x 3 generations = 381 samples do not share out evenly over 5 data-parallel ranks; use "
         "grpo.num_prompts_per_step=125 or 130"
     )
@@ -89,9 +89,9 @@ def test_a_recipe_for_more_nodes_is_searched_on_fewer() -> None:
 
 
 def test_a_placement_that_no_layout_helps_is_the_reason() -> None:
-    given = ["cluster.nodes=3", "cluster.ray_address=10.0.0.1:6379", "cluster.gpu=h100", "refit.mode=broadcast"]
+    cluster = ["cluster.nodes=3", "cluster.ray_address=10.0.0.1:6379", "cluster.gpu=h100", "refit.mode=broadcast"]
     with pytest.raises(ValueError, match="goes over NCCL, which has one rank a GPU"):
-        compose_for_search(["+exp=qwen3_8b_8gpu_colocated", *given])
+        compose_for_search(["+exp=qwen3_8b_8gpu_colocated", *cluster])
 
 
 @pytest.mark.slow

@@ -25,16 +25,18 @@ SECOND = int(3.35e12)
 
 def rank(stage: int, forward: float, backward: float, *, update: float = 0.0, gradients: int = 0) -> RankTrace:
     """A stage whose passes of two microbatches each take this many seconds, in training and other forward passes."""
-    found: Counter[Any] = Counter()
+    work_counts: Counter[Any] = Counter()
     phases = ("train", "logprobs", "reference", "teacher")
     for phase in phases:
-        found[work(phase=phase, nbytes=int(forward * SECOND))] += 2
-    found[work(is_backward=True, nbytes=int(backward * SECOND))] += 2
-    found[work(chunk=None, nbytes=int(update * SECOND))] += 1
+        work_counts[work(phase=phase, nbytes=int(forward * SECOND))] += 2
+    work_counts[work(is_backward=True, nbytes=int(backward * SECOND))] += 2
+    work_counts[work(chunk=None, nbytes=int(update * SECOND))] += 1
     ring = {"kind": "collective", "name": "reduce_scatter_tensor_coalesced_", "ranks": (0, 1)}
-    found[work(chunk=None, nbytes=gradients, **ring)] += 1
+    work_counts[work(chunk=None, nbytes=gradients, **ring)] += 1
     passes = Counter({(phase, 0): 2 for phase in phases})
-    report: Any = SimpleNamespace(work=found, passes=passes, end_bytes={"train": 300 * 10**9, "offload": 50 * 10**9})
+    report: Any = SimpleNamespace(
+        work=work_counts, passes=passes, end_bytes={"train": 300 * 10**9, "offload": 50 * 10**9}
+    )
     return RankTrace(stage, stage, 1, 1.0, report, {})
 
 
@@ -198,8 +200,8 @@ def test_overlaps_are_those_of_the_configuration() -> None:
     assert (find_overlap(config).gradients, find_overlap(config).tensor) == (True, False)
     config.policy.overlap_grad_reduce = False
     config.policy.megatron = {"tp_comm_overlap": True}
-    found = find_overlap(config)
-    assert (found.gradients, found.parameters, found.tensor) == (False, False, True)
+    overlap = find_overlap(config)
+    assert (overlap.gradients, overlap.parameters, overlap.tensor) == (False, False, True)
 
 
 def test_a_step_has_only_the_phases_of_the_run() -> None:
@@ -221,7 +223,7 @@ def test_the_value_model_learns_before_the_policy() -> None:
     config.algorithm = "ppo"
     config.ppo.num_prompts_per_step, config.ppo.num_generations_per_prompt = 4, 4
     value = rank(0, 0.5, 1.0)
-    moved = Counter({replace_phase(one): number for one, number in value.report.work.items()})
+    moved = Counter({replace_phase(entry): number for entry, number in value.report.work.items()})
     value.report.work.update(moved)
     value.report.passes["values", 0] = 2
     times = build_step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths, value_ranks=[value])
@@ -230,9 +232,9 @@ def test_the_value_model_learns_before_the_policy() -> None:
     assert times.gpus == 1 + 1 + 2
 
 
-def replace_phase(one: Any) -> Any:
+def replace_phase(entry: Any) -> Any:
     """The work of log-probabilities as that of values."""
-    return one._replace(phase="values") if one.phase == "logprobs" else one._replace(phase="none")
+    return entry._replace(phase="values") if entry.phase == "logprobs" else entry._replace(phase="none")
 
 
 def test_engines_that_share_samples_unevenly_wait_for_the_fullest() -> None:
@@ -240,8 +242,8 @@ def test_engines_that_share_samples_unevenly_wait_for_the_fullest() -> None:
     seconds = {}
     for engines in (5, 6, 8):
         config.generation.parallel = GenerationParallelConfig(data=engines)
-        found = build_step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths)
-        seconds[engines] = found.phase_s["generation"]
+        step_times = build_step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths)
+        seconds[engines] = step_times.phase_s["generation"]
     assert seconds[5] > seconds[6] > seconds[8]  # 4, 3 and 2 responses on the fullest engine
 
 
@@ -260,8 +262,8 @@ def test_what_generation_and_the_step_wait_for_is_said(lengths: np.ndarray, most
     config = run_config()
     config.generation.engine.max_num_seqs = most_at_once
     config.grpo.async_grpo.enabled = True
-    made = Lengths(10.0, lengths, "made up")
-    times = build_step_times(config, SHAPE, [rank(0, 1e-9, 2e-9)], H100, made)
+    lengths_ = Lengths(10.0, lengths, "made up")
+    times = build_step_times(config, SHAPE, [rank(0, 1e-9, 2e-9)], H100, lengths_)
     step, *parts = times.limits
     assert step.startswith(("the step waits for engines", "the step waits for a batch's responses"))
     assert any(part.startswith("generation: ") and text in part for part in parts)

@@ -24,13 +24,15 @@ OWN_METHODS = {"_convert", "_replace", "_fields", "_link_", "_mark_", "_number_"
 def third_party_names(tree: ast.AST) -> set[str]:
     """Names in a file that stand for a hooked library, or something in it."""
     roots = {library.package.partition(".")[0] for library in LIBRARIES.values()}
-    found = set()
+    names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {(one.asname or one.name).split(".")[0] for one in node.names if one.name.split(".")[0] in roots}
+            names |= {
+                (name.asname or name.name).split(".")[0] for name in node.names if name.name.split(".")[0] in roots
+            }
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in roots:
-            found |= {one.asname or one.name for one in node.names}
-    return found
+            names |= {name.asname or name.name for name in node.names}
+    return names
 
 
 def is_private(name: str) -> bool:
@@ -42,15 +44,15 @@ def used_hooks(tree: ast.AST) -> Iterator[str]:
     libraries = third_party_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("megatron_grpo"):
-            yield from (one.name for one in node.names if is_private(one.name))
+            yield from (name.name for name in node.names if is_private(name.name))
         if not isinstance(node, ast.Attribute):
             continue
         root: ast.expr = node
         while isinstance(root, ast.Attribute):
             root = root.value
         of_library = isinstance(root, ast.Name) and root.id in libraries
-        own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "os")
-        if (is_private(node.attr) and not own) or (of_library and isinstance(node.ctx, ast.Store)):
+        is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "os")
+        if (is_private(node.attr) and not is_own) or (of_library and isinstance(node.ctx, ast.Store)):
             yield node.attr
 
 
@@ -129,9 +131,16 @@ def test_an_untried_version_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_dependencies_stay_within_the_tried_versions() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    requirements = [
+        *project["dependencies"],
+        *(requirement for extra in project["optional-dependencies"].values() for requirement in extra),
+    ]
     for library in LIBRARIES.values():
         upper = library.tried.partition(",")[2]
         for distribution in library.distributions:
-            of_it = [one for one in asked if one.partition(">")[0].partition("[")[0] == distribution]
-            assert all(one.endswith(upper) for one in of_it), of_it
+            of_it = [
+                requirement
+                for requirement in requirements
+                if requirement.partition(">")[0].partition("[")[0] == distribution
+            ]
+            assert all(requirement.endswith(upper) for requirement in of_it), of_it

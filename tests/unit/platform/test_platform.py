@@ -84,10 +84,10 @@ def test_every_factory_with_a_literal_device_is_covered() -> None:
 
 
 def test_patched_names_exist_and_are_replaced_once() -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", REPLACED_NAMES], capture_output=True, text=True, check=True, timeout=120
     )
-    rows = json.loads(done.stdout)
+    rows = json.loads(process.stdout)
     assert len(rows) >= 8
     for row, replaced, stays in rows:
         assert replaced, f"{row} is listed but not patched"

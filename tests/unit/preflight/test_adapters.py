@@ -21,9 +21,9 @@ LATENT = replace(DENSE, latent=LatentShape(query_rank=None, rank=16, plain_dim=8
 
 
 def config(**lora: object) -> Config:
-    made = Config()
-    made.policy.lora = LoraConfig(**{"rank": 8, **lora})
-    return made
+    config = Config()
+    config.policy.lora = LoraConfig(**{"rank": 8, **lora})
+    return config
 
 
 def problems(lora: Config, shape: ModelShape | None = DENSE) -> dict[str, str]:
@@ -62,22 +62,22 @@ def test_an_unknown_layer_is_refused() -> None:
 
 
 def test_settings_of_adapters_without_adapters_change_nothing() -> None:
-    found = {problem.subject: problem.text for problem in find_unused_settings(config(rank=0, alpha=3.0))}
-    assert found == {"policy.lora.alpha=3.0": "needs policy.lora.rank above 0"}
+    remarks = {problem.subject: problem.text for problem in find_unused_settings(config(rank=0, alpha=3.0))}
+    assert remarks == {"policy.lora.alpha=3.0": "needs policy.lora.rank above 0"}
 
 
 def test_the_value_model_of_ppo_is_trained_whole() -> None:
-    made = config()
-    made.algorithm = "ppo"
-    assert made.value_model is not None
-    assert made.value_model.lora.rank == 0
+    settings = config()
+    settings.algorithm = "ppo"
+    assert settings.value_model is not None
+    assert settings.value_model.lora.rank == 0
 
 
 def alone(gpus: int = 0, **lora: object) -> Config:
-    made = config(**lora)
-    made.refit.adapters = "alone"
-    made.cluster.gpus_per_node = gpus
-    return made
+    settings = config(**lora)
+    settings.refit.adapters = "alone"
+    settings.cluster.gpus_per_node = gpus
+    return settings
 
 
 def test_adapters_alone_need_slots_that_can_hold_them() -> None:
@@ -91,6 +91,6 @@ def test_adapters_alone_need_slots_that_can_hold_them() -> None:
     served, rounded = alone(), alone()
     served.generation.server.urls = ["http://10.0.0.1:8000"]
     rounded.refit.fp8_blocks = True
-    for made, word in ((served, "engines of the run's own"), (rounded, "sends no weights")):
-        (text,) = problems(made).values()
+    for settings, word in ((served, "engines of the run's own"), (rounded, "sends no weights")):
+        (text,) = problems(settings).values()
         assert word in text

@@ -124,12 +124,12 @@ def test_a_value_model_with_too_few_positions_is_refused(tmp_path: Path) -> None
     config.architectures = ["Qwen3ForSequenceClassification"]
     config.num_labels = 1
     config.save_pretrained(tmp_path)
-    found = problems_of(PPO, f"value.model.path={tmp_path}")
-    assert "has 8 positions, fewer than policy.max_total_sequence_length" in found[f"value.model.path={tmp_path}"]
+    problems = problems_of(PPO, f"value.model.path={tmp_path}")
+    assert "has 8 positions, fewer than policy.max_total_sequence_length" in problems[f"value.model.path={tmp_path}"]
 
 
 def test_schedules_count_the_optimizer_steps_that_there_are() -> None:
-    """400 steps of 2 epochs over 256 samples: the value model in 4 minibatches, the policy whole and 10 steps late."""
+    """400 steps of 2 epochs over 256 samples: 4 minibatches of the value model, the policy 10 steps late."""
     config = compose_config(
         [PPO, "ppo.ppo_epochs=2", "ppo.policy_training_start_step=10", "value.train_global_batch_samples=64"]
     )

@@ -45,17 +45,17 @@ from tests.support.config_problems import SMALL, problems_of
         ),
     ],
 )
-def test_bad_rows_are_named_by_file_and_line(given: list[str], rows: Path, row: str, text: str) -> None:
+def test_bad_rows_are_named_by_file_and_line(base_overrides: list[str], rows: Path, row: str, text: str) -> None:
     with rows.open("a") as file:
         file.write(row)
-    ((found, message),) = problems_of(given).items()
-    assert found == f"{rows}:41"
+    ((problem, message),) = problems_of(base_overrides).items()
+    assert problem == f"{rows}:41"
     assert text in message
 
 
-def test_many_bad_rows_are_summed_up(given: list[str], rows: Path) -> None:
+def test_many_bad_rows_are_summed_up(base_overrides: list[str], rows: Path) -> None:
     rows.write_text("{}\n" * 100)
-    problems = problems_of(given)
+    problems = problems_of(base_overrides)
     assert len(problems) == 6
     assert problems[str(rows)] == "95 more bad lines of 100"
 
@@ -80,15 +80,15 @@ def test_missing_files(model: Path, rows: Path, tmp_path: Path) -> None:
     }
 
 
-def test_folders_that_no_run_can_have(given: list[str], tmp_path: Path) -> None:
+def test_folders_that_no_run_can_have(base_overrides: list[str], tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to("nowhere")
-    ((_, dangling),) = problems_of([*given, f"run_dir={tmp_path}/latest"]).items()
+    ((_, dangling),) = problems_of([*base_overrides, f"run_dir={tmp_path}/latest"]).items()
     assert "leads nowhere" in dangling
-    assert problems_of([*given, "run_dir=''"]) == {"run_dir=": "is empty; give a folder"}
+    assert problems_of([*base_overrides, "run_dir=''"]) == {"run_dir=": "is empty; give a folder"}
 
 
-def test_an_environment_without_prompts(given: list[str], rows: Path) -> None:
-    extra = [*given, "env.code.type=math"]
+def test_an_environment_without_prompts(base_overrides: list[str], rows: Path) -> None:
+    extra = [*base_overrides, "env.code.type=math"]
     ((subject, text),) = problems_of(extra).items()
     assert subject == "env.code"
     assert "no row has task_name code" in text
@@ -97,13 +97,17 @@ def test_an_environment_without_prompts(given: list[str], rows: Path) -> None:
     load_config(extra)
 
 
-def test_a_tracker_that_is_not_installed(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_is_not_installed(base_overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install wandb" in problems_of([*given, "logger.wandb.enabled=true"])["logger.wandb.enabled=True"]
+    assert (
+        "pip install wandb" in problems_of([*base_overrides, "logger.wandb.enabled=true"])["logger.wandb.enabled=True"]
+    )
 
 
-def test_fused_kernels_need_a_gpu_or_the_interpreter(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    extra, subject = [*given, "policy.logprob_kernel=fused"], "policy.logprob_kernel=fused"
+def test_fused_kernels_need_a_gpu_or_the_interpreter(
+    base_overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra, subject = [*base_overrides, "policy.logprob_kernel=fused"], "policy.logprob_kernel=fused"
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     text = problems_of(extra)[subject]
     assert "cluster.gpus_per_node=0; use chunked or auto, or set TRITON_INTERPRET=1" in text
@@ -113,20 +117,20 @@ def test_fused_kernels_need_a_gpu_or_the_interpreter(given: list[str], monkeypat
     assert "pip install triton" in problems_of(extra)[subject]
 
 
-def test_too_few_rows(given: list[str], rows: Path) -> None:
-    ((subject, text),) = problems_of([*given, "grpo.num_prompts_per_step=41"]).items()
+def test_too_few_rows(base_overrides: list[str], rows: Path) -> None:
+    ((subject, text),) = problems_of([*base_overrides, "grpo.num_prompts_per_step=41"]).items()
     assert subject == f"data.train_path={rows}"
     assert "has 40 rows" in text
 
 
-def test_incomplete_model_folders(given: list[str], model: Path) -> None:
+def test_incomplete_model_folders(base_overrides: list[str], model: Path) -> None:
     (model / "tokenizer.json").unlink()
     (model / "model.safetensors").unlink()
     with pytest.raises(ConfigError) as caught:
-        load_config(given)
+        load_config(base_overrides)
     assert ["safetensors" in p.text or "tokenizer" in p.text for p in caught.value.problems] == [True, True]
     (model / "config.json").write_text(json.dumps({**SMALL, "architectures": ["GPT2LMHeadModel"]}))
-    (text,) = problems_of(given).values()
+    (text,) = problems_of(base_overrides).values()
     assert "architecture GPT2LMHeadModel is not supported" in text
 
 
@@ -140,10 +144,10 @@ def test_a_hub_name_in_the_cache_is_found(
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text(json.dumps(SMALL))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    given = ["policy.model.path=org/name", f"data.train_path={rows}", f"run_dir={tmp_path / 'run'}"]
-    ((subject, _),) = problems_of([*given, "policy.parallel.tensor=3"]).items()
+    overrides = ["policy.model.path=org/name", f"data.train_path={rows}", f"run_dir={tmp_path / 'run'}"]
+    ((subject, _),) = problems_of([*overrides, "policy.parallel.tensor=3"]).items()
     assert subject == "policy.parallel.tensor=3"
-    assert examine_machine(load_config(given))[0] == []
+    assert examine_machine(load_config(overrides))[0] == []
 
 
 def test_a_driver_without_a_gpu_cannot_estimate_advantages_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,79 +161,81 @@ def test_a_driver_without_a_gpu_cannot_estimate_advantages_on_one(monkeypatch: p
     assert problem.subject == "ppo.calculate_advantages_on_gpu=True"
 
 
-def test_addresses_where_no_ray_is(given: list[str]) -> None:
-    ((_, text),) = problems_of([*given, "cluster.ray_address=nonsense"]).items()
+def test_addresses_where_no_ray_is(base_overrides: list[str]) -> None:
+    ((_, text),) = problems_of([*base_overrides, "cluster.ray_address=nonsense"]).items()
     assert "give HOST:PORT" in text
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-    assert problems_of([*given, f"cluster.ray_address={address}"]) == {
+    assert problems_of([*base_overrides, f"cluster.ray_address={address}"]) == {
         f"cluster.ray_address={address}": "no Ray cluster answers there: Connection refused"
     }
 
 
 @pytest.mark.parametrize("token", [SMALL["vocab_size"], 10**9])
-def test_stop_tokens_that_the_model_has_not(given: list[str], token: int) -> None:
-    ((subject, text),) = problems_of([*given, f"generation.stop_token_ids=[0,{token}]"]).items()
+def test_stop_tokens_that_the_model_has_not(base_overrides: list[str], token: int) -> None:
+    ((subject, text),) = problems_of([*base_overrides, f"generation.stop_token_ids=[0,{token}]"]).items()
     assert subject == "generation.stop_token_ids"
     assert f"has {token}" in text
-    load_config([*given, "generation.stop_token_ids=[0,127]"])
+    load_config([*base_overrides, "generation.stop_token_ids=[0,127]"])
 
 
 @pytest.mark.parametrize(
     ("content", "usable"),
     [({}, False), ({"chat_template": None}, False), ({"chat_template": "{{ messages }}"}, True), ([], True)],
 )
-def test_a_tokenizer_without_a_chat_template(given: list[str], model: Path, content: object, usable: bool) -> None:
+def test_a_tokenizer_without_a_chat_template(
+    base_overrides: list[str], model: Path, content: object, usable: bool
+) -> None:
     (model / "tokenizer_config.json").write_text(json.dumps(content))
-    plain = [*given, "data.apply_chat_template=false"]
+    plain = [*base_overrides, "data.apply_chat_template=false"]
     load_config(plain)
     if usable:
-        load_config(given)
+        load_config(base_overrides)
         return
-    assert "has no chat template" in problems_of(given)["data.apply_chat_template=True"]
+    assert "has no chat template" in problems_of(base_overrides)["data.apply_chat_template=True"]
     (model / "chat_template.jinja").touch()
-    load_config(given)
+    load_config(base_overrides)
 
 
-def test_prompts_that_are_all_the_same_are_remarked_on(given: list[str], rows: Path) -> None:
-    assert [remark.subject for remark in check_overrides(given).remarks] == []
+def test_prompts_that_are_all_the_same_are_remarked_on(base_overrides: list[str], rows: Path) -> None:
+    assert [remark.subject for remark in check_overrides(base_overrides).remarks] == []
     rows.write_text('{"prompt": "1?", "answer": "1"}\n' * 40)
-    (remark,) = check_overrides(given).remarks
+    (remark,) = check_overrides(base_overrides).remarks
     assert (remark.subject, remark.text) == (f"data.train_path={rows}", "has the same prompt in all of its 40 rows")
 
 
-def test_a_folder_of_another_run(given: list[str], rows: Path, tmp_path: Path) -> None:
-    config = load_config(given)
+def test_a_folder_of_another_run(base_overrides: list[str], rows: Path, tmp_path: Path) -> None:
+    config = load_config(base_overrides)
     with lock_run_directory(config.run_dir) as folder:
         record_start(folder, config)
-    load_config(given)
-    other = tmp_path / "other.jsonl"
-    other.write_bytes(rows.read_bytes())
-    load_config([*given, f"data.train_path={other}"])  # the same data under another name
-    other.write_bytes(rows.read_bytes().replace(b"1", b"2"))
-    ((subject, text),) = problems_of([*given, f"data.train_path={other}"]).items()
+    load_config(base_overrides)
+    rows_path = tmp_path / "other.jsonl"
+    rows_path.write_bytes(rows.read_bytes())
+    load_config([*base_overrides, f"data.train_path={rows_path}"])  # the same data under another name
+    rows_path.write_bytes(rows.read_bytes().replace(b"1", b"2"))
+    ((subject, text),) = problems_of([*base_overrides, f"data.train_path={rows_path}"]).items()
     assert subject == f"run_dir={folder}"
-    assert f"holds another run: data.train_path={other} has other rows" in text
+    assert f"holds another run: data.train_path={rows_path} has other rows" in text
 
 
-def test_checkpoints_that_cannot_be_started_from(given: list[str], tmp_path: Path) -> None:
+def test_checkpoints_that_cannot_be_started_from(base_overrides: list[str], tmp_path: Path) -> None:
     step = tmp_path / "elsewhere" / "step_3"
     step.mkdir(parents=True)
     subject = f"checkpointing.resume={step}"
-    assert "is not a checkpoint: it has no folder megatron" in problems_of([*given, subject])[subject]
+    assert "is not a checkpoint: it has no folder megatron" in problems_of([*base_overrides, subject])[subject]
     (step / "megatron").mkdir()
-    load_config([*given, subject])
-    assert "it has no value model" in problems_of([*given, "algorithm=ppo", subject])[subject]
+    load_config([*base_overrides, subject])
+    assert "it has no value model" in problems_of([*base_overrides, "algorithm=ppo", subject])[subject]
     (tmp_path / "run" / "checkpoints" / "step_7").mkdir(parents=True)
-    assert "up to step 7" in problems_of([*given, "checkpointing.resume=none"])["checkpointing.resume=none"]
+    assert "up to step 7" in problems_of([*base_overrides, "checkpointing.resume=none"])["checkpointing.resume=none"]
 
 
-def test_a_folder_locked_by_another_user(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(given)
+def test_a_folder_locked_by_another_user(base_overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(base_overrides)
     with lock_run_directory(config.run_dir) as folder:
         record_start(folder, config)
     monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != ".lock")
-    ((subject, text),) = problems_of(given).items()
+    ((subject, text),) = problems_of(base_overrides).items()
     assert subject == f"run_dir={config.run_dir}"
     assert text == f"{folder}/.lock is another user's; choose another run_dir"
 
@@ -248,40 +254,40 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(
     assert capfd.readouterr().err == ""
 
 
-def test_long_names_are_told_in_one_message(given: list[str]) -> None:
+def test_long_names_are_told_in_one_message(base_overrides: list[str]) -> None:
     long = "/tmp/" + "x" * 300
     keys = ("policy.model.path", "data.train_path", "data.val_path", "run_dir", "checkpointing.resume")
-    problems = problems_of([*given, *(f"{key}={long}" for key in keys)])
+    problems = problems_of([*base_overrides, *(f"{key}={long}" for key in keys)])
     assert [subject.partition("=")[0] for subject in problems] == [*keys]
     assert all("too long" in text for text in problems.values())
 
 
-def test_a_single_row_is_counted_as_one(given: list[str], rows: Path) -> None:
+def test_a_single_row_is_counted_as_one(base_overrides: list[str], rows: Path) -> None:
     rows.write_text(json.dumps({"prompt": "1?", "answer": "1"}) + "\n")
     text = "has 1 row, fewer than the 32 prompts that are sampled together"
-    assert problems_of(given)[f"data.train_path={rows}"] == text
+    assert problems_of(base_overrides)[f"data.train_path={rows}"] == text
 
 
-def test_tensors_that_the_model_does_not_have_are_refused(given: list[str], model: Path) -> None:
+def test_tensors_that_the_model_does_not_have_are_refused(base_overrides: list[str], model: Path) -> None:
     file = model / "model.safetensors"
     tensors = {**load_file(file), "model.layers.9.extra.weight": torch.zeros(2), "rotary.inv_freq": torch.zeros(2)}
     save_file(tensors, file)
-    text = problems_of(given)[f"policy.model.path={model}"]
+    text = problems_of(base_overrides)[f"policy.model.path={model}"]
     assert "holds 1 tensor(s) that a model of its config.json does not have" in text
     assert "model.layers.9.extra.weight;" in text
 
 
 def test_a_launcher_that_starts_the_run_several_times_is_refused(
-    given: list[str], monkeypatch: pytest.MonkeyPatch
+    base_overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The variables as torchrun --nproc_per_node=2 and accelerate launch set them; one process of either is fine."""
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    ((subject, text),) = problems_of([*given, "cluster.gpus_per_node=0"]).items()
+    ((subject, text),) = problems_of([*base_overrides, "cluster.gpus_per_node=0"]).items()
     assert subject == "LOCAL_RANK=1 WORLD_SIZE=2"
     assert "start it once, with python, since the run starts its own processes" in text
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert "LOCAL_RANK=1 WORLD_SIZE=1" not in problems_of([*given, "cluster.gpus_per_node=0", "run_dir="])
+    assert "LOCAL_RANK=1 WORLD_SIZE=1" not in problems_of([*base_overrides, "cluster.gpus_per_node=0", "run_dir="])
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("LOCAL_RANK")  # a pod of a Kubernetes job
-    assert not any("WORLD_SIZE" in key for key in problems_of([*given, "cluster.gpus_per_node=0", "run_dir="]))
+    assert not any("WORLD_SIZE" in key for key in problems_of([*base_overrides, "cluster.gpus_per_node=0", "run_dir="]))

@@ -100,8 +100,8 @@ def test_messages_name_the_size_and_the_way_out() -> None:
     assert subject == "generation.parallel.tensor=2"
     assert text.startswith("leaves 48 rows of each expert to a rank")
     assert text.endswith("use 1, or generation.parallel.expert=2")
-    whole = ("generation.parallel.tensor=2", "generation.parallel.expert=2")
-    assert find_texts("gpt_oss", *whole, intermediate_size=96) == {}
+    parallel_sizes = ("generation.parallel.tensor=2", "generation.parallel.expert=2")
+    assert find_texts("gpt_oss", *parallel_sizes, intermediate_size=96) == {}
     assert find_texts("nemotron_h_moe")[MODEL].startswith("has experts without gates, for which vLLM has no kernel")
 
 

@@ -43,8 +43,8 @@ def recording(tmp_path: Path) -> Path:
 @pytest.fixture
 def reading(model: Path, tmp_path: Path, recording: Path) -> list[str]:
     """The least that a run needs to train on it: no file of prompts is there."""
-    given = [f"policy.model.path={model}", "data.train_path=/nowhere.jsonl", f"run_dir={tmp_path / 'run'}"]
-    return [*given, *SIZES, f"debug.rollouts_from={recording}", "grpo.max_num_steps=3"]
+    overrides = [f"policy.model.path={model}", "data.train_path=/nowhere.jsonl", f"run_dir={tmp_path / 'run'}"]
+    return [*overrides, *SIZES, f"debug.rollouts_from={recording}", "grpo.max_num_steps=3"]
 
 
 def test_a_recording_is_all_that_is_needed(reading: list[str], recording: Path) -> None:
@@ -106,19 +106,19 @@ def test_validation_that_is_off_may_stay_in_the_recipe(reading: list[str]) -> No
     compose_config([*reading, "data.val_path=val.jsonl", *off])
 
 
-def test_without_training_no_checkpoint_is_ranked_and_no_gpu_of_a_policy_needed(given: list[str]) -> None:
+def test_without_training_no_checkpoint_is_ranked_and_no_gpu_of_a_policy_needed(base_overrides: list[str]) -> None:
     keys = ["checkpointing.keep_top_k=2", "checkpointing.metric_name=nothing", "cluster.gpus_per_node=1"]
     keys.append("policy.parallel.data=4")
-    config = compose_config([*given, "debug.train=false", *keys, "generation.parallel.data=1"])
+    config = compose_config([*base_overrides, "debug.train=false", *keys, "generation.parallel.data=1"])
     assert not config.has_checkpoints
     assert "nothing is trained" in summarize_run(config, None)
-    assert "checkpointing.metric_name=nothing" in problems_of([*given, *keys[:2]])
+    assert "checkpointing.metric_name=nothing" in problems_of([*base_overrides, *keys[:2]])
 
 
 def test_without_engines_none_of_their_gpus_is_needed(reading: list[str]) -> None:
     compose_config([*reading, "cluster.gpus_per_node=1"])
-    others = [one for one in reading if not one.startswith("debug.")]
-    assert "cluster.gpus_per_node=1" in problems_of([*others, "cluster.gpus_per_node=1"])
+    settings = [override for override in reading if not override.startswith("debug.")]
+    assert "cluster.gpus_per_node=1" in problems_of([*settings, "cluster.gpus_per_node=1"])
 
 
 @pytest.mark.parametrize(
@@ -160,9 +160,9 @@ def test_a_recording_that_is_not_whole(reading: list[str], recording: Path, chan
         write_rollouts(files[2], [])
     else:
         write_step(recording, 2, groups=1)
-    ((subject, found),) = problems_of(reading).items()
+    ((subject, problem),) = problems_of(reading).items()
     assert subject == f"debug.rollouts_from={recording}"
-    assert text in found
+    assert text in problem
 
 
 def test_steps_beyond_the_last_are_not_looked_at(reading: list[str], recording: Path) -> None:
@@ -206,9 +206,9 @@ def test_tokens_of_another_model(
     if text is None:
         load_config(reading)
         return
-    ((subject, found),) = problems_of(reading).items()
+    ((subject, problem),) = problems_of(reading).items()
     assert subject == f"policy.model.path={model}"
-    assert text in found
+    assert text in problem
 
 
 def test_a_token_that_the_model_does_not_have(reading: list[str], model: Path, recording: Path) -> None:

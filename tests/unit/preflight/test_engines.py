@@ -37,7 +37,7 @@ QWEN3_1_7B = {
 }
 
 
-def said(*overrides: str) -> dict[str, str]:
+def collect_problems(*overrides: str) -> dict[str, str]:
     """What is wrong with the recipe for one GPU, changed in its values, which are then not checked again."""
     config = compose_config([RECIPE])
     for override in overrides:
@@ -64,7 +64,7 @@ def test_one_gpu_is_enough_for_the_recipe() -> None:
 
 
 def test_apart_the_same_layouts_take_two_gpus() -> None:
-    text = said("generation.placement=separate")["cluster.gpus_per_node=1"]
+    text = collect_problems("generation.placement=separate")["cluster.gpus_per_node=1"]
     assert "1 node(s) have 1 GPUs, but policy.parallel takes 1 and generation.parallel 1" in text
 
 
@@ -77,7 +77,7 @@ SIX_RANKS = [
 
 
 def test_engines_beside_a_policy_may_be_on_several_nodes() -> None:
-    assert not said("cluster.num_nodes=3", "cluster.gpus_per_node=2", *SIX_RANKS)
+    assert not collect_problems("cluster.num_nodes=3", "cluster.gpus_per_node=2", *SIX_RANKS)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,9 @@ def test_engines_beside_a_policy_may_be_on_several_nodes() -> None:
     ],
 )
 def test_what_cannot_be(changes: list[str], subject: str, text: str) -> None:
-    found = said(*changes)
-    assert found.keys() == {subject}
-    assert re.search(text, found[subject]), found[subject]
+    engine_problems = collect_problems(*changes)
+    assert engine_problems.keys() == {subject}
+    assert re.search(text, engine_problems[subject]), engine_problems[subject]
 
 
 def test_a_cache_does_not_outlast_the_sleep_of_engines() -> None:
@@ -151,9 +151,9 @@ def problems(tensor: int, expert: int, **sizes: int) -> dict[str, str]:
     ],
 )
 def test_what_does_not_fit(tensor: int, expert: int, sizes: dict[str, int], key: str, text: str) -> None:
-    found = problems(tensor, expert, **sizes)
-    assert list(found) == [f"generation.parallel.{key}"]
-    assert text in found[f"generation.parallel.{key}"]
+    size_problems = problems(tensor, expert, **sizes)
+    assert list(size_problems) == [f"generation.parallel.{key}"]
+    assert text in size_problems[f"generation.parallel.{key}"]
 
 
 def test_experts_are_shared_or_their_matrices_split() -> None:
@@ -173,18 +173,18 @@ CORRECTED = ("loss_fn.use_importance_sampling_correction=true",)
 FILTERS = ("generation.top_p=0.9", "generation.top_k=20", "generation.min_p=0.05")
 
 
-@pytest.mark.parametrize("filters", [[one] for one in FILTERS] + [list(FILTERS)], ids=[*"pkm", "all"])
+@pytest.mark.parametrize("filters", [[remark] for remark in FILTERS] + [list(FILTERS)], ids=[*"pkm", "all"])
 @pytest.mark.parametrize(
     "options",
     [ICEPOP, CORRECTED, ["grpo.seq_logprob_error_threshold=1.5"], [*CORRECTED, "grpo.async_grpo.enabled=true"]],
     ids=["icepop", "correction", "threshold", "asynchronous"],
 )
 def test_filters_that_training_repeats_go_with_what_compares(
-    given: list[str], filters: list[str], options: list[str]
+    base_overrides: list[str], filters: list[str], options: list[str]
 ) -> None:
-    config = compose_config([*given, *filters, *options])
+    config = compose_config([*base_overrides, *filters, *options])
     assert config.generation.has_training_filter
-    assert not any(one.key.startswith("generation.") for one in find_remarks(config))
+    assert not any(remark.key.startswith("generation.") for remark in find_remarks(config))
 
 
 @pytest.mark.parametrize(
@@ -199,46 +199,52 @@ def test_filters_that_training_repeats_go_with_what_compares(
         (["generation.top_p=1.0", "generation.presence_penalty=1"], False),
     ],
 )
-def test_when_training_repeats_the_filter(given: list[str], overrides: list[str], repeats: bool) -> None:
-    config = compose_config([*given, *overrides])
+def test_when_training_repeats_the_filter(base_overrides: list[str], overrides: list[str], repeats: bool) -> None:
+    config = compose_config([*base_overrides, *overrides])
     assert config.generation.has_training_filter == repeats
-    known = make_training_filter(config.generation)
-    assert (known is not None) == repeats
-    if known is not None:
+    training_filter = make_training_filter(config.generation)
+    assert (training_filter is not None) == repeats
+    if training_filter is not None:
         generation = config.generation
-        assert (known.top_k, known.top_p, known.min_p) == (generation.top_k, generation.top_p, generation.min_p)
+        assert (training_filter.top_k, training_filter.top_p, training_filter.min_p) == (
+            generation.top_k,
+            generation.top_p,
+            generation.min_p,
+        )
 
 
 @pytest.mark.parametrize(("proposed", "method"), [(0, "ngram"), (2, "mtp")])
 def test_n_grams_that_nobody_looks_up_are_idle(
-    given: list[str], proposed: int, method: Literal["ngram", "mtp"]
+    base_overrides: list[str], proposed: int, method: Literal["ngram", "mtp"]
 ) -> None:
-    config = compose_config([*given, "generation.engine.speculative.prompt_lookup_max=5"])
+    config = compose_config([*base_overrides, "generation.engine.speculative.prompt_lookup_max=5"])
     config.generation.engine.speculative.num_speculative_tokens = proposed
     config.generation.engine.speculative.method = method
-    (told,) = find_remarks(config)
-    assert told.subject == "generation.engine.speculative.prompt_lookup_max=5"
+    (remark,) = find_remarks(config)
+    assert remark.subject == "generation.engine.speculative.prompt_lookup_max=5"
 
 
-@pytest.mark.parametrize(("size", "engines", "each"), [(None, 2, 256), (7, 2, 4), (8, 2, 4), (9, 4, 3)])
-def test_responses_decoded_together_are_shared_out(given: list[str], size: int | None, engines: int, each: int) -> None:
+@pytest.mark.parametrize(("size", "engines", "share"), [(None, 2, 256), (7, 2, 4), (8, 2, 4), (9, 4, 3)])
+def test_responses_decoded_together_are_shared_out(
+    base_overrides: list[str], size: int | None, engines: int, share: int
+) -> None:
     config = compose_config(
         [
-            *given,
+            *base_overrides,
             f"generation.parallel.data={engines}",
             f"generation.generation_batch_size={'null' if size is None else size}",
         ]
     )
-    assert config.generation.sequences_per_engine == each
+    assert config.generation.sequences_per_engine == share
 
 
-def test_vllm_has_attention_for_the_heads_of_the_model(given: list[str], model: Path) -> None:
+def test_vllm_has_attention_for_the_heads_of_the_model(base_overrides: list[str], model: Path) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # here: vLLM takes long to import
 
     assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
     config = json.loads((model / "config.json").read_text()) | {"head_dim": 16}
     (model / "config.json").write_text(json.dumps(config))
     write_weights(model / "model.safetensors", config)
-    problem = problems_of([*given, "cluster.gpus_per_node=0"])[f"policy.model.path={model}"]
+    problem = problems_of([*base_overrides, "cluster.gpus_per_node=0"])[f"policy.model.path={model}"]
     assert problem.startswith("has heads of 16, for which vLLM has no attention on a CPU; it has 32, 64,")
-    compose_config([*given, "cluster.gpus_per_node=8"])
+    compose_config([*base_overrides, "cluster.gpus_per_node=8"])

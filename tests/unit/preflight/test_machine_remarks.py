@@ -116,11 +116,11 @@ GPUS = "cluster.gpus_per_node=8"
 
 
 @pytest.fixture
-def on_login_node(given: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def on_login_node(base_overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     layout = ["policy.parallel.data=4", "generation.parallel.data=4", "generation.parallel.pipeline=1"]
-    return [*given, GPUS, "policy.parallel.pipeline=1", *layout]
+    return [*base_overrides, GPUS, "policy.parallel.pipeline=1", *layout]
 
 
 def test_rows_files_and_environments_are_checked_without_gpus(
@@ -188,9 +188,9 @@ def test_what_belongs_to_somebody_else(open_folder: Path) -> None:
     (open_folder / "closed").mkdir(mode=0o700)
     assert as_ordinary_user(lambda: check_readable(open_folder / "file")) == "no permission to read it"
     assert as_ordinary_user(lambda: check_readable(open_folder / "closed", "folder")) == "no permission to read it"
-    given = str(open_folder / "new" / "run")
-    ((subject, text),) = as_ordinary_user(lambda: [(p.subject, p.text) for p in check_writable("run_dir", given)])
-    assert (subject, text) == (f"run_dir={given}", f"no permission to write in {open_folder}")
+    run_path = str(open_folder / "new" / "run")
+    ((subject, text),) = as_ordinary_user(lambda: [(p.subject, p.text) for p in check_writable("run_dir", run_path)])
+    assert (subject, text) == (f"run_dir={run_path}", f"no permission to write in {open_folder}")
 
 
 @pytest.mark.parametrize(

@@ -15,19 +15,21 @@ from tests.support.message_table import MessageRow, read_table
 FOLDER = Path(__file__).parent
 
 
-def compose_row(row: MessageRow, given: list[str]) -> ComposedConfig:
-    return compose_checked([*(given if row.base == "model" else row.base.split("  ")), *row.overrides])
+def compose_row(row: MessageRow, base_overrides: list[str]) -> ComposedConfig:
+    return compose_checked([*(base_overrides if row.base == "model" else row.base.split("  ")), *row.overrides])
 
 
 @pytest.mark.parametrize("row", read_table(FOLDER / "refused.txt"), ids=str)
-def test_mistakes_and_what_is_taken(row: MessageRow, given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_and_what_is_taken(
+    row: MessageRow, base_overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    row.check(compose_row(row, given).problems)
+    row.check(compose_row(row, base_overrides).problems)
 
 
 @pytest.mark.parametrize("row", read_table(FOLDER / "remarked.txt"), ids=str)
-def test_settings_that_may_not_be_meant(row: MessageRow, given: list[str]) -> None:
-    row.check(find_remarks(compose_row(row, given).require()))
+def test_settings_that_may_not_be_meant(row: MessageRow, base_overrides: list[str]) -> None:
+    row.check(find_remarks(compose_row(row, base_overrides).require()))
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ VOCAB = SMALL["vocab_size"]
 
 
 @pytest.fixture
-def plain(given: list[str]) -> list[str]:
-    return [*given, "data.apply_chat_template=false"]
+def plain(base_overrides: list[str]) -> list[str]:
+    return [*base_overrides, "data.apply_chat_template=false"]
 
 
 def write_tokenizer(model: Path, words: int, added: tuple[str, ...], **settings: Any) -> None:
@@ -62,31 +62,31 @@ def test_end_tokens_of_the_generation_config_beyond_the_vocabulary(plain: list[s
     load_config(plain)
 
 
-def test_tokens_of_the_chat_template_beyond_the_vocabulary(given: list[str], model: Path) -> None:
+def test_tokens_of_the_chat_template_beyond_the_vocabulary(base_overrides: list[str], model: Path) -> None:
     template = "{{ '<|im_start|>' + messages[0].content }}"
     write_tokenizer(model, VOCAB, ("<|im_start|>", "[PAD]"), eos_token="w1", pad_token="[PAD]", chat_template=template)
-    text = problems_of(given)[f"policy.model.path={model}"]
+    text = problems_of(base_overrides)[f"policy.model.path={model}"]
     assert f"the chat template writes <|im_start|>, which is token {VOCAB}, and" in text
     # A padding token beyond the vocabulary, as fine-tuned Llama models have, is in no prompt.
     write_tokenizer(model, VOCAB, ("[PAD]",), eos_token="w1", pad_token="[PAD]", chat_template=template)
-    load_config(given)
+    load_config(base_overrides)
     (model / "chat_template.jinja").write_text("{{ '[PAD]' }}")
-    assert "the chat template writes [PAD]" in problems_of(given)[f"policy.model.path={model}"]
+    assert "the chat template writes [PAD]" in problems_of(base_overrides)[f"policy.model.path={model}"]
 
 
 def test_a_chat_template_of_the_configuration_stands_in_for_the_tokenizers(
-    given: list[str], model: Path, tmp_path: Path
+    base_overrides: list[str], model: Path, tmp_path: Path
 ) -> None:
     write_tokenizer(model, 8, (), eos_token="w1")
     file = tmp_path / "chat.jinja"
     file.write_text("{{ messages[0].content }}")
-    text = problems_of(given)["data.apply_chat_template=True"]
+    text = problems_of(base_overrides)["data.apply_chat_template=True"]
     assert "has no chat template" in text
     assert "data.chat_template" in text
-    load_config([*given, f"data.chat_template={file}"])
-    load_config([*given, f"data.tasks.math.chat_template={file}"])
-    load_config([*given, "data.tasks.math.apply_chat_template=false"])
-    plain = [*given, "data.apply_chat_template=false"]
+    load_config([*base_overrides, f"data.chat_template={file}"])
+    load_config([*base_overrides, f"data.tasks.math.chat_template={file}"])
+    load_config([*base_overrides, "data.tasks.math.apply_chat_template=false"])
+    plain = [*base_overrides, "data.apply_chat_template=false"]
     load_config(plain)
     subject = "data.tasks.math.apply_chat_template=True"
     assert "has no chat template" in problems_of([*plain, "data.tasks.math.apply_chat_template=true"])[subject]
@@ -154,16 +154,16 @@ def test_a_file_that_is_cut_off(folder: Path) -> None:
     (text,) = find_weight_problems(folder, SHAPE)
     assert text.startswith(f"{file} is not a complete safetensors file")
     assert "not fully covered" in text
-    for left in (0, 5, 100):
+    for length in (0, 5, 100):
         with file.open("r+b") as opened:
-            opened.truncate(left)
+            opened.truncate(length)
         (text,) = find_weight_problems(folder, SHAPE)
         assert text.startswith(f"{file} is not a complete safetensors file")
 
 
 def test_missing_tensors_and_other_shapes(folder: Path) -> None:
     tensors = tensors_of(folder)
-    save_file({name: one for name, one in tensors.items() if name != NORM}, folder / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if name != NORM}, folder / "model.safetensors")
     assert list(find_weight_problems(folder, SHAPE)) == [f"the folder has no tensor {NORM}"]
     save_file({NORM: tensors[NORM]}, folder / "model.safetensors")
     (text,) = find_weight_problems(folder, SHAPE)

@@ -33,14 +33,14 @@ def compress(**sizes: int) -> ModelShape:
 
 
 def config(gpus: int = 8, **fp8: object) -> Config:
-    made = Config()
-    made.cluster.gpus_per_node = gpus
-    made.policy.fp8 = Fp8Config(**{"format": "hybrid", **fp8})
-    return made
+    config = Config()
+    config.cluster.gpus_per_node = gpus
+    config.policy.fp8 = Fp8Config(**{"format": "hybrid", **fp8})
+    return config
 
 
-def problems(made: Config, shape: ModelShape | None = SHAPE) -> dict[str, str]:
-    return {problem.subject: problem.text for problem in find_fp8_problems(made, shape)}
+def problems(config: Config, shape: ModelShape | None = SHAPE) -> dict[str, str]:
+    return {problem.subject: problem.text for problem in find_fp8_problems(config, shape)}
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
@@ -54,8 +54,8 @@ def test_what_fits_is_taken(recipe: str) -> None:
 
 def test_layers_that_transformer_engine_does_not_have_are_refused() -> None:
     text = "Transformer Engine's layers do not express qwen3; use off, with precision=fp8_engines if the engines are "
-    (said,) = problems(config(), replace(SHAPE, post_norms=True)).values()
-    assert said.startswith(text)
+    (problem,) = problems(config(), replace(SHAPE, post_norms=True)).values()
+    assert problem.startswith(text)
 
 
 def test_what_the_device_cannot_do_is_refused_with_what_to_do() -> None:
@@ -68,29 +68,29 @@ def test_what_the_device_cannot_do_is_refused_with_what_to_do() -> None:
     adapted.policy.lora = LoraConfig(rank=4)
     assert problems(adapted)["policy.fp8.format=hybrid"].endswith("use off, or policy.lora.rank=0")
     assert "mxfp8" in problems(config(parameters=True, recipe="mxfp8"))["policy.fp8.parameters=True"]
-    whole = config(parameters=True)
-    whole.policy.optimizer.distributed = False
-    assert "policy.optimizer.distributed=true" in problems(whole)["policy.fp8.parameters=True"]
+    settings = config(parameters=True)
+    settings.policy.optimizer.distributed = False
+    assert "policy.optimizer.distributed=true" in problems(settings)["policy.fp8.parameters=True"]
 
 
 def test_delayed_is_neither_simulated_nor_left_out_of_layers() -> None:
-    found = problems(config(recipe="delayed", simulate=True, first_layers_bf16=1))
-    assert found["policy.fp8.recipe=delayed"].endswith("use tensorwise, blockwise or mxfp8")
-    assert found["policy.fp8.first_layers_bf16=1"].endswith("use 0, or policy.fp8.recipe=tensorwise")
+    refusals = problems(config(recipe="delayed", simulate=True, first_layers_bf16=1))
+    assert refusals["policy.fp8.recipe=delayed"].endswith("use tensorwise, blockwise or mxfp8")
+    assert refusals["policy.fp8.first_layers_bf16=1"].endswith("use 0, or policy.fp8.recipe=tensorwise")
 
 
 def test_more_outer_layers_than_there_are() -> None:
-    made = config(last_layers_bf16=3)
-    made.policy.parallel.pipeline = 2
+    settings = config(last_layers_bf16=3)
+    settings.policy.parallel.pipeline = 2
     text = "is more than the 2 layers that a pipeline rank has"
-    assert problems(made) == {"policy.fp8.last_layers_bf16=3": text}
+    assert problems(settings) == {"policy.fp8.last_layers_bf16=3": text}
     assert problems(config(first_layers_bf16=5, simulate=True)) == {
         "policy.fp8.first_layers_bf16=5": "is more than the 4 layers that the model has"
     }
 
 
 @pytest.mark.parametrize(
-    ("recipe", "tensor", "shape", "what"),
+    ("recipe", "tensor", "shape", "expected"),
     [
         ("blockwise", 1, replace(SHAPE, hidden=192), "multiples of 128, and the model's hidden size is 192; use fewer"),
         ("blockwise", 8, SHAPE, "multiples of 128, and the model's feed-forward width is 512 over 8 ranks; use fewer"),
@@ -103,11 +103,11 @@ def test_more_outer_layers_than_there_are() -> None:
         ("tensorwise", 1, compress(rope_dim=8), "a short vector and a rotated key are 136, and no multiple of 16; use"),
     ],
 )
-def test_sizes_that_are_no_whole_blocks(recipe: str, tensor: int, shape: ModelShape, what: str) -> None:
-    made = config(recipe=recipe)
-    made.policy.parallel = ParallelConfig(tensor=tensor)
-    (text,) = problems(made, shape).values()
-    assert what in text
+def test_sizes_that_are_no_whole_blocks(recipe: str, tensor: int, shape: ModelShape, expected: str) -> None:
+    settings = config(recipe=recipe)
+    settings.policy.parallel = ParallelConfig(tensor=tensor)
+    (text,) = problems(settings, shape).values()
+    assert expected in text
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_gpus_that_are_too_old(
 ) -> None:
     monkeypatch.setattr(checks, "read_gpu_capability", lambda: have)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    found = [problem.text for problem in find_fp8_machine_problems(config(recipe=recipe))]
-    assert len(found) == (text is not None)
-    assert all(str(text) in one for one in found)
+    texts = [problem.text for problem in find_fp8_machine_problems(config(recipe=recipe))]
+    assert len(texts) == (text is not None)
+    assert all(str(text) in refusal for refusal in texts)
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +154,8 @@ def test_the_oldest_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_settings_that_change_nothing_are_named() -> None:
-    def idle(made: Config) -> dict[str, str]:
-        return {problem.subject: problem.text for problem in find_unused_settings(made)}
+    def idle(settings: Config) -> dict[str, str]:
+        return {problem.subject: problem.text for problem in find_unused_settings(settings)}
 
     assert idle(config(format="off", simulate=True)) == {
         "policy.fp8.simulate=True": "needs policy.fp8.format=hybrid or e4m3"
@@ -174,52 +174,52 @@ def test_tokens_are_padded_for_the_products_of_the_device_alone(recipe: str, mul
 
 
 def test_the_value_model_stays_out_of_fp8() -> None:
-    made = config()
-    made.algorithm = "ppo"
-    assert made.value_model is not None
-    assert made.value_model.fp8.format == "off"
+    settings = config()
+    settings.algorithm = "ppo"
+    assert settings.value_model is not None
+    assert settings.value_model.fp8.format == "off"
 
 
 def test_fused_gradients_of_simulated_fp8_are_refused() -> None:
-    made = config(recipe="tensorwise", simulate=True)
-    made.policy.gradient_accumulation_fusion = True
-    (problem,) = find_training_problems(made, SHAPE)
+    settings = config(recipe="tensorwise", simulate=True)
+    settings.policy.gradient_accumulation_fusion = True
+    (problem,) = find_training_problems(settings, SHAPE)
     assert problem.subject == "policy.gradient_accumulation_fusion=True"
     assert "policy.fp8.simulate=True" in problem.text
     assert "use null" in problem.text
 
 
 def test_a_loss_without_a_deterministic_form_on_gpus_is_refused() -> None:
-    made = Config()
-    made.cluster.gpus_per_node = 8
-    made.policy.deterministic = True
-    assert list(find_training_problems(made, None)) == []
-    made.loss_fn.kl_score_function_gradient = True
-    (problem,) = find_training_problems(made, None)
+    settings = Config()
+    settings.cluster.gpus_per_node = 8
+    settings.policy.deterministic = True
+    assert list(find_training_problems(settings, None)) == []
+    settings.loss_fn.kl_score_function_gradient = True
+    (problem,) = find_training_problems(settings, None)
     assert problem.subject == "policy.deterministic=True"
     assert problem.text.startswith("excludes loss_fn.kl_score_function_gradient")
-    made.cluster.gpus_per_node = 0
-    assert list(find_training_problems(made, None)) == []
+    settings.cluster.gpus_per_node = 0
+    assert list(find_training_problems(settings, None)) == []
 
 
-def offload(made: Config) -> None:
-    made.policy.optimizer.cpu_offload = 0.5
+def offload(config: Config) -> None:
+    config.policy.optimizer.cpu_offload = 0.5
 
 
-def own_adam(made: Config) -> None:
-    made.policy.optimizer.precision_aware = True
+def own_adam(config: Config) -> None:
+    config.policy.optimizer.precision_aware = True
 
 
-def adapters(made: Config) -> None:
-    made.policy.lora.rank = 8
+def set_adapters(config: Config) -> None:
+    config.policy.lora.rank = 8
 
 
-def fp8_weights(made: Config) -> None:
-    made.policy.fp8.parameters = True
+def set_fp8_weights(config: Config) -> None:
+    config.policy.fp8.parameters = True
 
 
-def split_heads(made: Config) -> None:
-    made.policy.parallel.tensor = 2 * parse_model_shape(SMALL).key_value_heads
+def split_heads(config: Config) -> None:
+    config.policy.parallel.tensor = 2 * parse_model_shape(SMALL).key_value_heads
 
 
 @pytest.mark.parametrize(
@@ -227,26 +227,26 @@ def split_heads(made: Config) -> None:
     [
         (offload, "excludes policy.optimizer.cpu_offload"),
         (own_adam, "excludes policy.optimizer.precision_aware"),
-        (adapters, "policy.lora.rank=8 trains adapters alone; use adamw"),
-        (fp8_weights, "excludes policy.fp8.parameters"),
+        (set_adapters, "policy.lora.rank=8 trains adapters alone; use adamw"),
+        (set_fp8_weights, "excludes policy.fp8.parameters"),
         (split_heads, "orthogonalizes queries, keys and values apart"),
     ],
 )
 def test_muon_names_what_it_does_not_go_with(change: Callable[[Config], None], text: str) -> None:
-    made = Config()
-    made.cluster.gpus_per_node = 8
-    change(made)
-    assert not list(find_training_problems(made, parse_model_shape(SMALL)))
-    made.policy.optimizer.name = "muon"
-    (problem,) = find_training_problems(made, parse_model_shape(SMALL))
+    config = Config()
+    config.cluster.gpus_per_node = 8
+    change(config)
+    assert not list(find_training_problems(config, parse_model_shape(SMALL)))
+    config.policy.optimizer.name = "muon"
+    (problem,) = find_training_problems(config, parse_model_shape(SMALL))
     assert problem.subject == "policy.optimizer.name=muon"
     assert text in problem.text
 
 
 def test_fields_of_muon_need_it() -> None:
-    made = Config()
-    made.policy.megatron_optimizer = {"muon_split_qkv": False}
-    (problem,) = find_training_problems(made, None)
+    settings = Config()
+    settings.policy.megatron_optimizer = {"muon_split_qkv": False}
+    (problem,) = find_training_problems(settings, None)
     assert problem.subject == "policy.megatron_optimizer.muon_split_qkv=False"
-    made.policy.optimizer.name = "muon"
-    assert not list(find_training_problems(made, None))
+    settings.policy.optimizer.name = "muon"
+    assert not list(find_training_problems(settings, None))

@@ -71,11 +71,11 @@ def test_rows_of_the_public_set_play_the_game(tmp_path: Path) -> None:
 
 def test_an_environment_of_ones_own_says_what_it_reads(tmp_path: Path) -> None:
     kind = f"{__name__}:Guessing"
-    whole = {**PROMPT, "number": 1, "limit": 2}
-    check_scoring(of_rows(tmp_path / "whole.jsonl", kind, whole, whole))
+    full_row = {**PROMPT, "number": 1, "limit": 2}
+    check_scoring(of_rows(tmp_path / "whole.jsonl", kind, full_row, full_row))
     path = tmp_path / "rows.jsonl"
     with pytest.raises(ConfigError) as caught:
-        check_scoring(of_rows(path, kind, whole, {**PROMPT, "number": 1}))
+        check_scoring(of_rows(path, kind, full_row, {**PROMPT, "number": 1}))
     (problem,) = caught.value.problems
     assert problem.subject == f"env.game.type={kind}"
     assert problem.text == f"needs the column limit, which rows of {path} lack; all have number, prompt"

@@ -65,12 +65,12 @@ def test_fields_against_the_libraries_own_classes() -> None:
 
     for table, problems_in in ((MEGATRON, megatron_problems), (VLLM, vllm_problems)):
         values = {section: {name: value for name, (value, _) in fields.items()} for section, fields in table.items()}
-        found = {problem.key: problem.text for problem in problems_in(values)}
+        field_problems = {problem.key: problem.text for problem in problems_in(values)}
         expected = {
             f"{section}.{name}": text for section, fields in table.items() for name, (_, text) in fields.items()
         }
-        assert found.keys() == {key for key, text in expected.items() if text}
-        for key, text in found.items():
+        assert field_problems.keys() == {key for key, text in expected.items() if text}
+        for key, text in field_problems.items():
             assert expected[key] in text, key
 
 
@@ -86,45 +86,47 @@ def test_what_the_run_sets_itself_is_a_field_of_the_libraries() -> None:
 
 
 def test_a_wrong_field_is_refused_at_start_and_a_library_that_is_missing_is_named(
-    given: list[str], monkeypatch: pytest.MonkeyPatch
+    base_overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands = []
 
-    def run(command: list[str], **others: Any) -> subprocess.CompletedProcess[str]:
+    def run(command: list[str], **keywords: Any) -> subprocess.CompletedProcess[str]:
         commands.append(command)
         return subprocess.CompletedProcess(command, 0, f"a line of the library\n{json.dumps([['a=1', 'is wrong']])}\n")
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert problems_of([*given, f"{ARGS}.block_size=16"]) == {"a=1": "is wrong"}
+    assert problems_of([*base_overrides, f"{ARGS}.block_size=16"]) == {"a=1": "is wrong"}
     assert [command[-1].count("generation.engine_arguments") for command in commands] == [1]
     monkeypatch.setattr(
-        subprocess, "run", lambda command, **others: subprocess.CompletedProcess(command, 1, "", "Error: why")
+        subprocess, "run", lambda command, **keywords: subprocess.CompletedProcess(command, 1, "", "Error: why")
     )
-    text = problems_of([*given, f"{ARGS}.block_size=16"])[f"{ARGS}.block_size=16"]
+    text = problems_of([*base_overrides, f"{ARGS}.block_size=16"])[f"{ARGS}.block_size=16"]
     assert text == "cannot be checked: vLLM cannot be imported here: Error: why"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    text = problems_of([*given, "policy.ddp.bucket_size=16"])["policy.ddp.bucket_size=16"]
+    text = problems_of([*base_overrides, "policy.ddp.bucket_size=16"])["policy.ddp.bucket_size=16"]
     assert text == "cannot be checked: Megatron-Core is not installed here"
 
 
 @pytest.mark.parametrize("form", ["{}", "+{}", "++{}"])
-def test_fields_are_given_as_any_other_key(given: list[str], form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fields_are_given_as_any_other_key(
+    base_overrides: list[str], form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if form != "{}":  # the form is read before any library is asked
         answer = subprocess.CompletedProcess([], 0, "[]\n")
-        monkeypatch.setattr(subprocess, "run", lambda command, **others: answer)
+        monkeypatch.setattr(subprocess, "run", lambda command, **keywords: answer)
     fields = ["policy.megatron.attention_softmax_in_fp32=false", f"{ARGS}.compilation_config={{cudagraph_mode: NONE}}"]
-    config = compose_config([*given, *(form.format(one) for one in fields)])
+    config = compose_config([*base_overrides, *(form.format(field) for field in fields)])
     assert config.policy.megatron == {"attention_softmax_in_fp32": False}
     assert config.generation.engine_args == {"compilation_config": {"cudagraph_mode": "NONE"}}
     assert config.policy.ddp == {}
 
 
-def test_no_field_passed_on_starts_no_process(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "run", lambda *command, **others: pytest.fail("a process"))
-    assert check_overrides(given).problems == []
+def test_no_field_passed_on_starts_no_process(base_overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *command, **keywords: pytest.fail("a process"))
+    assert check_overrides(base_overrides).problems == []
 
 
-def test_composing_alone_leaves_fields_as_they_are(given: list[str]) -> None:
-    composed = compose_typed([*given, "policy.megatron.nonsense=1"])
+def test_composing_alone_leaves_fields_as_they_are(base_overrides: list[str]) -> None:
+    composed = compose_typed([*base_overrides, "policy.megatron.nonsense=1"])
     assert composed.problems == []
     assert composed.values["policy"]["megatron"] == {"nonsense": 1}

@@ -20,14 +20,14 @@ SHAPE = parse_model_shape(SMALL)
 
 
 def config(**policy: object) -> Config:
-    made = Config()
+    config = Config()
     for name, value in {"quantization": "int8", **policy}.items():
-        setattr(made.policy, name, value)
-    return made
+        setattr(config.policy, name, value)
+    return config
 
 
-def problems(made: Config, shape: ModelShape | None = SHAPE) -> dict[str, str]:
-    return {problem.subject: problem.text for problem in find_quantization_problems(made, shape)}
+def problems(config: Config, shape: ModelShape | None = SHAPE) -> dict[str, str]:
+    return {problem.subject: problem.text for problem in find_quantization_problems(config, shape)}
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8", None])
@@ -63,7 +63,7 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_value_model_is_not_quantised() -> None:
-    made = config()
-    made.algorithm = "ppo"
-    assert made.value_model is not None
-    assert made.value_model.quantization is None
+    settings = config()
+    settings.algorithm = "ppo"
+    assert settings.value_model is not None
+    assert settings.value_model.quantization is None

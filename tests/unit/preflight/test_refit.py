@@ -14,20 +14,20 @@ SHAPE = replace(parse_model_shape(SMALL), hidden=256, head_dim=128, ffn_hidden=5
 """Eight heads and four key/value heads in four layers."""
 
 
-def config(**given: Any) -> Config:
-    made = Config()
-    made.policy.precision = "bfloat16"
-    made.generation.engine_args = {"quantization": "fp8_per_block"}
-    made.refit.fp8_blocks = True
-    for name, value in given.items():
-        setattr(made.refit, name, value)
-    return made
+def config(**base_overrides: Any) -> Config:
+    config = Config()
+    config.policy.precision = "bfloat16"
+    config.generation.engine_args = {"quantization": "fp8_per_block"}
+    config.refit.fp8_blocks = True
+    for name, value in base_overrides.items():
+        setattr(config.refit, name, value)
+    return config
 
 
-def problems(made: Config) -> list[str]:
-    found = list(find_refit_problems(made, SHAPE))
-    assert {problem.subject for problem in found} <= {"refit.fp8_blocks=True"}
-    return [problem.text for problem in found]
+def problems(config: Config) -> list[str]:
+    refit_problems = list(find_refit_problems(config, SHAPE))
+    assert {problem.subject for problem in refit_problems} <= {"refit.fp8_blocks=True"}
+    return [problem.text for problem in refit_problems]
 
 
 def test_what_fits_is_taken() -> None:
@@ -52,8 +52,8 @@ def test_another_mode_or_another_engine_is_refused_with_what_to_do() -> None:
 
 
 def test_a_block_that_two_ranks_share_is_named() -> None:
-    made = config()
-    made.generation.parallel.tensor = 8
-    [text] = problems(made)
+    settings = config()
+    settings.generation.parallel.tensor = 8
+    [text] = problems(settings)
     assert "gate_proj.weight on engine ranks: 0 to 64 of (512, 256) (and " in text
     assert text.endswith("use fewer tensor-parallel ranks, or false")

@@ -30,14 +30,14 @@ def read_shape(family: str) -> ModelShape:
     return parse_model_shape(json.loads(Path(f"tests/data/hf_configs/{family}/config.json").read_text()))
 
 
-def on_gpus(**given: Any) -> Config:
-    made = Config()
-    made.cluster.gpus_per_node = 8
-    made.policy.parallel.data = 64
-    made.generation.parallel.data = 8
-    for name, value in given.items():
-        setattr(made.generation, name, value)
-    return made
+def on_gpus(**base_overrides: Any) -> Config:
+    config = Config()
+    config.cluster.gpus_per_node = 8
+    config.policy.parallel.data = 64
+    config.generation.parallel.data = 8
+    for name, value in base_overrides.items():
+        setattr(config.generation, name, value)
+    return config
 
 
 def test_memory_of_the_communicator_is_bounded_by_peers_on_the_same_machine() -> None:
@@ -59,8 +59,8 @@ def test_vllm_that_leaves_too_little_for_the_communicator_is_remarked_on() -> No
     assert remark.text.startswith(text)
     [remark] = find_refit_remarks(config, None, H100)
     nbytes = 81559 * 2**20  # as nvidia-smi shows an H100
-    free, whole = re.findall(r"([\d.]+) GB", remark.text)[:2]
-    assert float(whole) == pytest.approx(nbytes / 1e9, rel=0.02)
+    free, total = re.findall(r"([\d.]+) GB", remark.text)[:2]
+    assert float(total) == pytest.approx(nbytes / 1e9, rel=0.02)
     assert float(free) == pytest.approx(0.02 * nbytes / 1e9, rel=0.05)
     config.generation.engine.gpu_memory_utilization = float(remark.text.rpartition("use at most ")[2])
     assert list(find_refit_remarks(config, None, None)) == []
@@ -82,8 +82,8 @@ def test_vllm_that_leaves_too_little_for_the_communicator_is_remarked_on() -> No
 def test_engines_convert_what_their_kernels_do_not_take(
     family: str, arguments: dict[str, Any], on_hopper: bool, on_blackwell: bool
 ) -> None:
-    made, shape = on_gpus(engine_args=arguments), read_shape(family)
-    assert [needs_conversion(made, shape, gpu) for gpu in (None, H100, B200)] == [on_hopper, on_hopper, on_blackwell]
+    config, shape = on_gpus(engine_args=arguments), read_shape(family)
+    assert [needs_conversion(config, shape, gpu) for gpu in (None, H100, B200)] == [on_hopper, on_hopper, on_blackwell]
 
 
 def test_a_layer_that_is_converted_is_counted_before_and_after_its_conversion() -> None:
@@ -92,27 +92,27 @@ def test_a_layer_that_is_converted_is_counted_before_and_after_its_conversion() 
     whole_on_each_rank = 7168 * (1536 + 512 + 64)
     divided = 1536 * 128 * (128 + 64) + 512 * 128 * (128 + 128) + 128 * 128 * 7168 + 3 * 7168 * 2048
     layer = experts + whole_on_each_rank + divided // 8
-    made = on_gpus()
-    made.generation.parallel.tensor = 8
-    assert estimate_open_bytes(made, shape, H100) == 0, "the kernel for bfloat16 takes plain weights"
-    made.policy.precision = "bfloat16"
-    assert estimate_open_bytes(made, shape, B200) == 2 * 2 * experts
-    made.generation.engine_args = {"quantization": "fp8_per_block"}
-    assert estimate_open_bytes(made, shape, H100) == 2 * 2 * layer
-    made.refit.fp8_blocks = True
-    assert estimate_open_bytes(made, shape, H100) == 2 * layer
-    made.generation.engine.gpu_memory_utilization = 0.94
-    assert list(find_refit_remarks(made, None, None)) == []
-    [remark] = find_refit_remarks(made, shape, None)
+    config = on_gpus()
+    config.generation.parallel.tensor = 8
+    assert estimate_open_bytes(config, shape, H100) == 0, "the kernel for bfloat16 takes plain weights"
+    config.policy.precision = "bfloat16"
+    assert estimate_open_bytes(config, shape, B200) == 2 * 2 * experts
+    config.generation.engine_args = {"quantization": "fp8_per_block"}
+    assert estimate_open_bytes(config, shape, H100) == 2 * 2 * layer
+    config.refit.fp8_blocks = True
+    assert estimate_open_bytes(config, shape, H100) == 2 * layer
+    config.generation.engine.gpu_memory_utilization = 0.94
+    assert list(find_refit_remarks(config, None, None)) == []
+    [remark] = find_refit_remarks(config, shape, None)
     assert remark.text.endswith("conversion of a layer 2.9); use at most 0.92")
 
 
 @pytest.mark.parametrize("gpu", [H100, B200], ids=lambda gpu: gpu.name)
 def test_plan_and_check_give_one_verdict(gpu: Any) -> None:
-    made, shape = on_gpus(engine_args={"quantization": "fp8_per_block"}), read_shape("llama3_1_8b")
-    needed = sum(list_refit_parts(made, shape, gpu).values())
+    config, shape = on_gpus(engine_args={"quantization": "fp8_per_block"}), read_shape("llama3_1_8b")
+    needed = sum(list_refit_parts(config, shape, gpu).values())
     for share in (0.5, 0.9, 0.95, 0.98, 0.99):
-        made.generation.engine.gpu_memory_utilization = share
-        remarks = list(find_refit_remarks(made, shape, gpu))
+        config.generation.engine.gpu_memory_utilization = share
+        remarks = list(find_refit_remarks(config, shape, gpu))
         assert bool(remarks) == (share * gpu.memory_gib * 2**30 + needed > gpu.memory_gib * 2**30)
-        assert [problem for problem in find_room_problems(made, shape, gpu) if problem in remarks] == remarks
+        assert [problem for problem in find_room_problems(config, shape, gpu) if problem in remarks] == remarks

@@ -19,15 +19,18 @@ REPLAY = "policy.moe.replay_routing=true"
 ON_GPUS = ["cluster.gpus_per_node=8"]
 
 
-def problems(given: list[str], *overrides: str, shape: ModelShape | None = None) -> dict[str, str]:
+def problems(base_overrides: list[str], *overrides: str, shape: ModelShape | None = None) -> dict[str, str]:
     """Subject -> text, of a model with experts unless another is given; the file of the run's model has none."""
-    config = compose_config([*given, *(one for one in overrides if one != REPLAY)])
+    config = compose_config([*base_overrides, *(override for override in overrides if override != REPLAY)])
     config.policy.moe.replay_routing = REPLAY in overrides
-    return {one.subject: one.text for one in find_layout_problems(config, shape or parse_model_shape(QWEN3_MOE))}
+    return {
+        override.subject: override.text
+        for override in find_layout_problems(config, shape or parse_model_shape(QWEN3_MOE))
+    }
 
 
-def test_frozen_routers_learn_nothing_from_losses(given: list[str]) -> None:
-    config = compose_config(given)
+def test_frozen_routers_learn_nothing_from_losses(base_overrides: list[str]) -> None:
+    config = compose_config(base_overrides)
     config.policy.moe.freeze_router, config.policy.moe.z_loss_coeff = True, 0.1
     (problem,) = find_layout_problems(config, parse_model_shape(QWEN3_MOE))
     assert problem.subject == "policy.moe.z_loss_coeff=0.1"
@@ -38,12 +41,12 @@ def test_frozen_routers_learn_nothing_from_losses(given: list[str]) -> None:
     assert problem.subject == "policy.moe.freeze_router=True"
 
 
-def test_a_model_without_experts_replays_nothing(given: list[str]) -> None:
+def test_a_model_without_experts_replays_nothing(base_overrides: list[str]) -> None:
     dense = parse_model_shape(SMALL)
-    assert problems(given, REPLAY, shape=dense) == {
+    assert problems(base_overrides, REPLAY, shape=dense) == {
         "policy.moe.replay_routing=True": "the model has no experts; use false"
     }
-    assert problems(given, shape=dense) == {}
+    assert problems(base_overrides, shape=dense) == {}
 
 
 @pytest.mark.parametrize(
@@ -64,25 +67,25 @@ def test_a_model_without_experts_replays_nothing(given: list[str]) -> None:
     ],
 )
 def test_settings_with_which_engines_do_not_record(
-    given: list[str], overrides: list[str], subject: str, text: str
+    base_overrides: list[str], overrides: list[str], subject: str, text: str
 ) -> None:
-    assert problems(given, *overrides) == {}
-    ((found, message),) = problems(given, REPLAY, *overrides).items()
-    assert found == subject
+    assert problems(base_overrides, *overrides) == {}
+    ((problem, message),) = problems(base_overrides, REPLAY, *overrides).items()
+    assert problem == subject
     assert text in message
     assert "policy.moe.replay_routing" in message
 
 
-def test_settings_with_which_they_do(given: list[str]) -> None:
+def test_settings_with_which_they_do(base_overrides: list[str]) -> None:
     speculative = "generation.engine.speculative={method: ngram, num_speculative_tokens: 2}"
-    assert problems(given, REPLAY, *ON_GPUS, "generation.parallel.tensor=2", speculative) == {}
+    assert problems(base_overrides, REPLAY, *ON_GPUS, "generation.parallel.tensor=2", speculative) == {}
     eager = "generation.engine.enforce_eager=true"
-    assert problems(given, REPLAY, eager, "generation.engine.enable_prefix_caching=false") == {}
+    assert problems(base_overrides, REPLAY, eager, "generation.engine.enable_prefix_caching=false") == {}
 
 
-def test_bytes_on_hosts_are_those_of_every_copy(given: list[str]) -> None:
+def test_bytes_on_hosts_are_those_of_every_copy(base_overrides: list[str]) -> None:
     """Two layers with experts, 2 of 8 chosen in 6 bits: a byte a layer."""
-    config = compose_config([*given, "grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=3"])
+    config = compose_config([*base_overrides, "grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=3"])
     config.policy.moe.replay_routing = True
     shape = parse_model_shape({**QWEN3_MOE, "mlp_only_layers": [0, 2]})
     assert count_routed_bytes(config, shape, 100) == 2 * 100 * 12 * (1 + 1 + 1), "rollouts, partitions, one rank"
@@ -94,8 +97,8 @@ def test_bytes_on_hosts_are_those_of_every_copy(given: list[str]) -> None:
     assert count_routed_bytes(config, shape, 100) == 0
 
 
-def test_what_a_machine_cannot_hold_is_said(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    config, shape = compose_config(given), parse_model_shape(QWEN3_MOE)
+def test_what_a_machine_cannot_hold_is_said(base_overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config, shape = compose_config(base_overrides), parse_model_shape(QWEN3_MOE)
     config.policy.moe.replay_routing = True
     needed = count_routed_bytes(config, shape, config.policy.max_total_sequence_length)
     assert needed > 0

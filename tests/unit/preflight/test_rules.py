@@ -59,13 +59,13 @@ def list_values(hint: Any, value: Any) -> list[Any]:
     if origin is Literal:
         return [choice for choice in arguments if choice != value]
     if origin in (types.UnionType, typing.Union):
-        return [other for argument in arguments for other in list_values(argument, value)]
+        return [setting for argument in arguments for setting in list_values(argument, value)]
     if hint is bool:
         return [not value]
     number = 0 if value is None or isinstance(value, str) else value
     numbers = [number + 1, 2, 3] if hint is int else [number + 0.25, number / 2, 0.5, 1.5, -0.5]
     texts = ["val_reward"] if hint is str else []
-    return [other for other in (numbers if hint in (int, float) else texts) if other != value]
+    return [setting for setting in (numbers if hint in (int, float) else texts) if setting != value]
 
 
 def list_leaves(section: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
@@ -82,14 +82,14 @@ def change_keys(config: Config) -> Iterator[tuple[str, Config]]:
     """Every key of the loss and the loop with another valid value, one at a time."""
     for section in ("loss_fn", config.loop_name):
         for key, hint, value in list_leaves(getattr(config, section), f"{section}."):
-            for other in list_values(hint, value):
+            for setting in list_values(hint, value):
                 try:
-                    TypeAdapter(hint).validate_python(other)
+                    TypeAdapter(hint).validate_python(setting)
                 except ValidationError:
                     continue
                 changed: Any = copy.deepcopy(config)
                 *sections, name = key.split(".")
-                setattr(functools.reduce(getattr, sections, changed), name, other)
+                setattr(functools.reduce(getattr, sections, changed), name, setting)
                 yield key, changed
                 break
             else:

@@ -13,9 +13,9 @@ from megatron_grpo.preflight.environment_checks import check_scoring
 from megatron_grpo.preflight.load import compose_config
 
 
-def test_an_endpoint_that_others_reach_has_a_token(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_that_others_reach_has_a_token(base_overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
-    compose_config([*given, "generation.endpoint.enabled=true", "generation.endpoint.host=0.0.0.0"])
+    compose_config([*base_overrides, "generation.endpoint.enabled=true", "generation.endpoint.host=0.0.0.0"])
 
 
 class AskingEnvironment(Environment):
@@ -27,11 +27,11 @@ class AskingEnvironment(Environment):
         raise AssertionError("nothing is scored before a start")
 
 
-def test_an_environment_that_asks_the_model_needs_the_endpoint(given: list[str]) -> None:
+def test_an_environment_that_asks_the_model_needs_the_endpoint(base_overrides: list[str]) -> None:
     kind = f"env.math.type={__name__}:{AskingEnvironment.__name__}"
     with pytest.raises(ConfigError) as caught:
-        check_scoring(compose_config([*given, kind]))
+        check_scoring(compose_config([*base_overrides, kind]))
     (problem,) = caught.value.problems
     assert problem.subject == kind
     assert "give generation.endpoint.enabled=true" in problem.text
-    check_scoring(compose_config([*given, kind, "generation.endpoint.enabled=true"]))
+    check_scoring(compose_config([*base_overrides, kind, "generation.endpoint.enabled=true"]))

@@ -152,8 +152,8 @@ def test_what_fits(shape: ModelShape, layout: dict[str, Any]) -> None:
 def test_what_does_not_fit_is_told_with_what_does(
     shape: ModelShape, layout: dict[str, Any], subject: str, text: str
 ) -> None:
-    found = problems(shape, **layout)
-    assert text in found[f"policy.parallel.{subject}"]
+    split_problems = problems(shape, **layout)
+    assert text in split_problems[f"policy.parallel.{subject}"]
 
 
 def test_a_layout_that_delta_nets_exclude_is_told_once() -> None:
@@ -164,12 +164,12 @@ def test_a_layout_that_delta_nets_exclude_is_told_once() -> None:
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_a_dense_width_that_no_layer_has_is_split_by_nobody(tensor: int) -> None:
     """Qwen3's and other mixtures state one whether or not a layer is dense."""
-    whole = replace(EXPERTS, ffn_hidden=97)
+    wider = replace(EXPERTS, ffn_hidden=97)
     layout = {"tensor": tensor, "sequence": True, "expert": 2}
-    assert problems(whole, **layout) == problems(EXPERTS, **layout)
-    assert not [problem for problem in check_engines_of(whole, tensor) if "feed-forward width" in problem]
-    assert whole.experts is not None
-    mixed = replace(whole, experts=replace(whole.experts, layers=(False,) + (True,) * 11))
+    assert problems(wider, **layout) == problems(EXPERTS, **layout)
+    assert not [problem for problem in check_engines_of(wider, tensor) if "feed-forward width" in problem]
+    assert wider.experts is not None
+    mixed = replace(wider, experts=replace(wider.experts, layers=(False,) + (True,) * 11))
     for texts in (problems(mixed, **layout).values(), check_engines_of(mixed, tensor)):
         assert any("does not divide the model's 97 feed-forward width" in text for text in texts)
 

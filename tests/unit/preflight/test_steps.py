@@ -13,12 +13,12 @@ from tests.support.config_problems import problems_of
 
 
 @pytest.fixture
-def sized(given: list[str], tmp_path: Path) -> list[str]:
+def sized(base_overrides: list[str], tmp_path: Path) -> list[str]:
     """100 rows, 8 prompts a step."""
     rows = tmp_path / "hundred.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": str(n)}) + "\n" for n in range(100)))
-    others = [one for one in given if not one.startswith("data.train_path")]
-    return [*others, f"data.train_path={rows}", "grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=2"]
+    overrides = [override for override in base_overrides if not override.startswith("data.train_path")]
+    return [*overrides, f"data.train_path={rows}", "grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=2"]
 
 
 def test_the_steps_are_those_of_the_epochs(sized: list[str]) -> None:
@@ -28,10 +28,10 @@ def test_the_steps_are_those_of_the_epochs(sized: list[str]) -> None:
 
 
 def test_mixed_sets_count_by_their_weights(sized: list[str]) -> None:
-    path = next(one for one in sized if one.startswith("data.train_path")).partition("=")[2]
-    others = [one for one in sized if not one.startswith("data.train_path")]
+    path = next(override for override in sized if override.startswith("data.train_path")).partition("=")[2]
+    overrides = [override for override in sized if not override.startswith("data.train_path")]
     sets = [f"data.train_sets.a.path={path}", f"data.train_sets.b.path={path}", "data.train_sets.b.weight=0.5"]
-    assert load_config([*others, *sets, "grpo.max_num_steps=-1"]).grpo.max_num_steps == 150 // 8
+    assert load_config([*overrides, *sets, "grpo.max_num_steps=-1"]).grpo.max_num_steps == 150 // 8
 
 
 @pytest.mark.parametrize(
@@ -42,18 +42,18 @@ def test_mixed_sets_count_by_their_weights(sized: list[str]) -> None:
     ],
 )
 def test_a_weight_that_leaves_too_few_rows_is_refused(sized: list[str], weight: str, subject: str, text: str) -> None:
-    path = next(one for one in sized if one.startswith("data.train_path")).partition("=")[2]
-    others = [one for one in sized if not one.startswith("data.train_path")]
+    path = next(override for override in sized if override.startswith("data.train_path")).partition("=")[2]
+    overrides = [override for override in sized if not override.startswith("data.train_path")]
     sets = [f"data.train_sets.a.path={path}", f"data.train_sets.a.weight={weight}"]
-    ((about, told),) = problems_of([*others, *sets]).items()
+    ((about, problem),) = problems_of([*overrides, *sets]).items()
     assert about.startswith(subject)
-    assert text in told
+    assert text in problem
 
 
-def test_a_stream_needs_a_number(given: list[str]) -> None:
-    others = [one for one in given if not one.startswith("data.train_path")]
+def test_a_stream_needs_a_number(base_overrides: list[str]) -> None:
+    overrides = [override for override in base_overrides if not override.startswith("data.train_path")]
     stream = ["data.train_path=some/name", "data.streaming=true"]
-    assert problems_of([*others, *stream, "grpo.max_num_steps=-1"]) == {
+    assert problems_of([*overrides, *stream, "grpo.max_num_steps=-1"]) == {
         "grpo.max_num_steps=-1": "needs rows that can be counted, and they are streamed; give a number of steps"
     }
 

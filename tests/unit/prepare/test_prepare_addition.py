@@ -39,7 +39,7 @@ def test_problems_are_right_and_held_out_ones_are_nowhere_else(folder: Path) -> 
         assert row == {"prompt": f"{a}+{b}=", "answer": f"{int(a) + int(b):03}", "task_name": "addition"}
     warmup = {lesson.row["prompt"] for lesson in split_lessons("addition")[0]}
     sets = [warmup, {row["prompt"] for row in train}, {row["prompt"] for row in val}]
-    assert len(set.union(*sets)) == sum(len(each) for each in sets) == 90 * 90
+    assert len(set.union(*sets)) == sum(len(problems) for problems in sets) == 90 * 90
 
 
 def test_the_model_is_between_guessing_and_knowing(folder: Path) -> None:

@@ -26,11 +26,11 @@ NAMES = ["calculator", "two_tasks"]
 @pytest.fixture(scope="module", params=NAMES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What is made under the folder's name, by a warm-up of one step."""
-    made = tmp_path_factory.mktemp("prepare") / request.param
+    path = tmp_path_factory.mktemp("prepare") / request.param
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(RECIPES[made.name], "warmup_steps_max", 1)
-        prepare(made.name, made)
-    return made
+        patch.setitem(RECIPES[path.name], "warmup_steps_max", 1)
+        prepare(path.name, path)
+    return path
 
 
 def test_held_out_problems_are_nowhere_else(folder: Path) -> None:
@@ -43,10 +43,10 @@ def test_held_out_problems_are_nowhere_else(folder: Path) -> None:
 def test_the_tokenizer_makes_of_a_conversation_what_the_model_was_taught(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     lessons = split_lessons(folder.name)[2][::16]
-    tokens, said = encode_lessons(lessons, CONVERSATION_VOCABULARY)
+    tokens, masks = encode_lessons(lessons, CONVERSATION_VOCABULARY)
     renderer = PromptRenderer(load_tokenizer(folder / "model"), PromptFormat(apply_chat_template=False))
     end = CONVERSATION_VOCABULARY[EOS]
-    for lesson, ids, own in zip(lessons, tokens, said, strict=True):
+    for lesson, ids, mask in zip(lessons, tokens, masks, strict=True):
         expected, by_model = tokenizer(lesson.row["prompt"])["input_ids"], 0
         for text, model in lesson.turns:
             turn = renderer.encode_later_turn([{"role": "tool", "content": text}], end)
@@ -55,8 +55,8 @@ def test_the_tokenizer_makes_of_a_conversation_what_the_model_was_taught(folder:
             assert tokenizer.decode(turn) == text
         assert ids[: len(expected)].tolist() == expected
         assert set(ids[len(expected) :].tolist()) <= {CONVERSATION_VOCABULARY[PAD]}
-        assert int(own.sum()) == by_model
-        assert torch.equal(own[: len(lesson.row["prompt"])], torch.zeros(len(lesson.row["prompt"]), dtype=torch.bool))
+        assert int(mask.sum()) == by_model
+        assert torch.equal(mask[: len(lesson.row["prompt"])], torch.zeros(len(lesson.row["prompt"]), dtype=torch.bool))
 
 
 def test_a_lesson_is_what_its_environment_would_say(folder: Path) -> None:

@@ -87,7 +87,7 @@ class Environment:
 
     async def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
         self.jobs.append(requests)
-        return [EnvironmentReturn(float(one.state), True) for one in requests]
+        return [EnvironmentReturn(float(request.state), True) for request in requests]
 
 
 class Engine:
@@ -138,21 +138,21 @@ def test_calls_become_one_trajectory_and_what_the_agent_returns_is_scored() -> N
 
     engine = Engine()
     trajectories, environment = rollouts(agent, engine)
-    for sample, one in enumerate(trajectories):
-        assert (one.group, one.sample, one.prompt_idx, one.failure) == (3, sample, 40, None)
-        assert one.token_ids.tolist() == [5, 6, 8, 3, 7, 9, 6, 7]
-        assert one.spans == [Span(3, 5, 4), Span(6, 8, 4)]
-        assert one.logprobs.tolist()[0::2] == [-1.0, -1.0]
-        assert one.response == "<3><6>"
-        assert one.truncated
-        assert one.reward == 11.0
-        assert one.routed is not None
-        assert one.routed[:, 0].tolist() == [3, 3, 3, 3, 6, 6, 6], "each token keeps those of its first pass"
+    for sample, trajectory in enumerate(trajectories):
+        assert (trajectory.group, trajectory.sample, trajectory.prompt_idx, trajectory.failure) == (3, sample, 40, None)
+        assert trajectory.token_ids.tolist() == [5, 6, 8, 3, 7, 9, 6, 7]
+        assert trajectory.spans == [Span(3, 5, 4), Span(6, 8, 4)]
+        assert trajectory.logprobs.tolist()[0::2] == [-1.0, -1.0]
+        assert trajectory.response == "<3><6>"
+        assert trajectory.truncated
+        assert trajectory.reward == 11.0
+        assert trajectory.routed is not None
+        assert trajectory.routed[:, 0].tolist() == [3, 3, 3, 3, 6, 6, 6], "each token keeps those of its first pass"
     assert {request.seed for request in engine.asked} == {
         compute_sample_seed(5, 2, 40, sample, turn) for sample in range(2) for turn in range(2)
     }
     (job,) = environment.jobs
-    assert [one.state for one in job] == [11, 11]
+    assert [trajectory.state for trajectory in job] == [11, 11]
 
 
 @pytest.mark.parametrize("silent", [True, False])
@@ -163,7 +163,7 @@ def test_an_agent_that_fails_or_asks_nothing_is_a_failed_rollout(silent: bool) -
 
     trajectories, _ = rollouts(agent, Engine())
     text = "environment task: its agent ended without asking the model" if silent else "environment task: ValueError"
-    assert [one.failure for one in trajectories] == [text, text]
+    assert [trajectory.failure for trajectory in trajectories] == [text, text]
     assert trajectories[0].reward is None
 
 
@@ -218,7 +218,7 @@ def test_an_engine_that_fails_under_an_agent_is_the_engines_failure() -> None:
     with pytest.raises(SamplingError, match="the engine is gone"):
         rollouts(agent, Engine(SamplingError("the engine is gone")))
     trajectories, _ = rollouts(agent, Engine(RolloutFailure("it was given up")))
-    assert [one.failure for one in trajectories] == ["it was given up"] * 2
+    assert [trajectory.failure for trajectory in trajectories] == ["it was given up"] * 2
 
 
 @pytest.mark.parametrize("asked_before", [False, True])
@@ -234,7 +234,7 @@ def test_an_agent_that_passes_over_a_failure_of_the_engine_is_a_failed_rollout(a
 
     engine = Engine()
     trajectories, environment = rollouts(agent, engine)
-    assert [one.failure for one in trajectories] == ["it was given up"] * 2
+    assert [trajectory.failure for trajectory in trajectories] == ["it was given up"] * 2
     assert environment.jobs == []
 
 
@@ -249,7 +249,7 @@ def test_an_agent_may_ask_again_what_the_engine_failed_over() -> None:
 
     engine = Engine()
     trajectories, _ = rollouts(agent, engine)
-    assert [(one.failure, one.reward) for one in trajectories] == [(None, 1.0)] * 2
+    assert [(trajectory.failure, trajectory.reward) for trajectory in trajectories] == [(None, 1.0)] * 2
 
 
 def test_an_agent_may_go_on_after_a_refused_call() -> None:
@@ -260,7 +260,7 @@ def test_an_agent_may_go_on_after_a_refused_call() -> None:
         return 1
 
     trajectories, _ = rollouts(agent, Engine())
-    assert [one.token_ids.tolist() for one in trajectories] == [[5, 1, 7]] * 2
+    assert [trajectory.token_ids.tolist() for trajectory in trajectories] == [[5, 1, 7]] * 2
 
 
 def test_branches_and_new_beginnings_become_segments() -> None:
@@ -271,18 +271,18 @@ def test_branches_and_new_beginnings_become_segments() -> None:
         await model.complete([4])  # an edited history: 1 7
         return 3
 
-    (one, _), _ = rollouts(agent, Engine())
-    assert one.segment_tokens == [7, 7, 3]
-    assert one.token_ids.tolist() == [5, 6, 2, 7, 8, 5, 7, 5, 6, 2, 7, 9, 5, 7, 4, 1, 7]
-    assert one.spans == [Span(2, 4, 4), Span(5, 7, 4), Span(12, 14, 4), Span(15, 17, 4)]
-    assert one.segments == one.outcome.segments == [[7, 4], [7, 2], [3, 2]]
-    assert (one.tokens, one.response_tokens, one.reward) == (17, 8, 3.0)
-    assert one.routed is not None
-    assert one.routed[:, 0].tolist() == [2, 2, 2, 5, 5, 5, 0, 5, 5, 5, 5, 5, 5, 0, 1, 1]
-    parts = one.split_segments()
+    (trajectory, _), _ = rollouts(agent, Engine())
+    assert trajectory.segment_tokens == [7, 7, 3]
+    assert trajectory.token_ids.tolist() == [5, 6, 2, 7, 8, 5, 7, 5, 6, 2, 7, 9, 5, 7, 4, 1, 7]
+    assert trajectory.spans == [Span(2, 4, 4), Span(5, 7, 4), Span(12, 14, 4), Span(15, 17, 4)]
+    assert trajectory.segments == trajectory.outcome.segments == [[7, 4], [7, 2], [3, 2]]
+    assert (trajectory.tokens, trajectory.response_tokens, trajectory.reward) == (17, 8, 3.0)
+    assert trajectory.routed is not None
+    assert trajectory.routed[:, 0].tolist() == [2, 2, 2, 5, 5, 5, 0, 5, 5, 5, 5, 5, 5, 0, 1, 1]
+    parts = trajectory.split_segments()
     assert [part.token_ids.tolist() for part in parts] == [[5, 6, 2, 7, 8, 5, 7], [5, 6, 2, 7, 9, 5, 7], [4, 1, 7]]
     assert [part.spans for part in parts] == [[Span(2, 4, 4), Span(5, 7, 4)], [Span(5, 7, 4)], [Span(1, 3, 4)]]
-    assert np.concatenate([part.logprobs for part in parts]).tolist() == one.logprobs.tolist()
+    assert np.concatenate([part.logprobs for part in parts]).tolist() == trajectory.logprobs.tolist()
     assert [len(part.routed) for part in parts if part.routed is not None] == [6, 6, 2]
 
 
@@ -341,22 +341,24 @@ def test_every_sampled_token_is_trained_on_exactly_once(actions: list[tuple[int,
     sole: Any = replace(BATCH_SETTINGS, samples_per_prompt=1, max_total_sequence_length=1000)
     group: Any = GroupRollout(3, DATUM, sole, Branching(), Environment(agent), Host(2000))  # type: ignore[arg-type]
     asyncio.run(group.sample(group.engines))
-    ((one, _),) = group._sampled
-    assert one.failure is None
-    trained = [token for part in one.split_segments() for token in part.response_ids.tolist()]
+    ((prompt_group, _),) = group._sampled
+    assert prompt_group.failure is None
+    trained = [token for part in prompt_group.split_segments() for token in part.response_ids.tolist()]
     assert sorted(trained) == sorted(prompts), "each one once"
-    for part in one.split_segments():
+    for part in prompt_group.split_segments():
         logprobs = iter(part.logprobs.tolist())
         for span in part.spans:
-            for place in range(span.start, span.end):
-                token = int(part.token_ids[place])
-                assert part.token_ids[:place].tolist() == prompts[token], "behind the tokens that it was drawn behind"
+            for position in range(span.start, span.end):
+                token = int(part.token_ids[position])
+                assert part.token_ids[:position].tolist() == prompts[token], (
+                    "behind the tokens that it was drawn behind"
+                )
                 assert next(logprobs) == -token / 8
         assert next(logprobs, None) is None
-    versions = {int(one.token_ids[span.start]) % 5 for span in one.spans}
-    assert versions == {span.version for span in one.spans}
-    assert one.response_tokens == sum(sampled for _, sampled in one.sequences) == len(trained)
-    batch = StepBatch.from_outcomes(Config(), [one.outcome])
+    versions = {int(prompt_group.token_ids[span.start]) % 5 for span in prompt_group.spans}
+    assert versions == {span.version for span in prompt_group.spans}
+    assert prompt_group.response_tokens == sum(sampled for _, sampled in prompt_group.sequences) == len(trained)
+    batch = StepBatch.from_outcomes(Config(), [prompt_group.outcome])
     assert int(batch.response_tokens.sum()) == len(trained)
-    arrays = [concatenate_trajectories([part]) for part in one.split_segments()]
+    arrays = [concatenate_trajectories([part]) for part in prompt_group.split_segments()]
     assert sorted(int(token) for array in arrays for token in array["token_ids"][array["sampled"]]) == sorted(trained)

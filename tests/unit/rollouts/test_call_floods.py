@@ -34,12 +34,12 @@ def test_bodies_that_never_come_are_bounded(model: str) -> None:
             writer.write(head(path, key, length=100))
         await asyncio.sleep(0.5)
         waiting = [asyncio.create_task(reader.readline()) for reader, _ in opened]
-        done, pending = await asyncio.wait(waiting, timeout=0.5)
+        finished, pending = await asyncio.wait(waiting, timeout=0.5)
         for task in pending:
             task.cancel()
         for _, writer in opened:
             writer.close()
-        return [task.result() for task in done]
+        return [task.result() for task in finished]
 
     lines = ask(model, agent)
     assert [line.split()[1] for line in lines] == [b"429"] * 6
@@ -50,19 +50,19 @@ def test_responses_of_a_rollout_are_read_one_at_a_time(model: str) -> None:
         endpoint = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=None, tokenizer=model))
         await endpoint.start()
         talk = Conversation(Engine(), SETTINGS, endpoint.get_renderer("task", PromptFormat()), lambda turn: turn, 40)
-        reading, most = 0, 0
+        reading, peak = 0, 0
 
         async def read(output: GenerationOutput, text: str, number: int) -> dict[str, Any]:
-            nonlocal reading, most
+            nonlocal reading, peak
             reading += 1
-            most = max(most, reading)
+            peak = max(peak, reading)
             await asyncio.sleep(0.01)
             reading -= 1
             return {"role": "assistant", "content": text}
 
         await asyncio.gather(*(talk.chat([{"role": "user", "content": "ab"}], read=read) for _ in range(8)))
         await endpoint.runner.cleanup()
-        return most
+        return peak
 
     assert asyncio.run(scene()) == 1
 

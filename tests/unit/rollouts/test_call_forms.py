@@ -132,17 +132,20 @@ def test_no_call_is_an_error_of_the_server(model: str) -> None:
 
 @pytest.mark.parametrize("path", PROTOCOLS)
 def test_bodies_and_methods(model: str, path: str) -> None:
-    whole = json.dumps(PROTOCOLS[path][1]).encode()
+    full_body = json.dumps(PROTOCOLS[path][1]).encode()
     cases: list[tuple[str, dict[str, str], bytes, int]] = [
-        ("POST", {}, whole, 200),
-        ("POST", {"Content-Encoding": "gzip"}, gzip.compress(whole), 200),
-        ("POST", {"Content-Encoding": "gzip"}, gzip.compress(whole)[:-12], 400),
-        ("POST", {"Content-Encoding": "gzip"}, whole, 400),
-        ("POST", {"Content-Type": "text/plain"}, whole, 415),
-        ("POST", {"Content-Type": "multipart/form-data; boundary=a"}, whole, 415),
-        ("POST", {"Content-Type": "application/json; charset=utf-16"}, whole, 200),
-        *(("POST", {}, body, 400) for body in (b"", whole[:-1], whole + b"}", b"[]", b'"a"', b"1", b"\xff\xfe", b"\0")),
-        *((method, {}, whole, 405) for method in ("GET", "PUT", "PATCH", "DELETE", "OPTIONS")),
+        ("POST", {}, full_body, 200),
+        ("POST", {"Content-Encoding": "gzip"}, gzip.compress(full_body), 200),
+        ("POST", {"Content-Encoding": "gzip"}, gzip.compress(full_body)[:-12], 400),
+        ("POST", {"Content-Encoding": "gzip"}, full_body, 400),
+        ("POST", {"Content-Type": "text/plain"}, full_body, 415),
+        ("POST", {"Content-Type": "multipart/form-data; boundary=a"}, full_body, 415),
+        ("POST", {"Content-Type": "application/json; charset=utf-16"}, full_body, 200),
+        *(
+            ("POST", {}, body, 400)
+            for body in (b"", full_body[:-1], full_body + b"}", b"[]", b'"a"', b"1", b"\xff\xfe", b"\0")
+        ),
+        *((method, {}, full_body, 405) for method in ("GET", "PUT", "PATCH", "DELETE", "OPTIONS")),
     ]
 
     async def scene() -> None:

@@ -34,9 +34,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {text: number for number, text in enumerate([*SPECIAL, *LETTERS])}
     core = Tokenizer(models.BPE(vocabulary, [("a", "b")], unk_token="<unk>"))
     core.decoder = decoders.Fuse()
-    made = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", chat_template=TEMPLATE)
-    made.add_special_tokens({"additional_special_tokens": ["<start>", "<end>"]})
-    return made
+    fast_tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", chat_template=TEMPLATE)
+    fast_tokenizer.add_special_tokens({"additional_special_tokens": ["<start>", "<end>"]})
+    return fast_tokenizer
 
 
 class Script:
@@ -61,13 +61,13 @@ class Script:
 
 @pytest.fixture
 def talk(tokenizer: Any) -> Callable[..., tuple[DirectConversation, Script]]:
-    def made(*answers: list[int], longest: int = 200) -> tuple[DirectConversation, Script]:
+    def begin(*answers: list[int], longest: int = 200) -> tuple[DirectConversation, Script]:
         engine = Script(tokenizer, answers)
         return DirectConversation(
             engine, SETTINGS, PromptRenderer(tokenizer, PromptFormat()), lambda turn: 100 + turn, longest
         ), engine
 
-    return made
+    return begin
 
 
 def ids(tokenizer: Any, text: str) -> list[int]:
@@ -95,7 +95,7 @@ def test_a_chat_goes_on_from_the_very_tokens_that_were_sampled(talk: Any, tokeni
     between = ids(tokenizer, "<start>user:more<end><start>assistant:")  # the end was sampled
     assert engine.asked[0].prompt_ids.tolist() == begin
     assert engine.asked[1].prompt_ids.tolist() == [*begin, *apart, END, *between]
-    assert [one.seed for one in engine.asked] == [100, 101]
+    assert [request.seed for request in engine.asked] == [100, 101]
     assert conversation.last.tokens.tolist() == [*begin, *apart, END, *between, *apart]
 
 
@@ -179,11 +179,11 @@ def test_a_call_that_continues_nothing_begins_a_segment(
 
     asyncio.run(agent())
     assert engine.asked[1].prompt_ids.tolist() == ids(tokenizer, f"<start>{context}<end><start>assistant:")
-    first, other = conversation.list_segments()
+    first, second_segment = conversation.list_segments()
     between = ids(tokenizer, "<start>user:x<end><start>assistant:")
     begin = ids(tokenizer, "<start>user:hi<end><start>assistant:")
     assert [piece.tolist() for piece in first.pieces] == [begin, [letter, END], between, [letter]]
-    assert [piece.tolist() for piece in other.pieces] == [engine.asked[1].prompt_ids.tolist(), [END]]
+    assert [piece.tolist() for piece in second_segment.pieces] == [engine.asked[1].prompt_ids.tolist(), [END]]
 
 
 def test_a_shortened_history_continues_the_response_that_it_still_has(talk: Any, tokenizer: Any) -> None:
@@ -282,7 +282,7 @@ GENERIC = (
 
 
 @pytest.mark.parametrize(
-    ("message", "tools", "lost"),
+    ("message", "tools", "field"),
     [
         ({"role": "developer", "content": "be brief"}, None, "message 1, of the role developer"),
         ({"role": "context", "content": "a b"}, None, "message 1, of the role context"),
@@ -291,24 +291,24 @@ GENERIC = (
     ],
 )
 def test_a_call_whose_message_the_template_leaves_out_is_refused(
-    tokenizer: Any, message: dict[str, Any], tools: Any, lost: str
+    tokenizer: Any, message: dict[str, Any], tools: Any, field: str
 ) -> None:
     """The model would answer without it, and the agent would not know."""
     engine = Script(tokenizer, [[7, END], [8, END]])
     prompts = PromptFormat(chat_template=GENERIC, system_prompt=None)
     talk = DirectConversation(engine, SETTINGS, PromptRenderer(tokenizer, prompts), lambda turn: turn, 200)
-    with pytest.raises(BadCallError, match=f"the chat template leaves out {lost}, so the model would not see it"):
+    with pytest.raises(BadCallError, match=f"the chat template leaves out {field}, so the model would not see it"):
         asyncio.run(talk.chat([message, user("hi")], tools))
     assert not engine.asked
     asyncio.run(talk.chat([user("hi")]))
     answered = {"role": "assistant", "content": talk.last.output.text}
-    later = lost.replace("message 1", "message 3")
+    later = field.replace("message 1", "message 3")
     with pytest.raises(BadCallError, match=f"leaves out {later}"):
         asyncio.run(talk.chat([user("hi"), answered, message, user("more")], tools))
 
 
 def test_a_call_that_ends_in_the_assistants_turn_is_continued(talk: Any, tokenizer: Any) -> None:
-    """As a prompt of the data that ends so; the tokens of later calls go on from those that were sampled."""
+    """As a prompt of the data; the tokens of later calls go on from those that were sampled."""
     conversation, engine = talk([7, END], [8, END])
     opened = [user("hi"), {"role": "assistant", "content": "a"}]
 

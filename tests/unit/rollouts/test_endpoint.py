@@ -61,7 +61,9 @@ class Engine:
         )
 
 
-def ask(model: str, what: Ask, *, token: str | None = "right", key: str | None = None, failing: bool = False) -> Any:
+def ask(
+    model: str, question: Ask, *, token: str | None = "right", key: str | None = None, failing: bool = False
+) -> Any:
     """What an agent gets in a rollout."""
 
     async def rollout() -> Any:
@@ -73,7 +75,7 @@ def ask(model: str, what: Ask, *, token: str | None = "right", key: str | None =
         try:
             with endpoint.open_rollout(talk) as access:
                 client = AsyncOpenAI(base_url=access.base_url, api_key=key or access.token, max_retries=0)
-                return await what(client, access, endpoint)
+                return await question(client, access, endpoint)
         finally:
             await endpoint.runner.cleanup()
 
@@ -93,7 +95,7 @@ def test_chat(model: str) -> None:
     (choice,) = first.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "de", "stop")
     assert choice.model_extra["token_ids"] == ANSWER
-    assert [(one.token, one.logprob) for one in choice.logprobs.content] == [("d", -0.25), ("e", -1.5)]
+    assert [(entry.token, entry.logprob) for entry in choice.logprobs.content] == [("d", -0.25), ("e", -1.5)]
     assert first.usage.prompt_tokens == len("abi")
     assert second.usage.prompt_tokens == len("abi") + len(ANSWER) + len("ici")
 
@@ -103,17 +105,17 @@ def test_streams_say_what_answers_say(model: str) -> None:
         call: dict[str, Any] = {"model": access.model, "messages": [{"role": "user", "content": "ab"}], "n": 2}
         options = {"stream": True, "stream_options": {"include_usage": True}}
         chunks = [chunk async for chunk in await client.chat.completions.create(**call, **options)]
-        whole = await client.chat.completions.create(**call)
+        full_stream = await client.chat.completions.create(**call)
         texts = [part async for part in await client.completions.create(model="policy", prompt=[1, 2], stream=True)]
-        return chunks, whole, texts
+        return chunks, full_stream, texts
 
-    chunks, whole, texts = ask(model, agent)
+    chunks, full_stream, texts = ask(model, agent)
     parts = [[chunk.choices[0] for chunk in chunks if chunk.choices and chunk.choices[0].index == i] for i in (0, 1)]
     assert ["".join(part.delta.content or "" for part in choice) for choice in parts] == ["de", "de"]
     assert [choice[-1].finish_reason for choice in parts] == ["stop", "stop"]
     assert [choice[-1].model_extra["token_ids"] for choice in parts] == [ANSWER, ANSWER]
-    assert chunks[-1].usage == whole.usage
-    assert whole.usage.completion_tokens == 4
+    assert chunks[-1].usage == full_stream.usage
+    assert full_stream.usage.completion_tokens == 4
     assert "".join(part.choices[0].text for part in texts) == "de"
 
 
@@ -167,10 +169,12 @@ def test_tool_calls_are_objects_and_their_results_continue_the_conversation(mode
             first = await client.chat.completions.create(messages=messages, **call)
         message = first.choices[0].message
         assert first.choices[0].finish_reason == "tool_calls"
-        assert [one.function.name for one in message.tool_calls or []] == ["add", "add"]
+        assert [tool_call.function.name for tool_call in message.tool_calls or []] == ["add", "add"]
         assert message.model_extra["reasoning_content"] == "d"
         messages.append(message.model_dump(include={"role", "content", "tool_calls"}))
-        messages += [{"role": "tool", "tool_call_id": one.id, "content": "c"} for one in message.tool_calls or []]
+        messages += [
+            {"role": "tool", "tool_call_id": tool_call.id, "content": "c"} for tool_call in message.tool_calls or []
+        ]
         second = await client.chat.completions.create(messages=messages, **call)
         (open_rollout,) = endpoint._open.values()
         return second, open_rollout.conversation.list_segments()
@@ -241,9 +245,9 @@ def test_completions_and_models(model: str) -> None:
 )
 def test_what_would_not_be_trained_on_as_sampled_is_refused(model: str, call: dict[str, Any], text: str) -> None:
     async def agent(client: AsyncOpenAI, access: ModelAccess, _: Endpoint) -> Any:
-        given: dict[str, Any] = {"model": access.model, "messages": [{"role": "user", "content": "a"}], **call}
+        request: dict[str, Any] = {"model": access.model, "messages": [{"role": "user", "content": "a"}], **call}
         with pytest.raises(openai.BadRequestError, match=text):
-            await client.chat.completions.create(**given)
+            await client.chat.completions.create(**request)
 
     ask(model, agent)
 
@@ -285,15 +289,15 @@ def test_an_address_that_is_taken_is_told(model: str) -> None:
         first = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=None, tokenizer=model))
         await first.start()
         second = Endpoint(EndpointSettings(host="127.0.0.1", port=first.port, token=None, tokenizer=model))
-        told = rf"generation.endpoint.host=127.0.0.1 and port={first.port}"
-        with pytest.raises(SamplingError, match=told):
+        pattern = rf"generation.endpoint.host=127.0.0.1 and port={first.port}"
+        with pytest.raises(SamplingError, match=pattern):
             await second.start()
         await first.runner.cleanup()
 
     asyncio.run(twice())
 
 
-async def sent(port: int, *pieces: bytes, pause_s: float = 0.0) -> tuple[int | None, float]:
+async def send_pieces(port: int, *pieces: bytes, pause_s: float = 0.0) -> tuple[int | None, float]:
     """Send a request in pieces; the answer's status and seconds. None: the connection was closed without an answer."""
     began = time.monotonic()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -312,10 +316,10 @@ async def sent(port: int, *pieces: bytes, pause_s: float = 0.0) -> tuple[int | N
 
 
 def head(path: str, *headers: str, length: int | str) -> bytes:
-    kind = [] if any(one.startswith("Content-Type") for one in headers) else ["Content-Type: application/json"]
-    host = [] if any(one.startswith("Host") for one in headers) else ["Host: 127.0.0.1"]
-    given = [*host, *kind, f"Content-Length: {length}", *headers]
-    return "\r\n".join([f"POST {path} HTTP/1.1", *given, "", ""]).encode()
+    kind = [] if any(header.startswith("Content-Type") for header in headers) else ["Content-Type: application/json"]
+    host = [] if any(header.startswith("Host") for header in headers) else ["Host: 127.0.0.1"]
+    lines = [*host, *kind, f"Content-Length: {length}", *headers]
+    return "\r\n".join([f"POST {path} HTTP/1.1", *lines, "", ""]).encode()
 
 
 MESSAGE = b'{"messages": [{"role": "user", "content": "a"}]'
@@ -349,8 +353,8 @@ MESSAGE = b'{"messages": [{"role": "user", "content": "a"}]'
 def test_malformed_and_foreign_requests_are_refused(model: str, headers: list[str], body: bytes, status: int) -> None:
     async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
         path = f"{access.base_url.partition(str(endpoint.port))[2]}/chat/completions"
-        key = [] if any("Authorization" in one for one in headers) else [f"Authorization: Bearer {access.token}"]
-        return await sent(endpoint.port, head(path, *headers, *key, length=len(body)) + body)
+        key = [] if any("Authorization" in header for header in headers) else [f"Authorization: Bearer {access.token}"]
+        return await send_pieces(endpoint.port, head(path, *headers, *key, length=len(body)) + body)
 
     assert ask(model, agent)[0] == status
 
@@ -359,8 +363,8 @@ def test_malformed_and_foreign_requests_are_refused(model: str, headers: list[st
 def test_another_method_gets_405(model: str, method: str) -> None:
     async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
         path = f"{access.base_url.partition(str(endpoint.port))[2]}/chat/completions"
-        whole = head(path, f"Authorization: Bearer {access.token}", length=0)
-        return await sent(endpoint.port, whole.replace(b"POST", method.encode(), 1))
+        answer_head = head(path, f"Authorization: Bearer {access.token}", length=0)
+        return await send_pieces(endpoint.port, answer_head.replace(b"POST", method.encode(), 1))
 
     assert ask(model, agent)[0] == 405
 
@@ -373,9 +377,9 @@ def test_a_huge_request_gets_413(model: str, length: str, monkeypatch: pytest.Mo
         path = f"{access.base_url.partition(str(endpoint.port))[2]}/chat/completions"
         key = f"Authorization: Bearer {access.token}"
         if length == "header":
-            return await sent(endpoint.port, head(path, key, length=5000) + b"x" * 5000)
+            return await send_pieces(endpoint.port, head(path, key, length=5000) + b"x" * 5000)
         chunked = head(path, key, length=0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
-        return await sent(endpoint.port, chunked, *[b"1f4\r\n" + b"x" * 500 + b"\r\n"] * 10, b"0\r\n\r\n")
+        return await send_pieces(endpoint.port, chunked, *[b"1f4\r\n" + b"x" * 500 + b"\r\n"] * 10, b"0\r\n\r\n")
 
     assert ask(model, agent)[0] == 413
 
@@ -386,16 +390,16 @@ def test_a_slow_request_is_ended(model: str, part: str, status: int | None, monk
 
     async def agent(client: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
         path = f"{access.base_url.partition(str(endpoint.port))[2]}/chat/completions"
-        whole = head(path, f"Authorization: Bearer {access.token}", length=1000)
-        pieces = [whole] if part == "body" else []
-        slow = [bytes([byte]) for byte in (b" " * 200 if part == "body" else whole)]
-        found = await sent(endpoint.port, *pieces, *slow, pause_s=0.05)
+        request_head = head(path, f"Authorization: Bearer {access.token}", length=1000)
+        pieces = [request_head] if part == "body" else []
+        slow = [bytes([byte]) for byte in (b" " * 200 if part == "body" else request_head)]
+        actual = await send_pieces(endpoint.port, *pieces, *slow, pause_s=0.05)
         messages: list[Any] = [{"role": "user", "content": "a"}]
         await client.chat.completions.create(model=access.model, messages=messages)
-        return found
+        return actual
 
-    found, seconds = ask(model, agent)
-    assert found == status
+    actual, seconds = ask(model, agent)
+    assert actual == status
     assert seconds < 5
 
 

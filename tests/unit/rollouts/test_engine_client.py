@@ -47,7 +47,7 @@ class FakeActor:
         self.abort = SimpleNamespace(remote=lambda call, indices: self.aborted.append((call, indices)))
 
     async def _generate(self, requests: Any, settings: SamplingSettings, call: str) -> AsyncIterator[Any]:
-        seeds = [one.seed for one in requests.value]
+        seeds = [request.seed for request in requests.value]
         self.calls.append((call, seeds, settings))
         for answers in self.answer(seeds):
             future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -107,7 +107,7 @@ def test_what_is_asked_in_one_moment_is_one_call_in_its_order() -> None:
         client = EngineClient(actor, 0, "w")
         first = await asyncio.gather(*(client.generate(request(seed), SETTINGS) for seed in (5, 3, 9)))
         second = await client.generate(request(1), SETTINGS)
-        return actor, [one.text for one in [*first, second]]
+        return actor, [result.text for result in [*first, second]]
 
     actor, texts = asyncio.run(scene())
     assert texts == ["5", "3", "9", "1"]
@@ -120,8 +120,8 @@ def test_requests_with_other_settings_are_another_call() -> None:
     async def scene() -> FakeActor:
         actor = FakeActor()
         client = EngineClient(actor, 0, "w")
-        asked = [(1, SETTINGS), (2, SETTINGS), (3, greedy)]
-        await asyncio.gather(*(client.generate(request(seed), settings) for seed, settings in asked))
+        requests = [(1, SETTINGS), (2, SETTINGS), (3, greedy)]
+        await asyncio.gather(*(client.generate(request(seed), settings) for seed, settings in requests))
         return actor
 
     assert [(seeds, settings) for _, seeds, settings in asyncio.run(scene()).calls] == [
@@ -134,8 +134,8 @@ def test_a_request_that_is_given_up_fails_alone() -> None:
     async def scene() -> list[Any]:
         actor = FakeActor(lambda seeds: [[(0, response(seeds[0])), (1, "no memory for it")]])
         client = EngineClient(actor, 0, "w")
-        asked = (client.generate(request(seed), SETTINGS) for seed in (1, 2))
-        return await asyncio.gather(*asked, return_exceptions=True)
+        requests = (client.generate(request(seed), SETTINGS) for seed in (1, 2))
+        return await asyncio.gather(*requests, return_exceptions=True)
 
     good, bad = asyncio.run(scene())
     assert good.text == "1"
@@ -150,15 +150,15 @@ def test_an_engine_that_fails_fails_everybody_who_waits(answered: int) -> None:
     async def scene() -> list[Any]:
         actor = FakeActor(lambda seeds: [*one_by_one(seeds)[:answered], error])
         client = EngineClient(actor, 3, "w")
-        asked = (client.generate(request(seed), SETTINGS) for seed in (1, 2, 3))
-        results = await asyncio.gather(*asked, return_exceptions=True)
+        requests = (client.generate(request(seed), SETTINGS) for seed in (1, 2, 3))
+        results = await asyncio.gather(*requests, return_exceptions=True)
         assert not client.is_busy
         return results
 
     results = asyncio.run(scene())
-    assert [isinstance(one, SamplingError) for one in results] == [True, True, not answered]
+    assert [isinstance(result, SamplingError) for result in results] == [True, True, not answered]
     text = "generation: generation engine 3 failed with RuntimeError: out of order"
-    assert {str(one)[: len(text)] for one in results if isinstance(one, SamplingError)} == {text}
+    assert {str(result)[: len(text)] for result in results if isinstance(result, SamplingError)} == {text}
 
 
 def test_an_answer_that_makes_no_sense_leaves_nobody_waiting() -> None:
@@ -203,17 +203,17 @@ def test_at_the_deadline_the_late_engines_are_lost_and_named() -> None:
     async def scene() -> Any:
         late = [EngineClient(FakeActor(lambda _: [], then_wait=True), index, "w") for index in (1, 2)]
         pool = Engines([EngineClient(FakeActor(), 0, "w"), *late])
-        asked = [asyncio.create_task(client.generate(request(1), SETTINGS)) for client in pool.clients]
-        await asked[0]
+        tasks = [asyncio.create_task(client.generate(request(1), SETTINGS)) for client in pool.clients]
+        await tasks[0]
         watching = asyncio.create_task(pool.mark_overdue_lost(0.1))
         losses = await pool.wait_for_losses()
         watching.cancel()
-        return losses, await asyncio.gather(*asked, return_exceptions=True)
+        return losses, await asyncio.gather(*tasks, return_exceptions=True)
 
     losses, (good, *bad) = asyncio.run(scene())
     assert good.text == "1"
     text = "generation: no answer from generation engine 1, generation engine 2 within 0.1 s"
-    assert [(isinstance(one, EngineLostError), str(one)[: len(text)]) for one in bad] == [(True, text)] * 2
+    assert [(isinstance(error, EngineLostError), str(error)[: len(text)]) for error in bad] == [(True, text)] * 2
     assert {number: (loss.restarts, loss.reason[: len(text)]) for number, loss in losses.items()} == {
         1: (0, text),
         2: (0, text),
@@ -227,10 +227,10 @@ def test_the_deadline_of_an_engine_that_was_replaced_begins_anew() -> None:
         watching = asyncio.create_task(pool.mark_overdue_lost(0.4))
         await asyncio.sleep(0.3)
         client.replace(FakeActor(lambda _: [], then_wait=True))
-        asked = asyncio.create_task(client.generate(request(1), SETTINGS))
+        task = asyncio.create_task(client.generate(request(1), SETTINGS))
         await asyncio.sleep(0.3)
         early = client.loss is not None
-        await asyncio.wait([asked], timeout=5)
+        await asyncio.wait([task], timeout=5)
         watching.cancel()
         return early, client.loss is not None
 
@@ -243,9 +243,9 @@ def test_what_a_lost_engine_has_not_answered_can_be_asked_of_the_next(error: Exc
         old, new = FakeActor(lambda seeds: [*one_by_one(seeds)[:1], error]), FakeActor()
         client = EngineClient(old, 0, "w")
         pool = Engines([client])
-        asked = [asyncio.create_task(client.generate(request(seed), SETTINGS)) for seed in (1, 2, 3)]
+        tasks = [asyncio.create_task(client.generate(request(seed), SETTINGS)) for seed in (1, 2, 3)]
         losses = await pool.wait_for_losses()
-        first = await asyncio.gather(*asked, return_exceptions=True)
+        first = await asyncio.gather(*tasks, return_exceptions=True)
         with pytest.raises(EngineLostError):
             await client.generate(request(4), SETTINGS)
         waiting = asyncio.create_task(client.wait_replaced())
@@ -254,10 +254,10 @@ def test_what_a_lost_engine_has_not_answered_can_be_asked_of_the_next(error: Exc
         client.replace(new)
         await waiting
         again = await asyncio.gather(*(client.generate(request(seed), SETTINGS) for seed in (1, 2)))
-        return losses, first, [one.text for one in again], new.calls, client.restarts
+        return losses, first, [result.text for result in again], new.calls, client.restarts
 
     losses, first, again, calls, restarts = asyncio.run(scene())
-    assert [isinstance(one, EngineLostError) for one in first] == [True, True, False]
+    assert [isinstance(result, EngineLostError) for result in first] == [True, True, False]
     assert losses[0].reason.startswith("generation: generation engine 0 ")
     assert again == ["1", "2"]
     assert [seeds for _, seeds, _ in calls] == [[1, 2]]
@@ -275,11 +275,11 @@ def test_the_end_of_an_engine_that_was_replaced_before_it_was_noticed_is_no_loss
                 yield
 
         client = EngineClient(Dying(), 0, "w")
-        asked = asyncio.create_task(client.generate(request(1), SETTINGS))
+        task = asyncio.create_task(client.generate(request(1), SETTINGS))
         await asyncio.sleep(0.01)
         client.replace(FakeActor())
         ends.set()
-        (answer,) = await asyncio.gather(asked, return_exceptions=True)
+        (answer,) = await asyncio.gather(task, return_exceptions=True)
         await asyncio.sleep(0.1)
         return answer, client.loss, (await client.generate(request(2), SETTINGS)).text
 
@@ -298,4 +298,4 @@ def test_an_engine_that_nobody_replaces_fails_everybody_who_needs_it() -> None:
         return await asyncio.gather(waiting, client.generate(request(1), SETTINGS), return_exceptions=True)
 
     results = asyncio.run(scene())
-    assert [(type(one), str(one)) for one in results] == [(SamplingError, "it burns; no other")] * 2
+    assert [(type(result), str(result)) for result in results] == [(SamplingError, "it burns; no other")] * 2

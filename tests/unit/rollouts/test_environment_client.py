@@ -53,8 +53,11 @@ class FakeProcess:
     @staticmethod
     def _answer(method: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         if method is EnvironmentWorker.score:
-            responses = [one.response for one in arguments[0]]
-            return ["it raised" if one == "raise" else EnvironmentReturn(float(len(one)), True) for one in responses]
+            responses = [request.response for request in arguments[0]]
+            return [
+                "it raised" if request == "raise" else EnvironmentReturn(float(len(request)), True)
+                for request in responses
+            ]
         return Turn(state=arguments) if arguments[0] != "raise" else "it raised"
 
 
@@ -82,7 +85,10 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeProcess]]:
 
 
 def job(*responses: str) -> list[EnvironmentRequest]:
-    return [EnvironmentRequest(prompt="p", response=one, stop_reason="stop", extra_env_info={}) for one in responses]
+    return [
+        EnvironmentRequest(prompt="p", response=response, stop_reason="stop", extra_env_info={})
+        for response in responses
+    ]
 
 
 def scores(handle: Handle, *groups: tuple[str, ...]) -> list[list[Any]]:
@@ -145,10 +151,10 @@ def test_who_stops_waiting_is_not_asked_for() -> None:
         client = EnvironmentClient(handle, RolloutClock())
         await client.start()
         given_up = asyncio.create_task(client.score(job("x")))
-        kept = asyncio.create_task(client.score(job("y")))
+        task = asyncio.create_task(client.score(job("y")))
         await asyncio.sleep(0)
         given_up.cancel()
-        assert [one.reward for one in await kept] == [1.0]  # type: ignore[union-attr]
+        assert [result.reward for result in await task] == [1.0]  # type: ignore[union-attr]
 
     asyncio.run(scene())
     assert handle.actors[0].calls == [("y",)]
@@ -321,10 +327,10 @@ def test_repeated_calls_are_answered_while_others_keep_coming() -> None:
             while True:
                 await client.step("sound", "text", 7)
 
-        others = [asyncio.create_task(keep_asking()) for _ in range(8)]
+        tasks = [asyncio.create_task(keep_asking()) for _ in range(8)]
         async with asyncio.timeout(2):
             turn = await client.step("again", "text", 7, is_repeated=True)
-        for task in others:
+        for task in tasks:
             task.cancel()
         return turn
 

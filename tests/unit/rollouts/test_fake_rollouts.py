@@ -14,8 +14,8 @@ from tests.support.fake_rollouts import FakeRollouts
     "name", ["make_settings", "collect", "begin", "build_partitions", "compute", "fetch", "put", "dump", "wait_dump"]
 )
 def test_a_call_that_the_fake_takes_the_real_one_takes(name: str) -> None:
-    def taken(pool: type) -> list[tuple[str, object, object]]:
+    def list_parameters(pool: type) -> list[tuple[str, object, object]]:
         parameters = inspect.signature(getattr(pool, name)).parameters.values()
-        return [(one.name, one.kind, one.default) for one in parameters]
+        return [(parameter.name, parameter.kind, parameter.default) for parameter in parameters]
 
-    assert taken(FakeRollouts) == taken(RolloutPool)
+    assert list_parameters(FakeRollouts) == list_parameters(RolloutPool)

@@ -122,7 +122,7 @@ def run(
         )
         client = EnvironmentClient(handle, RolloutClock())
         await client.start()
-        done = []
+        finished = []
         for number, texts in enumerate(groups):
             settings = RolloutSettings(
                 samples_per_prompt=len(texts),
@@ -136,8 +136,8 @@ def run(
             engine: Any = Engine(*texts, seconds=engine_s)
             group = GroupRollout(number, DATUM, settings, engine, client)
             await group.sample(engine)
-            done.append(await group.score())
-        return done
+            finished.append(await group.score())
+        return finished
 
     return asyncio.run(scene())
 
@@ -210,9 +210,9 @@ def test_a_server_that_is_down_is_nobodys_fault() -> None:
                 raise ValueError("no verdict") from error
         return [1.0] * len(completions)
 
-    (group, more) = run(scored_by(ask), ["a", "b"], ["a", "x"])
+    (group, next_group) = run(scored_by(ask), ["a", "b"], ["a", "x"])
     assert verdicts(group) == [(1.0, False, False)] * 2
-    assert verdicts(more) == [(None, False, True)] * 2
+    assert verdicts(next_group) == [(None, False, True)] * 2
 
 
 def test_a_sample_alone_is_compared_with_other_prompts() -> None:
@@ -322,7 +322,7 @@ def test_a_server_that_is_lost_or_down_for_everybody_leaves_the_loss() -> None:
     assert verdicts(alone) == [(None, False, True)], "no other response shows that the environment works"
 
 
-def _chained(kind: type[Exception]) -> Exception:
+def _make_chained(kind: type[Exception]) -> Exception:
     try:
         try:
             raise kind("inner")
@@ -339,8 +339,8 @@ def _chained(kind: type[Exception]) -> Exception:
         (TimeoutError(), True),
         (RunError("server lost"), True),
         (ResponseError("the action took too long"), False),
-        (_chained(ConnectionRefusedError), True),
-        (_chained(KeyError), False),
+        (_make_chained(ConnectionRefusedError), True),
+        (_make_chained(KeyError), False),
         (FileNotFoundError("what the model wrote"), False),
         (RecursionError(), False),
         (MemoryError(), False),

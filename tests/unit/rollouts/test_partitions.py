@@ -21,9 +21,9 @@ from tests.support.trajectories import failed_trajectory, make_trajectory
 
 
 def test_tokens_masks_and_logprobs_of_several_turns() -> None:
-    one = make_trajectory(token_ids=[9, 8, 7, 6, 5], spans=[Span(1, 3, 0), Span(4, 5, 1)], logprobs=[-1, -2, -3])
+    trajectory = make_trajectory(token_ids=[9, 8, 7, 6, 5], spans=[Span(1, 3, 0), Span(4, 5, 1)], logprobs=[-1, -2, -3])
     two = failed_trajectory(prompt_tokens=2)
-    arrays = concatenate_trajectories([two, one])
+    arrays = concatenate_trajectories([two, trajectory])
     assert {name: array.dtype for name, array in arrays.items()} == {
         "token_ids": np.int32,
         "sampled": np.bool_,
@@ -37,8 +37,8 @@ def test_tokens_masks_and_logprobs_of_several_turns() -> None:
 
 def test_routed_experts_stand_at_their_tokens_and_are_unknown_elsewhere() -> None:
     form = RoutedForm(layers=(1, 2), top_k=2, experts=200)
-    known = form.pack(np.arange(8).reshape(2, 2, 2))
-    trajectories = [make_trajectory(routed=known), failed_trajectory(prompt_tokens=2), make_trajectory(routed=known)]
+    packed = form.pack(np.arange(8).reshape(2, 2, 2))
+    trajectories = [make_trajectory(routed=packed), failed_trajectory(prompt_tokens=2), make_trajectory(routed=packed)]
     routed = concatenate_trajectories(trajectories, form)["routed_experts"]
     nothing = [[-1, -1]] * 2
     experts = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]

@@ -31,58 +31,58 @@ def draw(seed: int, tokens: int, sure: float) -> Trajectory:
     return make_trajectory(tokens, token_ids=[7, *ids], logprobs=logprobs, sample=seed)
 
 
-def flagged(group: list[Trajectory], temperature: float = 1.0) -> list[int]:
+def list_flagged(group: list[Trajectory], temperature: float = 1.0) -> list[int]:
     record_repeated_samples(group, temperature)
-    copies = [id(one) for one in find_copies(group)]
-    return [number for number, one in enumerate(group) if id(one) in copies]
+    copies = [id(copy) for copy in find_copies(group)]
+    return [number for number, copy in enumerate(group) if id(copy) in copies]
 
 
 def test_one_seed_for_all_samples_is_noticed() -> None:
-    assert flagged([draw(5, 30, 0.5) for _ in range(8)]) == list(range(8))
-    assert flagged([draw(5, 30, 0.5) for _ in range(8)], temperature=0.0) == [], "greedy sampling repeats itself"
-    assert flagged([draw(seed, 30, 0.5) for seed in range(8)]) == []
+    assert list_flagged([draw(5, 30, 0.5) for _ in range(8)]) == list(range(8))
+    assert list_flagged([draw(5, 30, 0.5) for _ in range(8)], temperature=0.0) == [], "greedy sampling repeats itself"
+    assert list_flagged([draw(seed, 30, 0.5) for seed in range(8)]) == []
 
 
 def test_samples_that_come_in_pairs_are_noticed() -> None:
     """Two engines with the same seeds, or four seeds for eight samples."""
-    assert flagged([draw(number % 4, 40, 0.5) for number in range(8)]) == list(range(8))
-    assert flagged([*(draw(number, 40, 0.5) for number in range(7)), draw(3, 40, 0.5)]) == [3, 7]
+    assert list_flagged([draw(number % 4, 40, 0.5) for number in range(8)]) == list(range(8))
+    assert list_flagged([*(draw(number, 40, 0.5) for number in range(7)), draw(3, 40, 0.5)]) == [3, 7]
 
 
 @pytest.mark.parametrize(("tokens", "sure"), [(1, 0.5), (3, 0.9), (40, 0.999), (200, 0.99999)])
 def test_answers_that_the_policy_is_sure_of_are_no_copies(tokens: int, sure: float) -> None:
     for begin in range(0, 2000, 8):
-        assert flagged([draw(begin + number, tokens, sure) for number in range(8)]) == []
+        assert list_flagged([draw(begin + number, tokens, sure) for number in range(8)]) == []
 
 
 def test_a_sure_policy_repeats_itself_but_not_its_exceptions() -> None:
     group = [draw(0, 40, 0.999) for _ in range(8)]
     assert not group[0].response_ids.any()
-    assert flagged(group) == []
+    assert list_flagged(group) == []
     odd = make_trajectory(40, token_ids=[7, *[3] * 40], logprobs=[math.log(0.001 / 49)] * 40)
-    assert flagged([*(replace(one) for one in group[:6]), odd, replace(odd)]) == [6, 7]
+    assert list_flagged([*(replace(sample) for sample in group[:6]), odd, replace(odd)]) == [6, 7]
 
 
 def test_other_observations_or_failures_are_no_copies() -> None:
-    same = draw(1, 30, 0.5)
-    other = replace(same, token_ids=np.array([8, *same.token_ids[1:]], np.int32))
-    assert flagged([same, other]) == [], "the context differs"
-    assert flagged([failed_trajectory(), failed_trajectory()]) == []
-    nothing = [replace(same, logprobs=np.full(30, np.nan, np.float32)) for _ in range(3)]
-    assert flagged(nothing) == []
+    sample = draw(1, 30, 0.5)
+    other_sample = replace(sample, token_ids=np.array([8, *sample.token_ids[1:]], np.int32))
+    assert list_flagged([sample, other_sample]) == [], "the context differs"
+    assert list_flagged([failed_trajectory(), failed_trajectory()]) == []
+    nothing = [replace(sample, logprobs=np.full(30, np.nan, np.float32)) for _ in range(3)]
+    assert list_flagged(nothing) == []
 
 
 @pytest.mark.parametrize("probabilities", [(0.5, 0.3, 0.2), (0.9, 0.05, 0.05), (0.25, 0.25, 0.25, 0.25)])
 def test_the_bound_is_above_the_probability_of_chance(probabilities: tuple[float, ...]) -> None:
     """Over all outcomes of three draws of two tokens."""
     sequences = list(itertools.product(range(len(probabilities)), repeat=2))
-    chance = {one: math.prod(probabilities[token] for token in one) for one in sequences}
+    chance = {sequence: math.prod(probabilities[token] for token in sequence) for sequence in sequences}
     for equal, samples in ((2, 2), (2, 3), (3, 3)):
         for p in sorted(set(chance.values())):
             exact = 0.0
             for outcome in itertools.product(sequences, repeat=samples):
-                if any(chance[one] <= p and outcome.count(one) == equal for one in set(outcome)):
-                    exact += math.prod(chance[one] for one in outcome)
+                if any(chance[sequence] <= p and outcome.count(sequence) == equal for sequence in set(outcome)):
+                    exact += math.prod(chance[sequence] for sequence in outcome)
             assert exact <= math.exp(bound_probability([math.log(p)] * equal, samples)) + 1e-9
 
 
@@ -97,8 +97,8 @@ def test_short_answers_of_many_groups_show_together_what_none_shows_alone(copies
     groups = [make_group(number, 3, copies=copies) for number in range(64)]
     for group in groups:
         record_repeated_samples(group, 1.0)
-    sure = [one for group in groups for one in group if one.logprobs.sum() > -2.0]
-    alone = [one for one in sure if one.reward_metrics.get(REPEATED, 0.0) < -9]
+    sure = [response for group in groups for response in group if response.logprobs.sum() > -2.0]
+    alone = [response for response in sure if response.reward_metrics.get(REPEATED, 0.0) < -9]
     assert alone == []
     assert (len(find_copies(sure)) > 50) == copies
 
@@ -123,10 +123,10 @@ class OneSeed(FakeEngine):
 def test_a_rollout_of_an_engine_that_ignores_seeds_is_flagged() -> None:
     trajectories = run(OneSeed(), FakeEnvironment())
     expected = (math.log(2) - 2 * 17) / math.log(10)
-    assert [one.reward_metrics[REPEATED] for one in trajectories] == [pytest.approx(expected)] * 3
-    assert not any(REPEATED in one.reward_metrics for one in run(FakeEngine(), FakeEnvironment()))
+    assert [trajectory.reward_metrics[REPEATED] for trajectory in trajectories] == [pytest.approx(expected)] * 3
+    assert not any(REPEATED in trajectory.reward_metrics for trajectory in run(FakeEngine(), FakeEnvironment()))
     greedy = replace(BATCH_SETTINGS, sampling=replace(BATCH_SETTINGS.sampling, temperature=0.0))
-    assert not any(REPEATED in one.reward_metrics for one in run(OneSeed(), FakeEnvironment(), greedy))
+    assert not any(REPEATED in trajectory.reward_metrics for trajectory in run(OneSeed(), FakeEnvironment(), greedy))
 
 
 def test_the_share_is_a_metric_and_no_figure_of_an_environment() -> None:

@@ -52,7 +52,7 @@ class FakeEngine:
     number: int = 0
     load: int = 0
     trouble: dict[int, list[Any]] = field(default_factory=dict)
-    asked: list[GenerationRequest] = field(default_factory=list)
+    requests: list[GenerationRequest] = field(default_factory=list)
     stop_reason: StopReason = "stop"
     records: bool = False
     """Whether responses come with routed experts, all of which are the number of the request."""
@@ -70,14 +70,14 @@ class FakeEngine:
         self.hangs = False
 
     async def generate(self, request: GenerationRequest, settings: SamplingSettings) -> GenerationOutput:
-        self.asked.append(request)
+        self.requests.append(request)
         trouble = self.trouble.get(request.seed, [])
-        what = trouble.pop(0) if trouble else None
-        if what == "stuck":
+        event = trouble.pop(0) if trouble else None
+        if event == "stuck":
             await asyncio.sleep(60)
-        if isinstance(what, Exception):
-            raise what
-        number = len(self.asked)
+        if isinstance(event, Exception):
+            raise event
+        number = len(self.requests)
         return GenerationOutput(
             token_ids=np.array([100 + number, 200 + number], np.int32),
             logprobs=np.array([-number, -number / 2], np.float32),
@@ -109,23 +109,23 @@ class FakeEnvironment:
 
     async def step(self, state: Any, response: str, last_token: int, *, is_repeated: bool) -> Turn:
         self.last_tokens.append(last_token)
-        prompt, answer, seen = state
-        state = (prompt, answer, (*seen, response))
-        reward = self.rewards[len(seen)] if self.rewards else None
-        if len(seen) == len(self.observations):
+        prompt, answer, turns = state
+        state = (prompt, answer, (*turns, response))
+        reward = self.rewards[len(turns)] if self.rewards else None
+        if len(turns) == len(self.observations):
             return Turn(state=state, reward=reward)
         return Turn(
-            done=False, state=state, reward=reward, observation=np.array(self.observations[len(seen)], np.int32)
+            done=False, state=state, reward=reward, observation=np.array(self.observations[len(turns)], np.int32)
         )
 
     async def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
         self.jobs.append(requests)
-        what = self.trouble.pop(0) if self.trouble else None
-        if what in ("stuck", "slow"):
-            await asyncio.sleep(60 if what == "stuck" else 0.05)
-        elif what is not None:
-            return list(what)
-        return [EnvironmentReturn(float(len(one.response)), True, {"length": 1.0}) for one in requests]
+        event = self.trouble.pop(0) if self.trouble else None
+        if event in ("stuck", "slow"):
+            await asyncio.sleep(60 if event == "stuck" else 0.05)
+        elif event is not None:
+            return list(event)
+        return [EnvironmentReturn(float(len(request.response)), True, {"length": 1.0}) for request in requests]
 
     async def score_apart(self, requests: list[EnvironmentRequest], reason: str) -> list[ScoreOrError]:
         return [reason] * len(requests)
@@ -155,89 +155,106 @@ def test_the_seed_of_a_sample_is_what_it_always_was() -> None:
 def test_tokens_keep_the_experts_that_they_were_sampled_under() -> None:
     """In every turn the engine looks at the whole conversation again, and may choose otherwise."""
     one_sample = replace(BATCH_SETTINGS, samples_per_prompt=1)
-    (one,) = run(FakeEngine(records=True), FakeEnvironment(observations=[[7, 8], [9]]), one_sample)
-    assert len(one.token_ids) == 3 + 2 + 2 + 2 + 1 + 2
-    assert one.routed is not None
-    assert one.routed.dtype == np.int8
-    assert one.routed[:, 0].tolist() == [1] * 4 + [2] * 4 + [3] * 3, "the last token of a turn passes with the next"
-    (other,) = run(FakeEngine(), FakeEnvironment(), one_sample)
-    assert other.routed is None
+    (with_experts,) = run(FakeEngine(records=True), FakeEnvironment(observations=[[7, 8], [9]]), one_sample)
+    assert len(with_experts.token_ids) == 3 + 2 + 2 + 2 + 1 + 2
+    assert with_experts.routed is not None
+    assert with_experts.routed.dtype == np.int8
+    assert with_experts.routed[:, 0].tolist() == [1] * 4 + [2] * 4 + [3] * 3, (
+        "the last token of a turn passes with the next"
+    )
+    (without_experts,) = run(FakeEngine(), FakeEnvironment(), one_sample)
+    assert without_experts.routed is None
     (failed,) = run(
         FakeEngine(records=True, trouble={SEEDS[0]: [RolloutFailure("no")] * 2}), FakeEnvironment(), one_sample
     )
     assert failed.routed is None
-    assert "routed" not in one.to_row()
+    assert "routed" not in with_experts.to_row()
 
 
 def test_a_single_turn() -> None:
     engine, environment = FakeEngine(), FakeEnvironment()
     trajectories = run(engine, environment)
-    assert [request.seed for request in engine.asked] == SEEDS
-    assert {request.max_new_tokens for request in engine.asked} == {9}
-    one = trajectories[1]
-    assert (one.prompt_idx, one.group, one.sample, one.loss_multiplier, one.stop_reason) == (40, 4, 1, 0.5, "stop")
-    assert one.token_ids.tolist() == [1, 2, 3, 102, 202]
-    assert one.token_ids.dtype == np.int32
-    assert one.logprobs.tolist() == [-2.0, -1.0]
-    assert one.spans == [Span(3, 4, 6), Span(4, 5, 7)]
-    assert one.engine == 0
-    assert (one.response, one.reward, one.correct, one.reward_parts) == ("<2>", 3.0, True, {"length": 1.0})
+    assert [request.seed for request in engine.requests] == SEEDS
+    assert {request.max_new_tokens for request in engine.requests} == {9}
+    trajectory = trajectories[1]
+    assert (
+        trajectory.prompt_idx,
+        trajectory.group,
+        trajectory.sample,
+        trajectory.loss_multiplier,
+        trajectory.stop_reason,
+    ) == (40, 4, 1, 0.5, "stop")
+    assert trajectory.token_ids.tolist() == [1, 2, 3, 102, 202]
+    assert trajectory.token_ids.dtype == np.int32
+    assert trajectory.logprobs.tolist() == [-2.0, -1.0]
+    assert trajectory.spans == [Span(3, 4, 6), Span(4, 5, 7)]
+    assert trajectory.engine == 0
+    assert (trajectory.response, trajectory.reward, trajectory.correct, trajectory.reward_parts) == (
+        "<2>",
+        3.0,
+        True,
+        {"length": 1.0},
+    )
     (job,) = environment.jobs
-    assert [one.response for one in job] == ["<1>", "<2>", "<3>"]
-    assert all((one.prompt, one.extra_env_info) == ("what?", {"answer": "x"}) for one in job)
+    assert [trajectory.response for trajectory in job] == ["<1>", "<2>", "<3>"]
+    assert all((trajectory.prompt, trajectory.extra_env_info) == ("what?", {"answer": "x"}) for trajectory in job)
 
 
 def test_several_turns_put_observations_between_what_was_sampled() -> None:
     engine, environment = FakeEngine(), FakeEnvironment(observations=[[50, 51], [60]])
     settings = replace(BATCH_SETTINGS, samples_per_prompt=1)
-    (one,) = run(engine, environment, settings)
-    assert one.token_ids.tolist() == [1, 2, 3, 101, 201, 50, 51, 102, 202, 60, 103, 203]
-    assert one.spans == [
+    (trajectory,) = run(engine, environment, settings)
+    assert trajectory.token_ids.tolist() == [1, 2, 3, 101, 201, 50, 51, 102, 202, 60, 103, 203]
+    assert trajectory.spans == [
         Span(start, start + 1, version) for start, version in zip((3, 4, 7, 8, 10, 11), (6, 7) * 3, strict=True)
     ]
-    assert one.logprobs.tolist() == [-1.0, -0.5, -2.0, -1.0, -3.0, -1.5]
-    assert [len(request.prompt_ids) for request in engine.asked] == [3, 7, 10]
-    assert [request.max_new_tokens for request in engine.asked] == [9, 5, 2]
-    assert [request.seed for request in engine.asked] == [compute_sample_seed(5, 2, 40, 0, turn) for turn in range(3)]
-    assert one.response == "<1><2><3>"
-    assert [one.state for one in environment.jobs[0]] == [("what?", "x", ("<1>", "<2>", "<3>"))]
+    assert trajectory.logprobs.tolist() == [-1.0, -0.5, -2.0, -1.0, -3.0, -1.5]
+    assert [len(request.prompt_ids) for request in engine.requests] == [3, 7, 10]
+    assert [request.max_new_tokens for request in engine.requests] == [9, 5, 2]
+    assert [request.seed for request in engine.requests] == [
+        compute_sample_seed(5, 2, 40, 0, turn) for turn in range(3)
+    ]
+    assert trajectory.response == "<1><2><3>"
+    assert [trajectory.state for trajectory in environment.jobs[0]] == [("what?", "x", ("<1>", "<2>", "<3>"))]
 
 
 def test_rewards_of_turns_are_added_to_that_of_the_score() -> None:
     environment = FakeEnvironment(observations=[[50, 51], [60]], rewards=[0.25, None, -1.0])
-    (one,) = run(FakeEngine(), environment, replace(BATCH_SETTINGS, samples_per_prompt=1))
+    (trajectory,) = run(FakeEngine(), environment, replace(BATCH_SETTINGS, samples_per_prompt=1))
     score = float(len("<1><2><3>"))
-    assert one.turn_rewards == [0.25, 0.0, score - 1.0], "the score counts for the last turn"
-    assert one.turn_tokens == [2, 2, 2]
-    assert one.reward == score - 0.75
-    assert Trajectory.from_row(one.to_row()).turn_rewards == one.turn_rewards
+    assert trajectory.turn_rewards == [0.25, 0.0, score - 1.0], "the score counts for the last turn"
+    assert trajectory.turn_tokens == [2, 2, 2]
+    assert trajectory.reward == score - 0.75
+    assert Trajectory.from_row(trajectory.to_row()).turn_rewards == trajectory.turn_rewards
     (plain,) = run(FakeEngine(), FakeEnvironment(observations=[[50]]), replace(BATCH_SETTINGS, samples_per_prompt=1))
     assert (plain.turn_rewards, plain.turn_tokens) == ([], [])
 
 
 def test_a_rollout_ends_where_the_sequence_is_full() -> None:
     settings = replace(BATCH_SETTINGS, samples_per_prompt=1, max_total_sequence_length=6)
-    (one,) = run(FakeEngine(), FakeEnvironment(observations=[[50]]), settings)
-    assert one.token_ids.tolist() == [1, 2, 3, 101, 201]
-    assert one.truncated, "the environment was not through with it"
-    (one,) = run(FakeEngine(), FakeEnvironment(), replace(settings, max_total_sequence_length=5))
-    assert not one.truncated, "it ended by itself, with the last token that there was room for"
+    (trajectory,) = run(FakeEngine(), FakeEnvironment(observations=[[50]]), settings)
+    assert trajectory.token_ids.tolist() == [1, 2, 3, 101, 201]
+    assert trajectory.truncated, "the environment was not through with it"
+    (trajectory,) = run(FakeEngine(), FakeEnvironment(), replace(settings, max_total_sequence_length=5))
+    assert not trajectory.truncated, "it ended by itself, with the last token that there was room for"
 
 
 def test_a_rollout_ends_with_its_turns() -> None:
     settings = replace(BATCH_SETTINGS, samples_per_prompt=1, max_turns=2)
     environment = FakeEnvironment(observations=[[50], [60]])
-    (one,) = run(FakeEngine(), environment, settings)
-    assert one.token_ids.tolist() == [1, 2, 3, 101, 201, 50, 102, 202]
+    (trajectory,) = run(FakeEngine(), environment, settings)
+    assert trajectory.token_ids.tolist() == [1, 2, 3, 101, 201, 50, 102, 202]
     assert environment.last_tokens == [201, 202]
-    assert [one.state for one in environment.jobs[0]] == [("what?", "x", ("<1>", "<2>"))], "it has seen the last turn"
+    assert [trajectory.state for trajectory in environment.jobs[0]] == [("what?", "x", ("<1>", "<2>"))], (
+        "it has seen the last turn"
+    )
 
 
 def test_a_rollout_ends_with_a_turn_that_is_cut_off() -> None:
     settings = replace(BATCH_SETTINGS, samples_per_prompt=1)
-    (one,) = run(FakeEngine(stop_reason="length"), FakeEnvironment(observations=[[50]]), settings)
-    assert one.token_ids.tolist() == [1, 2, 3, 101, 201]
-    assert one.truncated
+    (trajectory,) = run(FakeEngine(stop_reason="length"), FakeEnvironment(observations=[[50]]), settings)
+    assert trajectory.token_ids.tolist() == [1, 2, 3, 101, 201]
+    assert trajectory.truncated
 
 
 @pytest.mark.parametrize(
@@ -255,26 +272,26 @@ def test_what_fails_once_is_tried_again_and_what_fails_twice_is_marked(trouble: 
     assert (third.token_ids.tolist(), third.spans, len(third.logprobs)) == ([1, 2, 3], [], 0)
     assert (third.reward, third.correct, third.reward_parts) == (None, None, {})
     assert (first.sample, first.reward) == (0, 3.0)
-    assert sorted(request.seed for request in engine.asked) == sorted([*SEEDS, SEEDS[0], SEEDS[2]])
+    assert sorted(request.seed for request in engine.requests) == sorted([*SEEDS, SEEDS[0], SEEDS[2]])
     assert [len(job) for job in environment.jobs] == [2], "there is nothing to score in the third"
 
 
 def test_what_a_lost_engine_was_sampling_is_sampled_again_as_often_as_that_happens() -> None:
-    """It is not the rollout that failed: all its turns are asked for again, with the same seeds, and nothing counts."""
-    lost = EngineLostError("gone")
+    """The rollout did not fail: all its turns are asked for again with the same seeds."""
+    error = EngineLostError("gone")
     second_turn = compute_sample_seed(5, 2, 40, 0, 1)
-    engine = FakeEngine(trouble={SEEDS[0]: [lost, lost, lost], second_turn: [lost]})
-    (one,) = run(engine, FakeEnvironment(observations=[[50]]), replace(BATCH_SETTINGS, samples_per_prompt=1))
-    assert one.failure is None
-    assert [request.seed for request in engine.asked] == [SEEDS[0]] * 4 + [second_turn, SEEDS[0], second_turn]
+    engine = FakeEngine(trouble={SEEDS[0]: [error, error, error], second_turn: [error]})
+    (trajectory,) = run(engine, FakeEnvironment(observations=[[50]]), replace(BATCH_SETTINGS, samples_per_prompt=1))
+    assert trajectory.failure is None
+    assert [request.seed for request in engine.requests] == [SEEDS[0]] * 4 + [second_turn, SEEDS[0], second_turn]
     assert (engine.restarts, engine.load) == (4, 0)
-    assert one.token_ids.tolist() == [1, 2, 3, 106, 206, 50, 107, 207]
+    assert trajectory.token_ids.tolist() == [1, 2, 3, 106, 206, 50, 107, 207]
 
 
 def test_a_rollout_that_is_late_on_an_engine_that_hangs_waits_for_another() -> None:
     engine = FakeEngine(trouble={SEEDS[0]: ["stuck"]}, hangs=True)
-    (one,) = run(engine, FakeEnvironment(), replace(BATCH_SETTINGS, samples_per_prompt=1))
-    assert (one.failure, engine.restarts) == (None, 1)
+    (trajectory,) = run(engine, FakeEnvironment(), replace(BATCH_SETTINGS, samples_per_prompt=1))
+    assert (trajectory.failure, engine.restarts) == (None, 1)
 
 
 def test_an_engine_that_fails_is_no_matter_of_a_rollout() -> None:
@@ -286,14 +303,14 @@ def test_an_engine_that_fails_is_no_matter_of_a_rollout() -> None:
 def test_a_sample_without_a_score_keeps_what_was_sampled() -> None:
     good = EnvironmentReturn(1.0, True)
     trajectories = run(FakeEngine(), FakeEnvironment(trouble=[[good, "it raised", good]]))
-    assert [one.failure for one in trajectories] == [None, "it raised", None]
+    assert [trajectory.failure for trajectory in trajectories] == [None, "it raised", None]
     bad = trajectories[1]
     assert (bad.reward, bad.correct, bad.response_tokens, bad.response) == (None, None, 2, "<2>")
 
 
 def test_scoring_that_takes_too_long_is_tried_again_with_the_same_responses() -> None:
     environment = FakeEnvironment(trouble=["stuck"])
-    assert [one.failure for one in run(FakeEngine(), environment)] == [None] * 3
+    assert [outcome.failure for outcome in run(FakeEngine(), environment)] == [None] * 3
     assert environment.jobs[0] == environment.jobs[1]
     environment = FakeEnvironment(trouble=["stuck", "slow"])
     assert [trajectory.failure for trajectory in run(FakeEngine(), environment)] == [None] * 3, (
@@ -301,4 +318,4 @@ def test_scoring_that_takes_too_long_is_tried_again_with_the_same_responses() ->
     )
     environment = FakeEnvironment(trouble=["stuck", "stuck"])
     reason = "environment task: no score within rollouts.timeout_s=0.2 s"
-    assert [one.failure for one in run(FakeEngine(), environment)] == [reason] * 3
+    assert [outcome.failure for outcome in run(FakeEngine(), environment)] == [reason] * 3

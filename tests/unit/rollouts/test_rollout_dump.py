@@ -19,7 +19,7 @@ SEQUENCES = [np.array([1]), np.array([0])]
 BY_TOKEN = np.array([10, 20], dtype=np.float32), np.array([1, 2, 3], dtype=np.float32)
 
 
-def known(stored: Sequence[str], by_response: list[float] | None = None) -> StepBatch:
+def make_batch(stored: Sequence[str], by_response: list[float] | None = None) -> StepBatch:
     """What a step knows of its sequences: numbers of their tokens in each of these entries."""
     return StepBatch(
         lengths=LENGTHS,
@@ -49,9 +49,9 @@ def test_what_a_step_knows_by_now(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dump.ray, "get", list)
-    learnt = select_trained_values(fetch_trained_values(known(stored, by_response)), 0, make_trajectory(2))
-    for found, wanted in ((learnt.get("advantages"), advantages), (learnt.get("prev_logprobs"), prev)):
-        assert (None if found is None else found.tolist()) == wanted
+    learnt = select_trained_values(fetch_trained_values(make_batch(stored, by_response)), 0, make_trajectory(2))
+    for learnt_entry, expected in ((learnt.get("advantages"), advantages), (learnt.get("prev_logprobs"), prev)):
+        assert (None if learnt_entry is None else learnt_entry.tolist()) == expected
 
 
 def test_what_is_lost_with_the_rank_that_held_it_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +59,8 @@ def test_what_is_lost_with_the_rank_that_held_it_is_not_known(monkeypatch: pytes
         raise OwnerDiedError("id", "address", "owner")
 
     monkeypatch.setattr(dump.ray, "get", get)
-    learnt = select_trained_values(fetch_trained_values(known(["prev_logprobs"], [0.5, -0.5])), 0, make_trajectory(2))
+    learnt = select_trained_values(
+        fetch_trained_values(make_batch(["prev_logprobs"], [0.5, -0.5])), 0, make_trajectory(2)
+    )
     assert learnt.keys() == {"advantages"}
     assert learnt["advantages"].tolist() == [0.5, 0.5]

@@ -32,9 +32,9 @@ def test_length_percentiles_and_endings() -> None:
 
 def test_ages_and_versions() -> None:
     """The oldest token says how old a trajectory is; one that failed before its first token has no age."""
-    whole = make_outcome(4, spans=[Span(1, 5, 7)])
+    outcome = make_outcome(4, spans=[Span(1, 5, 7)])
     spread = make_outcome(4, spans=[Span(1, 2, 5), Span(2, 4, 6), Span(4, 5, 7)])
-    assert compute_age_metrics([whole, spread, failed_trajectory().outcome], version=7) == {
+    assert compute_age_metrics([outcome, spread, failed_trajectory().outcome], version=7) == {
         "trajectory_age": 1.0,
         "trajectory_age_max": 2.0,
         "trajectory_versions": 2.0,
@@ -45,7 +45,7 @@ def test_ages_and_versions() -> None:
 
 def test_outcomes_by_group() -> None:
     right = [[False, False], [True, False], [True, True], [False, True]]
-    outcomes = [make_outcome(correct=one) for group in right for one in group]
+    outcomes = [make_outcome(correct=is_correct) for group in right for is_correct in group]
     shares = {"groups_all_wrong": 0.25, "groups_mixed": 0.5, "groups_all_right": 0.25}
     assert compute_group_metrics(outcomes, samples_per_prompt=2) == {**shares, "reward_std": 0.0}
     assert compute_rollout_metrics(outcomes)["accuracy"] == 0.5
@@ -76,7 +76,7 @@ def test_the_spread_of_rewards_is_that_within_groups() -> None:
 def test_rewards_by_function_leave_out_what_a_function_did_not_score() -> None:
     parts: list[dict[str, float]] = [{"a": 1.0, "b": 2.0}, {"a": 0.0}, {"a": 0.5, "b": 4.0}, {}]
     metrics = compute_reward_function_metrics(
-        [make_outcome(reward=sum(one.values()) if one else None, reward_parts=one) for one in parts]
+        [make_outcome(reward=sum(part.values()) if part else None, reward_parts=part) for part in parts]
     )
     assert metrics == {
         "reward/a": 0.5,
@@ -113,7 +113,7 @@ def test_a_failed_rollout_counts_as_a_response_of_no_tokens() -> None:
 
 def test_the_newest_version_is_reported() -> None:
     spans = [[Span(1, 2, 3), Span(2, 3, 5)], [Span(1, 3, 4)]]
-    assert compute_rollout_metrics([make_outcome(spans=one) for one in spans])["weight_version"] == 5
+    assert compute_rollout_metrics([make_outcome(spans=span) for span in spans])["weight_version"] == 5
 
 
 @given(
@@ -128,8 +128,8 @@ def test_an_outcome_is_its_trajectorys(drawn: list[tuple[int, float, bool]]) -> 
     for tokens, logprob, truncated in drawn:
         logprobs = [-0.5] * (tokens - 1) + [logprob] * (tokens > 0)
         stop: StopReason = "length" if truncated else "stop"
-        one = make_trajectory(tokens, prompt_tokens=3, logprobs=logprobs, stop_reason=stop, sample=2)
-        outcome = one.outcome
+        trajectory = make_trajectory(tokens, prompt_tokens=3, logprobs=logprobs, stop_reason=stop, sample=2)
+        outcome = trajectory.outcome
         assert (outcome.tokens, outcome.response_tokens) == (3 + tokens, tokens)
         assert (outcome.truncated, outcome.sample) == (truncated, 2)
         assert outcome.finite_logprobs == all(map(math.isfinite, logprobs))
@@ -140,16 +140,18 @@ def test_an_outcome_is_its_trajectorys(drawn: list[tuple[int, float, bool]]) -> 
 
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_trajectory_survives_json(failed: bool) -> None:
-    one = make_trajectory(3, correct=True, stop_reason="length", reward_parts={"a": 1 / 3}, logprobs=[-0.1, -1 / 3, -2])
+    trajectory = make_trajectory(
+        3, correct=True, stop_reason="length", reward_parts={"a": 1 / 3}, logprobs=[-0.1, -1 / 3, -2]
+    )
     if failed:
-        one = failed_trajectory(prompt_tokens=2)
-    again = Trajectory.from_row(json.loads(json.dumps(one.to_row())))
-    assert plain(again) == plain(one)
-    one.routed = None if failed else np.array([[0, 1, 255], [127, 128, 5]], dtype=np.uint8)
-    saved = Trajectory.from_row(json.loads(json.dumps(one.to_saved_row())))
-    assert plain(saved) == plain(one)
+        trajectory = failed_trajectory(prompt_tokens=2)
+    again = Trajectory.from_row(json.loads(json.dumps(trajectory.to_row())))
+    assert plain(again) == plain(trajectory)
+    trajectory.routed = None if failed else np.array([[0, 1, 255], [127, 128, 5]], dtype=np.uint8)
+    saved = Trajectory.from_row(json.loads(json.dumps(trajectory.to_saved_row())))
+    assert plain(saved) == plain(trajectory)
     assert saved.routed is None or saved.routed.dtype == np.uint8
-    assert plain(Trajectory.from_row(one.to_row())) == plain(again), "people do not read which experts"
+    assert plain(Trajectory.from_row(trajectory.to_row())) == plain(again), "people do not read which experts"
     assert (again.token_ids.dtype, again.logprobs.dtype) == (np.int32, np.float32)
 
 

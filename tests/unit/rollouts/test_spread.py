@@ -21,23 +21,23 @@ from megatron_grpo.rollouts.rollout_worker import RolloutWorker
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What Ray is asked for, by actor."""
-    asked: list[dict[str, Any]] = []
+    actor_options: list[dict[str, Any]] = []
 
     def remote(**options: Any) -> Callable[[type], Any]:
         call = SimpleNamespace(remote=lambda *_, **__: None)
-        made = SimpleNamespace(ready=call, start=call, wait_for_losses=call)
-        asked.append(options)
-        return lambda _: SimpleNamespace(remote=lambda *_, **__: made)
+        worker = SimpleNamespace(ready=call, start=call, wait_for_losses=call)
+        actor_options.append(options)
+        return lambda _: SimpleNamespace(remote=lambda *_, **__: worker)
 
     monkeypatch.setattr(ray, "remote", remote)
-    return asked
+    return actor_options
 
 
 def test_workers_and_environments_are_spread(options: list[dict[str, Any]]) -> None:
     EnvironmentHandle("math", EnvironmentConfig(), EnvironmentSettings(), None).spawn()
     config = RolloutsConfig(num_workers=2)
     RolloutPool(config, [], {}, generation_timeout_s=1.0, max_total_sequence_length=8).start()
-    assert [one["scheduling_strategy"] for one in options] == ["SPREAD"] * 2
+    assert [option["scheduling_strategy"] for option in options] == ["SPREAD"] * 2
 
 
 @pytest.mark.parametrize("workers", range(1, 26))

@@ -33,41 +33,45 @@ RESPONSES = st.builds(
 
 @given(st.lists(RESPONSES, min_size=1, max_size=9))
 def test_unusually_short_responses_against_a_loop(group: list[Trajectory]) -> None:
-    scored = [one for one in group if one.reward is not None]
+    scored = [trajectory for trajectory in group if trajectory.reward is not None]
     expected: list[float | None] = []
-    for one in group:
-        if one.reward is None or len(scored) < 4:
+    for trajectory in group:
+        if trajectory.reward is None or len(scored) < 4:
             expected.append(None)
             continue
-        deserves = one.correct
+        deserves = trajectory.correct
         if deserves is None:
-            deserves = one.reward > fmean(other.reward for other in scored if other.reward is not None)
-        expected.append(float(deserves and 4 * one.response_tokens < median(len(other.logprobs) for other in scored)))
-    before = [(one.reward, one.correct) for one in group]
+            deserves = trajectory.reward > fmean(peer.reward for peer in scored if peer.reward is not None)
+        expected.append(
+            float(deserves and 4 * trajectory.response_tokens < median(len(peer.logprobs) for peer in scored))
+        )
+    before = [(trajectory.reward, trajectory.correct) for trajectory in group]
     flag_suspicious(group, [])
-    assert [one.reward_metrics.get(SHORT) for one in group] == expected
-    assert [(one.reward, one.correct) for one in group] == before, "nobody is left out unless somebody asks for it"
-    assert all("suspects_left_out" not in one.reward_metrics for one in group)
+    assert [trajectory.reward_metrics.get(SHORT) for trajectory in group] == expected
+    assert [(trajectory.reward, trajectory.correct) for trajectory in group] == before, (
+        "nobody is left out unless somebody asks for it"
+    )
+    assert all("suspects_left_out" not in trajectory.reward_metrics for trajectory in group)
 
 
 def group_of_four(**changes: Any) -> list[Trajectory]:
     """Rewards 1, 0, 1, 0, of which the first is suspect."""
     group = [make_trajectory(8, sample=i, reward=float(i % 2 == 0), correct=i % 2 == 0) for i in range(4)]
     group[0].reward_metrics = dict(TOUCHED)
-    for one in group:
+    for trajectory in group:
         for name, value in changes.items():
-            setattr(one, name, value)
+            setattr(trajectory, name, value)
     return group
 
 
 def test_a_suspect_response_teaches_nothing_and_is_no_baseline() -> None:
     group = group_of_four()
     flag_suspicious(group, ["touched_harness", "equal_outputs"])
-    first, *others = group
+    first, *peers = group
     assert (first.reward, first.correct, first.failure) == (None, False, None)
     assert first.notes == {"left out": "suspect by touched_harness; its reward was 1"}
-    assert [one.reward for one in others] == [0.0, 1.0, 0.0]
-    outcomes = [one.outcome for one in group]
+    assert [trajectory.reward for trajectory in peers] == [0.0, 1.0, 0.0]
+    outcomes = [trajectory.outcome for trajectory in group]
     config = Config(grpo=GRPOConfig(num_generations_per_prompt=4))
     scores, batch = score(config, outcomes), StepBatch.from_outcomes(config, outcomes)
     assert batch.in_loss.tolist() == [False, True, True, True]
@@ -80,12 +84,12 @@ def test_a_suspect_response_teaches_nothing_and_is_no_baseline() -> None:
 
 def test_dynamic_sampling_looks_at_the_others_alone() -> None:
     group = group_of_four()
-    for one in group[1:]:
-        one.reward, one.correct = 0.0, False
+    for trajectory in group[1:]:
+        trajectory.reward, trajectory.correct = 0.0, False
     config = Config(grpo=GRPOConfig(num_generations_per_prompt=4, use_dynamic_sampling=True))
-    assert score(config, [one.outcome for one in group]).has_signal.tolist() == [True]
+    assert score(config, [trajectory.outcome for trajectory in group]).has_signal.tolist() == [True]
     flag_suspicious(group, ["touched_harness"])
-    assert score(config, [one.outcome for one in group]).has_signal.tolist() == [False]
+    assert score(config, [trajectory.outcome for trajectory in group]).has_signal.tolist() == [False]
 
 
 def test_no_part_of_a_reward_is_left_for_gdpo() -> None:
@@ -95,7 +99,7 @@ def test_no_part_of_a_reward_is_left_for_gdpo() -> None:
     config = Config(grpo=GRPOConfig(num_generations_per_prompt=4, adv_estimator=estimator), env={"": environment})
     group = group_of_four(reward_parts={"right": 1.0, "brief": 0.5})
     flag_suspicious(group, ["touched_harness"])
-    parts = score(config, [one.outcome for one in group]).reward_parts
+    parts = score(config, [trajectory.outcome for trajectory in group]).reward_parts
     assert parts is not None
     assert parts.isnan().all(dim=0).tolist() == [[True, False, False, False]]
 
@@ -103,7 +107,7 @@ def test_no_part_of_a_reward_is_left_for_gdpo() -> None:
 def test_metrics_tell_how_many_and_no_function_is_blamed() -> None:
     group = group_of_four()
     flag_suspicious(group, ["touched_harness"])
-    outcomes = [one.outcome for one in group]
+    outcomes = [trajectory.outcome for trajectory in group]
     metrics = compute_reward_function_metrics(outcomes)
     assert metrics["suspects_left_out"] == 0.25
     assert metrics.get("unscored_rate", 0.0) == 0.0
@@ -115,7 +119,7 @@ def test_what_is_unusually_short_can_be_left_out() -> None:
     group = [make_trajectory(tokens, sample=i, reward=1.0, correct=None) for i, tokens in enumerate([2, 40, 50, 60])]
     group[1].reward = 0.0
     flag_suspicious(group, ["unusually_short"])
-    assert [one.reward for one in group] == [None, 0.0, 1.0, 1.0]
+    assert [trajectory.reward for trajectory in group] == [None, 0.0, 1.0, 1.0]
     assert group[0].correct is None
 
 

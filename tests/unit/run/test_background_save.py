@@ -107,6 +107,6 @@ def test_a_kill_at_any_moment_leaves_the_one_before(run: FakeRun, tmp_path: Path
     assert pending is not None
     assert pending.driver_files is not None
     pending.driver_files.result(timeout=60)  # a process that was killed writes no more
-    assert [one.name for one in again.folder.glob(".writing_*")] == [f".writing_step_2_{os.getpid()}"]
+    assert [path.name for path in again.folder.glob(".writing_*")] == [f".writing_step_2_{os.getpid()}"]
     again.remove_leftovers()
-    assert [one.name for one in again.folder.iterdir()] == ["step_1"]
+    assert [path.name for path in again.folder.iterdir()] == ["step_1"]

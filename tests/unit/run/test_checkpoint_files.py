@@ -120,7 +120,7 @@ def test_one_that_an_earlier_version_wrote_may_get_a_validation(without_manifest
 
 @pytest.mark.parametrize(
     "damage",
-    [one for one in DAMAGES if one is not extend and one.__name__ != "flip"],
+    [damage for damage in DAMAGES if damage is not extend and damage.__name__ != "flip"],
     ids=lambda damage: damage.__name__,
 )
 @pytest.mark.parametrize("name", [STATE_FILE, LOADER_FILE])
@@ -163,20 +163,23 @@ def test_an_empty_folder_and_what_is_none(tmp_path: Path) -> None:
 def test_whatever_dataloader_pt_holds_is_no_traceback(without_manifest: Path) -> None:
     """Every way of tearing a real file, and random bytes; what passes for one may come through, nothing else may."""
     path = without_manifest / LOADER_FILE
-    whole, drawn = path.read_bytes(), random.Random(0)
-    garbage = [whole[:length] for length in range(0, len(whole), 7)]
-    garbage += [bytes([*whole[:place], whole[place] ^ 0xFF, *whole[place + 1 :]]) for place in range(0, len(whole), 5)]
+    original, drawn = path.read_bytes(), random.Random(0)
+    garbage = [original[:length] for length in range(0, len(original), 7)]
+    garbage += [
+        bytes([*original[:offset], original[offset] ^ 0xFF, *original[offset + 1 :]])
+        for offset in range(0, len(original), 5)
+    ]
     garbage += [drawn.randbytes(length) for length in range(0, 400, 3)]
     garbage += [bytes([first, 2]) + drawn.randbytes(40) for first in range(256)]
-    told: list[str] = []
+    messages: list[str] = []
     for content in garbage:
         path.write_bytes(content)
         try:
             read_loader_state(without_manifest)
         except CheckpointError as error:
-            told.append(str(error))
-    assert len(told) > len(garbage) * 0.7
-    assert all(text.startswith(f"{path} is damaged: ") and "\n" not in text for text in told)
+            messages.append(str(error))
+    assert len(messages) > len(garbage) * 0.7
+    assert all(text.startswith(f"{path} is damaged: ") and "\n" not in text for text in messages)
 
 
 def test_another_object_in_dataloader_pt_is_found(without_manifest: Path) -> None:

@@ -12,7 +12,7 @@ from megatron_grpo.config.schema import Config, DataConfig
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.run.directory import record_start
 from tests.support.config_problems import problems_of
-from tests.unit.run.test_checkpointer import saved
+from tests.unit.run.test_checkpointer import save_steps
 
 KEYS = ("policy.model.path", "checkpointing.resume", "value.model.path")
 
@@ -23,7 +23,7 @@ def run_dir(tmp_path: Path) -> Path:
     config = Config(data=DataConfig(val_path="rows.jsonl"))
     (tmp_path / "run").mkdir()
     record_start(tmp_path / "run", config)
-    saved(tmp_path / "run", {2: 0.9, 4: 0.1, 6: 0.5})
+    save_steps(tmp_path / "run", {2: 0.9, 4: 0.1, 6: 0.5})
     return tmp_path / "run"
 
 
@@ -39,8 +39,8 @@ def test_every_setting_resolves_it(run_dir: Path, tmp_path: Path, name: str, ste
 
 def test_a_reward_model_is_resolved_among_functions(run_dir: Path, tmp_path: Path) -> None:
     functions = f"env.addition.reward_funcs=[my.rewards.length,{run_dir}/checkpoints/best]"
-    others = ("env.addition.type=reward_functions", "checkpointing.metric_name=val_reward")
-    config = compose_config(["+exp=quickstart", f"run_dir={tmp_path}/new", functions, *others])
+    settings = ("env.addition.type=reward_functions", "checkpointing.metric_name=val_reward")
+    config = compose_config(["+exp=quickstart", f"run_dir={tmp_path}/new", functions, *settings])
     assert config.env["addition"].reward_funcs == ["my.rewards.length", f"{run_dir}/checkpoints/step_2"]
 
 

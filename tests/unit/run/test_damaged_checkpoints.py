@@ -33,10 +33,10 @@ def test_a_damaged_newest_one_is_named_set_aside_and_the_previous_taken(
         shutil.copytree(origin.folder, checkpointer.folder)
         damage(checkpointer.locate(6) / name)
         assert checkpointer.find_start() == checkpointer.locate(4)
-        said = capsys.readouterr().err
-        assert str(checkpointer.locate(6) / name) in said
-        assert "is set aside as damaged_step_6\n" in said
-        assert f"going on from {checkpointer.locate(4)}" in said
+        stderr = capsys.readouterr().err
+        assert str(checkpointer.locate(6) / name) in stderr
+        assert "is set aside as damaged_step_6\n" in stderr
+        assert f"going on from {checkpointer.locate(4)}" in stderr
         assert names(checkpointer) == ["damaged_step_6", "step_2", "step_4"]
         assert checkpointer.find_start() == checkpointer.locate(4)
         assert capsys.readouterr().err == "", "it is told once"
@@ -48,8 +48,8 @@ def test_looking_renames_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     looking = Checkpointer(tmp_path, CheckpointingConfig(), look_only=True)
     flip(looking.locate(4) / "megatron" / "__0_0.distcp")
     assert looking.find_start() == looking.locate(2)
-    said = capsys.readouterr().err
-    assert f"{looking.locate(4)} would be set aside\nwould go on from {looking.locate(2)}" in said
+    stderr = capsys.readouterr().err
+    assert f"{looking.locate(4)} would be set aside\nwould go on from {looking.locate(2)}" in stderr
     assert names(looking) == ["step_2", "step_4"]
 
 
@@ -59,10 +59,10 @@ def test_several_damaged_ones_are_all_told(tmp_path: Path, capsys: pytest.Captur
     flip(checkpointer.locate(6) / "megatron" / "__0_0.distcp")
     delete(checkpointer.locate(4) / "manifest.json")
     assert checkpointer.find_start() == checkpointer.locate(2)
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 4
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4
     for line, expected in zip(
-        said, ["step_99 is empty", "step_6/megatron/__0_0.distcp", "step_4/manifest.json"], strict=False
+        lines, ["step_99 is empty", "step_6/megatron/__0_0.distcp", "step_4/manifest.json"], strict=False
     ):
         assert expected in line
     assert names(checkpointer) == ["damaged_step_4", "damaged_step_6", "damaged_step_99", "step_2"]
@@ -91,8 +91,8 @@ def test_with_none_intact_nothing_is_begun_anew_however_often_it_is_tried(tmp_pa
         assert message.startswith(
             "configuration has 1 problem:\n  checkpointing.resume=auto  finds no intact checkpoint"
         )
-        for said in ("step_2/megatron/__0_0.distcp", "step_4/megatron/__0_0.distcp", "another run_dir"):
-            assert said in message
+        for text in ("step_2/megatron/__0_0.distcp", "step_4/megatron/__0_0.distcp", "another run_dir"):
+            assert text in message
         assert names(checkpointer) == ["step_2", "step_4"]
 
 
@@ -109,16 +109,16 @@ def test_what_was_set_aside_earlier_keeps_a_run_from_beginning_anew(tmp_path: Pa
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-@pytest.mark.parametrize("whose", ["own", "of another run"])
+@pytest.mark.parametrize("owner", ["own", "of another run"])
 def test_a_damaged_one_that_was_asked_for_is_refused(
-    tmp_path: Path, damage: Callable[[Path], None], whose: str
+    tmp_path: Path, damage: Callable[[Path], None], owner: str
 ) -> None:
     origin = save(tmp_path / "run", 2)
     for name in files_of(origin.locate(2)):
         folder = tmp_path / "copy" / "checkpoints"
         shutil.copytree(origin.folder, folder)
         damage(folder / "step_2" / name)
-        resuming = save(tmp_path / ("copy" if whose == "own" else "new"), resume=str(folder / "step_2"))
+        resuming = save(tmp_path / ("copy" if owner == "own" else "new"), resume=str(folder / "step_2"))
         with pytest.raises(ConfigError, match=re.escape(f"cannot be started from: {folder / 'step_2' / name}")):
             resuming.find_start()
         assert (folder / "step_2").exists(), "what was named by hand stays where it is"
@@ -166,17 +166,17 @@ def test_pruning_leaves_what_it_cannot_rank(tmp_path: Path) -> None:
 def test_wherever_saving_is_killed_an_intact_one_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Saving step 4 over an earlier step 4, with an older one that goes when it is there."""
     save(tmp_path / "run", 2, 4)
-    found = []
+    starts = []
     for copy in every_kill(tmp_path / "run", tmp_path, lambda run_dir: save(run_dir, 4, keep_top_k=1)):
         checkpointer = Checkpointer(copy, CheckpointingConfig())
         path = checkpointer.find_start()
         assert path is not None
-        found.append(path.name)
+        starts.append(path.name)
         assert not list(checkpointer.folder.glob("damaged_*"))
         checkpointer.remove_leftovers()
         assert set(names(checkpointer)) <= {"step_2", "step_4"}
-    assert set(found) == {"step_2", "step_4"}
-    assert found[-1] == "step_4"
+    assert set(starts) == {"step_2", "step_4"}
+    assert starts[-1] == "step_4"
     assert capsys.readouterr().err == ""
 
 

@@ -23,11 +23,11 @@ ROW = {"step": 1, "reward": 0.5, "timing": {"generation": 0.5, "total": 1.0}, "t
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return found
+    figures: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return figures
 
 
-def recorded(folder: Path, *, report: bool = False, write: Any = None) -> AbstractContextManager[None]:
+def end_run(folder: Path, *, report: bool = False, write: Any = None) -> AbstractContextManager[None]:
     """The end of a run in this folder, of four samples a step; `write` replaces the writer of the summary."""
     startup: Any = SimpleNamespace(
         run_dir=folder,
@@ -49,7 +49,7 @@ def recorded(folder: Path, *, report: bool = False, write: Any = None) -> Abstra
     ids=repr,
 )
 def test_a_start_that_fails_says_why(error: BaseException, outcome: str, reason: str, tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt if isinstance(error, SystemExit) else type(error)), recorded(tmp_path):
+    with pytest.raises(KeyboardInterrupt if isinstance(error, SystemExit) else type(error)), end_run(tmp_path):
         raise error
     written = summary(tmp_path)
     assert written["outcome"] == outcome
@@ -60,7 +60,7 @@ def test_a_start_that_fails_says_why(error: BaseException, outcome: str, reason:
 
 def test_the_steps_that_were_made_are_counted(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps(ROW) + "\n" + '{"step": 2, "rew')
-    with pytest.raises(RunError), recorded(tmp_path):
+    with pytest.raises(RunError), end_run(tmp_path):
         raise RunError("the engine died")
     assert (summary(tmp_path)["steps"], summary(tmp_path)["samples"]) == (1, 4)
     assert summary(tmp_path)["overhead_fraction"] == 0.5
@@ -71,7 +71,7 @@ def test_every_end_has_a_report(
     ending: BaseException | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run() -> None:
-        with recorded(tmp_path, report=True):
+        with end_run(tmp_path, report=True):
             (tmp_path / "config.yaml").write_text("algorithm: grpo\n")
             if ending is not None:
                 raise ending
@@ -89,30 +89,30 @@ def test_every_end_has_a_report(
 def test_a_report_that_cannot_be_written_hides_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("algorithm: grpo\n")
     (tmp_path / "metrics.jsonl").write_text("damaged\n")
-    with pytest.raises(RunError, match="the engine died"), recorded(tmp_path, report=True):
+    with pytest.raises(RunError, match="the engine died"), end_run(tmp_path, report=True):
         raise RunError("the engine died")
     assert "report.html could not be written" in capsys.readouterr().out
 
 
 def test_a_folder_without_a_run_gets_no_report(tmp_path: Path) -> None:
-    with recorded(tmp_path, report=True):
+    with end_run(tmp_path, report=True):
         pass
     (tmp_path / "config.yaml").write_text("algorithm: grpo\n")
-    with recorded(tmp_path):
+    with end_run(tmp_path):
         pass
     assert not (tmp_path / "report.html").exists()
 
 
 def test_once_a_run_is_up_its_logger_writes(tmp_path: Path) -> None:
     ends: list[RunEnd] = []
-    with pytest.raises(RunError, match="the engine died"), recorded(tmp_path, write=lambda end: ends.append(end)):
+    with pytest.raises(RunError, match="the engine died"), end_run(tmp_path, write=lambda end: ends.append(end)):
         raise RunError("the engine died")
     assert ends == [RunEnd("failed", "the engine died")]
 
 
 def test_the_summary_of_an_earlier_start_does_not_stay(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text("{}")
-    with recorded(tmp_path):
+    with end_run(tmp_path):
         assert not (tmp_path / "summary.json").exists()
     assert not (tmp_path / "summary.json").exists(), "a run that ends well writes it itself"
 
@@ -121,7 +121,7 @@ def test_a_full_disk_does_not_hide_why_a_run_ended(tmp_path: Path) -> None:
     def fail(end: RunEnd) -> None:
         raise OSError("no space left on device")
 
-    with pytest.raises(RunError, match="the engine died"), recorded(tmp_path, write=fail):
+    with pytest.raises(RunError, match="the engine died"), end_run(tmp_path, write=fail):
         raise RunError("the engine died")
 
 

@@ -17,11 +17,11 @@ from tests.support.checkpoints import save
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path, given: list[str]) -> Path:
+def checkpoint(tmp_path: Path, base_overrides: list[str]) -> Path:
     """The checkpoint of a run, with metrics."""
-    found = save(tmp_path / "run", 7, score=0.25).locate(7)
-    record_start(tmp_path / "run", compose_config([*given, "checkpointing=none"]))
-    return found
+    checkpoint = save(tmp_path / "run", 7, score=0.25).locate(7)
+    record_start(tmp_path / "run", compose_config([*base_overrides, "checkpointing=none"]))
+    return checkpoint
 
 
 def test_a_folder_is_sent_with_its_card(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

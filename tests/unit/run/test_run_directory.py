@@ -28,11 +28,11 @@ def test_what_a_run_was_started_with_and_what_changed_since(tmp_path: Path) -> N
 
 
 def test_another_run_is_refused_once_the_first_has_started(tmp_path: Path) -> None:
-    other = compose_config(["+exp=quickstart", "data.train_path=other.jsonl"])
-    assert compare_with_last_start(tmp_path, other) == [], "looking alone makes the folder nobody's"
+    config = compose_config(["+exp=quickstart", "data.train_path=other.jsonl"])
+    assert compare_with_last_start(tmp_path, config) == [], "looking alone makes the folder nobody's"
     record_start(tmp_path, compose_config(["+exp=quickstart"]))
     with pytest.raises(ConfigError, match=r"holds another run: its data\.train_path is .*choose another run_dir"):
-        compare_with_last_start(tmp_path, other)
+        compare_with_last_start(tmp_path, config)
 
 
 def test_a_run_that_trains_and_one_that_does_not_are_two(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_run_that_trains_and_one_that_does_not_are_two(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "text"),
     [
         (b"", r"config\.yaml is empty"),
         (b"policy: [", r"config\.yaml is not valid YAML: .*expected"),
@@ -54,9 +54,9 @@ def test_a_run_that_trains_and_one_that_does_not_are_two(tmp_path: Path) -> None
         (b"a: \x00", r"config\.yaml is not valid YAML: .*(special|control) characters"),
     ],
 )
-def test_a_broken_configuration_is_told(tmp_path: Path, content: bytes, told: str) -> None:
+def test_a_broken_configuration_is_told(tmp_path: Path, content: bytes, text: str) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
-    with pytest.raises(ConfigError, match=told) as raised:
+    with pytest.raises(ConfigError, match=text) as raised:
         compare_with_last_start(tmp_path, compose_config(["+exp=quickstart"]))
     assert f"  run_dir={tmp_path}  " in str(raised.value)
     assert "choose another run_dir" in str(raised.value)
@@ -88,19 +88,19 @@ def test_a_start_that_fails_leaves_no_folder_behind(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_folder_keeps_the_template_of_the_prompts_for_exports(tmp_path: Path) -> None:
-    file, other = tmp_path / "own.jinja", tmp_path / "other.jinja"
+    file, other_file = tmp_path / "own.jinja", tmp_path / "other.jinja"
     file.write_text("{{ messages[0].content }} \u00e9\n", encoding="utf-8")
-    other.write_text("{{ messages[0].content }}")
+    other_file.write_text("{{ messages[0].content }}")
     (tmp_path / "tools.json").write_text('[{"type": "function"}]')
     script = SimpleNamespace(chat_template={"default": "{{ messages }}", "tool_use": "{{ tools }}"})
     setting, run = f"data.chat_template={file}", tmp_path / "run"
     run.mkdir()
-    kept = run / "chat_template.jinja"
+    saved_template = run / "chat_template.jinja"
     base = ["+exp=quickstart", "data.apply_chat_template=true"]
 
     def template(*overrides: str, tokenizer: Any = None) -> str | None:
         record_start(run, compose_config([*base, *overrides]), tokenizer)
-        return kept.read_text(encoding="utf-8") if kept.exists() else None
+        return saved_template.read_text(encoding="utf-8") if saved_template.exists() else None
 
     assert template() is None
     assert template(setting) == file.read_text(encoding="utf-8")
@@ -108,7 +108,7 @@ def test_the_folder_keeps_the_template_of_the_prompts_for_exports(tmp_path: Path
     assert template(tokenizer=script) == "{{ messages }}"
     assert template(f"data.tools={tmp_path / 'tools.json'}", tokenizer=script) == "{{ tools }}"
     assert template(setting, tokenizer=script) == file.read_text(encoding="utf-8")
-    two = [setting, "+env.game.type=countdown", f"+data.tasks.game.chat_template={other}"]
+    two = [setting, "+env.game.type=countdown", f"+data.tasks.game.chat_template={other_file}"]
     assert template(*two) is None, "tasks have different ones"
     assert template(*two, "+data.tasks.game.apply_chat_template=false") is not None
 
@@ -117,13 +117,13 @@ def test_the_folder_of_a_reward_model_keeps_the_form_of_its_conversations(tmp_pa
     """An export scores conversations with it, whatever happens to the files that the settings name."""
     (tmp_path / "tools.json").write_text('[{"name": "f"}]')
     (tmp_path / "run").mkdir()
-    kept = tmp_path / "run" / "conversation_format.json"
+    saved_format = tmp_path / "run" / "conversation_format.json"
     base = ["+exp=quickstart", "algorithm=reward_model", "grpo.num_generations_per_prompt=2", "data.answer_key=null"]
     settings = ["data.apply_chat_template=true", "data.system_prompt=Judge.", f"data.tools={tmp_path / 'tools.json'}"]
 
     def read(*overrides: str) -> Any:
         record_start(tmp_path / "run", compose_config([*base, *overrides]))
-        return json.loads(kept.read_text()) if kept.exists() else None
+        return json.loads(saved_format.read_text()) if saved_format.exists() else None
 
     assert read(*settings) == {"system_prompt": "Judge.", "tools": [{"name": "f"}]}
     assert read() is None, "plain texts have no form"

@@ -127,14 +127,14 @@ def test_trust_lets_code_run(folder: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_resume_by_the_same_command_line_needs_no_trust(folder: Path) -> None:
-    mine = ["env.math.type=reward_functions", "env.math.reward_funcs=[mine.score]", "env.math.options={}"]
-    composed = check_overrides(["+exp=quickstart", f"run_dir={folder / RUN}", *mine])
+    reward_settings = ["env.math.type=reward_functions", "env.math.reward_funcs=[mine.score]", "env.math.options={}"]
+    composed = check_overrides(["+exp=quickstart", f"run_dir={folder / RUN}", *reward_settings])
     assert not composed.problems
     assert composed.require().env["math"].reward_funcs == ["mine.score"]
     new = folder / "new"
     new.mkdir()
     record_start(new, composed.require())
-    assert not check_overrides([f"run_dir={new}", *mine]).problems
+    assert not check_overrides([f"run_dir={new}", *reward_settings]).problems
     (problem,) = check_overrides([f"run_dir={new}"]).problems
     assert problem.subject == "env.math.reward_funcs=mine.score"
     assert not check_overrides([f"run_dir={new}", "trust_run=true"]).problems

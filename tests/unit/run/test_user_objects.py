@@ -25,13 +25,13 @@ ROWS = [{"prompt": f"{a}+{b}=", "answer": f"{a + b:03d}"} for a in range(10, 18)
 OTHER = [{"prompt": f"{a}+{b}=", "answer": f"{a + b:03d}"} for a in range(50, 58) for b in range(10, 18)]
 
 
-def generated(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def yield_rows(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     yield from rows
 
 
 FORMS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
     "list": list,
-    "generator": generated,
+    "generator": yield_rows,
     "dataset": Dataset.from_list,
     "stream": lambda rows: Dataset.from_list(rows).to_iterable_dataset(),
 }
@@ -52,8 +52,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
 
 
 def train(folder: Path, rows: Any, *overrides: str, **arguments: Any) -> None:
-    given = ["+exp=quickstart", f"run_dir={folder}", "checkpointing=none", *overrides]
-    megatron_grpo.train(given, train_dataset=rows, **arguments)
+    settings = ["+exp=quickstart", f"run_dir={folder}", "checkpointing=none", *overrides]
+    megatron_grpo.train(settings, train_dataset=rows, **arguments)
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -182,8 +182,8 @@ def test_null_filled_messages_of_a_script_are_those_that_were_written(
     ]
     rows = [{"prompt": [turn], "answer": "2", "extra": extra} for turn, extra in kinds * 32]
     for form in FORMS:
-        given = [f"policy.model.path={model}", f"run_dir={tmp_path / form}"]
-        megatron_grpo.train(given, train_dataset=FORMS[form](rows))
+        settings = [f"policy.model.path={model}", f"run_dir={tmp_path / form}"]
+        megatron_grpo.train(settings, train_dataset=FORMS[form](rows))
         source = open_source(DatasetConfig(path=started[-1].data.train_path))
         assert list(source.read_all()) == rows
 

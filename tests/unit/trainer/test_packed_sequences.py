@@ -29,30 +29,30 @@ def test_every_token_stands_on_one_rank_at_its_position(
 ) -> None:
     options = {"width": max(lengths)} if rectangle else {}
     placed = ranks(lengths, size, tensor_multiple=multiple, **options)
-    (tokens,) = {one.local_tokens for one in placed}
+    (tokens,) = {part.local_tokens for part in placed}
     assert tokens % multiple == 0
     positions = np.concatenate([np.arange(length) for length in lengths])
-    found = np.concatenate([one.source for one in placed])
-    assert sorted(found[found >= 0].tolist()) == list(range(sum(lengths)))
-    at = np.concatenate([one.positions for one in placed])
-    assert (at[found >= 0] == positions[found[found >= 0]]).all()
-    padding, unit = int((found < 0).sum()), np.lcm(2 * size if size > 1 else 1, size * multiple)
+    sources = np.concatenate([part.source for part in placed])
+    assert sorted(sources[sources >= 0].tolist()) == list(range(sum(lengths)))
+    at = np.concatenate([part.positions for part in placed])
+    assert (at[sources >= 0] == positions[sources[sources >= 0]]).all()
+    padding, unit = int((sources < 0).sum()), np.lcm(2 * size if size > 1 else 1, size * multiple)
     if not rectangle:
         assert padding < len(lengths) * (2 * size if size > 1 else 1) + unit, "only what the layout needs"
-    assert len({int(one.positions.sum()) for one in placed}) == 1, "level in what attention costs"
+    assert len({int(part.positions.sum()) for part in placed}) == 1, "level in what attention costs"
 
 
 @settings(deadline=None)
 @given(LENGTHS, st.sampled_from([1, 2, 4]), st.data())
 def test_a_token_is_predicted_by_the_one_before_it(lengths: list[int], size: int, data: st.DataObject) -> None:
-    wanted = np.array(data.draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths))))
+    targets = np.array(data.draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths))))
     firsts = np.cumsum([0, *lengths[:-1]])
-    seen: list[int] = []
-    for one in ranks(lengths, size):
-        rows, tokens = one.find_predicting(wanted)
-        assert (one.source[rows] == tokens - 1).all()
-        seen += tokens.tolist()
-    assert sorted(seen) == [token for token in np.flatnonzero(wanted) if token not in firsts]
+    predicted: list[int] = []
+    for rank in ranks(lengths, size):
+        rows, tokens = rank.find_predicting(targets)
+        assert (rank.source[rows] == tokens - 1).all()
+        predicted += tokens.tolist()
+    assert sorted(predicted) == [token for token in np.flatnonzero(targets) if token not in firsts]
 
 
 def plain_attention(
@@ -63,13 +63,13 @@ def plain_attention(
     repeat = HEADS // GROUPS
     for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(repeat, 1)) * HEAD_DIM**-0.5
-        place = torch.arange(len(q))
-        seen = place[None, :] <= place[:, None]
+        positions = torch.arange(len(q))
+        is_seen = positions[None, :] <= positions[:, None]
         if window is not None and chunked:
-            seen &= place[None, :] // window == place[:, None] // window
+            is_seen &= positions[None, :] // window == positions[:, None] // window
         elif window is not None:
-            seen &= place[None, :] > place[:, None] - window
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            is_seen &= positions[None, :] > positions[:, None] - window
+        weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
         outs.append(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(repeat, 1)).flatten(1))
     return torch.cat(outs)
 
@@ -90,10 +90,10 @@ def test_attention_is_that_of_each_sequence(
     )
     expected = plain_attention(query, key, value, lengths, window, chunked)
     upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
-    wanted = torch.autograd.grad(expected, (query, key, value), upstream)
+    expected_gradients = torch.autograd.grad(expected, (query, key, value), upstream)
 
     placed = ranks(lengths, size)
-    sources = torch.from_numpy(np.concatenate([one.source for one in placed])).clamp(min=0)
+    sources = torch.from_numpy(np.concatenate([part.source for part in placed])).clamp(min=0)
     windows = {"window_size": window and (window - 1, 0), "window_attn_skip_freq": [0, 1]}
     config: Any = SimpleNamespace(
         context_parallel_size=1, platform=detect_platform(), softmax_type="vanilla", **windows
@@ -107,15 +107,17 @@ def test_attention_is_that_of_each_sequence(
         module = "megatron_grpo.trainer.model.attention.gather_from_sequence_parallel_region"
         monkeypatch.setattr(module, lambda local, group: both)
     actual = torch.zeros_like(expected)
-    for one in placed:
-        source = torch.from_numpy(one.source)
+    for part in placed:
+        source = torch.from_numpy(part.source)
         q, k, v = (tensor[source.clamp(min=0)][:, None] for tensor in (query, key, value))
-        packed = build_packed_sequences(one, transformer_engine=False, window=window, chunked=chunked)
+        packed = build_packed_sequences(part, transformer_engine=False, window=window, chunked=chunked)
         out = attention(q, k, v, None, packed_seq_params=packed)
         if window is not None:
             assert all(rectangle.keys.shape[1] < 2 * window for rectangle in packed.windowed_calls.rectangles)
-        assert out.shape == (one.local_tokens, 1, HEADS * HEAD_DIM)
+        assert out.shape == (part.local_tokens, 1, HEADS * HEAD_DIM)
         actual = actual.index_put((source[source >= 0],), out[source >= 0, 0])
     torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
-    for found, gradient in zip(torch.autograd.grad(actual, (query, key, value), upstream), wanted, strict=True):
-        torch.testing.assert_close(found, gradient, atol=1e-12, rtol=1e-12)
+    for actual_gradient, gradient in zip(
+        torch.autograd.grad(actual, (query, key, value), upstream), expected_gradients, strict=True
+    ):
+        torch.testing.assert_close(actual_gradient, gradient, atol=1e-12, rtol=1e-12)

@@ -117,47 +117,47 @@ def own_choice(kind: dict[str, Any]) -> Tensor:
     return chosen.nonzero()[:, 1].view(4, TOP_K)
 
 
-def weights_of(given: Tensor, experts: Tensor, kind: dict[str, Any]) -> Tensor:
+def weights_of(base_overrides: Tensor, experts: Tensor, kind: dict[str, Any]) -> Tensor:
     """[tokens, EXPERTS]: what chosen experts, [tokens, TOP_K], weigh, by the formulas; a bias only chooses."""
     if kind.get("moe_router_score_function") == "sigmoid":
-        chosen = given.sigmoid().gather(1, experts)
+        chosen = base_overrides.sigmoid().gather(1, experts)
         chosen = chosen / chosen.sum(dim=1, keepdim=True) * kind.get("moe_router_topk_scaling_factor", 1.0)
     elif kind.get("moe_router_pre_softmax"):
-        chosen = (given.exp() / given.exp().sum(dim=1, keepdim=True)).gather(1, experts)
+        chosen = (base_overrides.exp() / base_overrides.exp().sum(dim=1, keepdim=True)).gather(1, experts)
     else:
-        chosen = given.gather(1, experts).exp()
+        chosen = base_overrides.gather(1, experts).exp()
         chosen = chosen / chosen.sum(dim=1, keepdim=True)
-    return torch.zeros_like(given).scatter(1, experts, chosen)
+    return torch.zeros_like(base_overrides).scatter(1, experts, chosen)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_recorded_experts_are_weighed_as_if_the_router_had_chosen_them(kind: dict[str, Any]) -> None:
-    given, again, own = logits(), logits(), own_choice(kind)
-    experts = torch.where(RECORD.long() < 0, own, RECORD.long())  # nothing is on record: the router chooses
+    scores, again, choice = logits(), logits(), own_choice(kind)
+    experts = torch.where(RECORD.long() < 0, choice, RECORD.long())  # nothing is on record: the router chooses
     router = make_router(kind, RECORD)
-    weights, chosen = router.routing(given)
+    weights, chosen = router.routing(scores)
     expected = weights_of(again[:, 0], experts, kind)
     torch.testing.assert_close(weights, expected)
     assert torch.equal(chosen, torch.zeros(4, EXPERTS).scatter(1, experts, 1.0).bool())
     factors = torch.randn(4, EXPERTS, generator=torch.Generator().manual_seed(2))
     (weights * factors).sum().backward()
     (expected * factors).sum().backward()
-    torch.testing.assert_close(given.grad, again.grad)
-    agreed = sum(len(set(own[token].tolist()) & set(RECORD[token].tolist())) for token in (0, 2, 3))
+    torch.testing.assert_close(scores.grad, again.grad)
+    agreed = sum(len(set(choice[token].tolist()) & set(RECORD[token].tolist())) for token in (0, 2, 3))
     assert router.agreement.tolist() == [agreed, 3 * TOP_K]
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_the_routers_own_choice_on_record_changes_no_bit(kind: dict[str, Any]) -> None:
-    given, again = logits(), logits()
+    scores, again = logits(), logits()
     plain, replaying = make_router(kind, None), make_router(kind, torch.full((4, TOP_K), -1))
-    weights, chosen = plain.routing(given)
+    weights, chosen = plain.routing(scores)
     replayed, rechosen = replaying.routing(again)
     assert torch.equal(weights, replayed)
     assert torch.equal(chosen, rechosen)
     weights.square().sum().backward()
     replayed.square().sum().backward()
-    assert torch.equal(given.grad, again.grad)
+    assert torch.equal(scores.grad, again.grad)
     full = make_router(kind, own_choice(kind).to(torch.int16))
     full.routing(logits())
     assert full.agreement.tolist() == [4 * TOP_K] * 2
@@ -170,17 +170,17 @@ def test_every_token_finds_its_record_on_the_rank_that_holds_it(size: int, parts
     form = RoutedForm(layers=(0, 1), top_k=2, experts=100)
     experts = torch.arange(total * 4, dtype=torch.int16).view(total, 2, 2)
     rows = form.pack(experts.numpy())
-    seen = []
+    records = []
     for rank in range(size):
         layout = lay_out(LENGTHS, rank=rank, size=size, tensor_multiple=4)
         sources = [select_source(layout, part=part, parts=parts) for part in range(parts)]
-        held = [select_routing(form, rows, source) for source in sources]
-        assert [len(one) for one in held] == [layout.local_tokens // parts] * parts
-        for row, source in zip(torch.cat(held).tolist(), layout.source.tolist(), strict=True):
+        rows_by_rank = [select_routing(form, rows, source) for source in sources]
+        assert [len(rank_rows) for rank_rows in rows_by_rank] == [layout.local_tokens // parts] * parts
+        for row, source in zip(torch.cat(rows_by_rank).tolist(), layout.source.tolist(), strict=True):
             assert row == ([[-1, -1]] * 2 if source < 0 else experts[source].tolist())
-            seen.append(source)
+            records.append(source)
         nothing = select_routing(form, rows, select_source(layout, part=0, parts=parts, is_dummy=True))
         assert (nothing == -1).all()
         assert nothing.dtype == torch.int16
-    assert sorted(source for source in seen if source >= 0) == list(range(total))
-    assert -1 in seen, "padding"
+    assert sorted(source for source in records if source >= 0) == list(range(total))
+    assert -1 in records, "padding"

@@ -56,9 +56,9 @@ def examined(run: RecordedRun, scratch: Path, step: int | None = None) -> Diagno
     return examine_run(run.run_dir, run.config, run.versions[0], scratch, step=step)
 
 
-def only(found: Diagnosis) -> tuple[str, str]:
+def only(diagnosis: Diagnosis) -> tuple[str, str]:
     """Cause and name of the single finding."""
-    ((cause, name),) = [(one.cause, one.name) for one in found.findings]
+    ((cause, name),) = [(finding.cause, finding.name) for finding in diagnosis.findings]
     return cause, name
 
 
@@ -69,11 +69,11 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 def test_a_healthy_run_has_nothing(dense: RecordedRun, tmp_path: Path) -> None:
     dense.write(3, sampled(dense.versions[2], dense.prompts(), version=2))
-    found = examined(dense, tmp_path / "scratch")
-    assert found.findings == []
-    assert (found.step, found.version) == (3, 2)
-    assert found.gap.worst < 1e-4
-    assert set(found.sides) == {"engine", "trainer"}
+    diagnosis = examined(dense, tmp_path / "scratch")
+    assert diagnosis.findings == []
+    assert (diagnosis.step, diagnosis.version) == (3, 2)
+    assert diagnosis.gap.worst < 1e-4
+    assert set(diagnosis.sides) == {"engine", "trainer"}
 
 
 @pytest.mark.slow
@@ -84,40 +84,40 @@ def test_a_stale_tensor_is_named(dense: RecordedRun, tmp_path: Path, name: str) 
     old = tensors(dense.versions[1])[name]
     engine = edited_copy(dense.versions[2], tmp_path / "engine", lambda now: now | {name: old})
     dense.write(3, sampled(engine, dense.prompts(), version=2))
-    found = examined(dense, tmp_path / "scratch")
-    assert only(found) == ("weights", "stale_tensor")
-    assert f"kept {name} of version 1" in found.findings[0].text
+    diagnosis = examined(dense, tmp_path / "scratch")
+    assert only(diagnosis) == ("weights", "stale_tensor")
+    assert f"kept {name} of version 1" in diagnosis.findings[0].text
 
 
 @pytest.mark.slow
 def test_an_engine_that_is_a_version_behind_is_named(dense: RecordedRun, tmp_path: Path) -> None:
     dense.write(3, sampled(dense.versions[1], dense.prompts(), version=2))
-    found = examined(dense, tmp_path / "scratch")
-    assert only(found) == ("staleness", "version_behind")
-    assert "version 1, 1 version behind" in found.findings[0].text
+    diagnosis = examined(dense, tmp_path / "scratch")
+    assert only(diagnosis) == ("staleness", "version_behind")
+    assert "version 1, 1 version behind" in diagnosis.findings[0].text
 
 
 @pytest.mark.slow
 def test_one_of_two_engines_that_is_a_version_behind_is_named(dense: RecordedRun, tmp_path: Path) -> None:
     behind, right = (sampled(dense.versions[number], dense.prompts(), version=2) for number in (1, 2))
     dense.write(3, [*behind[:4], *right[4:]])
-    found = examined(dense, tmp_path / "scratch")
-    assert only(found) == ("staleness", "version_behind")
-    assert found.findings[0].text.endswith("(in 4 of 8 rollouts)")
+    diagnosis = examined(dense, tmp_path / "scratch")
+    assert only(diagnosis) == ("staleness", "version_behind")
+    assert diagnosis.findings[0].text.endswith("(in 4 of 8 rollouts)")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [[2], *rare([[0, 1, 2, 3]])], ids=["one layer", "every layer"])
 def test_swapped_gate_and_up_are_named(dense: RecordedRun, tmp_path: Path, layers: list[int]) -> None:
     def swap(now: dict[str, Tensor]) -> dict[str, Tensor]:
-        places = [f"model.layers.{layer}.mlp." for layer in layers]
-        gates = {f"{place}gate_proj.weight": now[f"{place}up_proj.weight"] for place in places}
-        return now | gates | {f"{place}up_proj.weight": now[f"{place}gate_proj.weight"] for place in places}
+        prefixes = [f"model.layers.{layer}.mlp." for layer in layers]
+        gates = {f"{prefix}gate_proj.weight": now[f"{prefix}up_proj.weight"] for prefix in prefixes}
+        return now | gates | {f"{prefix}up_proj.weight": now[f"{prefix}gate_proj.weight"] for prefix in prefixes}
 
     dense.write(1, sampled(edited_copy(dense.versions[0], tmp_path / "engine", swap), dense.prompts()))
-    found = examined(dense, tmp_path / "scratch", step=1)
-    assert only(found) == ("weights", "gate_up_swapped")
-    assert found.findings[0].text.endswith("layer 2" if layers == [2] else "every layer")
+    diagnosis = examined(dense, tmp_path / "scratch", step=1)
+    assert only(diagnosis) == ("weights", "gate_up_swapped")
+    assert diagnosis.findings[0].text.endswith("layer 2" if layers == [2] else "every layer")
 
 
 @pytest.mark.parametrize("side", ["engine", "trainer"])
@@ -128,32 +128,37 @@ def test_a_missing_temperature_is_named(dense: RecordedRun, tmp_path: Path, side
     wrong = sampled(run.versions[0], run.prompts(), temperature=0.7, reported=1.0)
     trained = [{"prev_logprobs": trajectory.logprobs} for trajectory in (right if side == "engine" else wrong)]
     run.write(1, wrong if side == "engine" else right, trained)
-    found = examined(run, tmp_path / "scratch", step=1)
-    assert only(found) == ("sampling", "temperature")
-    assert found.findings[0].text.startswith(f"the {side} does not divide logits by generation.temperature=0.7")
+    diagnosis = examined(run, tmp_path / "scratch", step=1)
+    assert only(diagnosis) == ("sampling", "temperature")
+    assert diagnosis.findings[0].text.startswith(f"the {side} does not divide logits by generation.temperature=0.7")
 
 
 def test_a_stop_token_that_was_not_sampled_is_named(dense: RecordedRun, tmp_path: Path) -> None:
-    def with_stop(one: Trajectory) -> Trajectory:
-        if one.token_ids[-1] == EOS:
-            return one
-        ((start, end, version),) = one.spans
-        ids, logprobs = np.append(one.token_ids, EOS).astype(np.int32), np.append(one.logprobs, 0).astype(np.float32)
-        return replace(one, token_ids=ids, logprobs=logprobs, spans=[Span(start, end + 1, version)], stop_reason="stop")
+    def with_stop(trajectory: Trajectory) -> Trajectory:
+        if trajectory.token_ids[-1] == EOS:
+            return trajectory
+        ((start, end, version),) = trajectory.spans
+        ids, logprobs = (
+            np.append(trajectory.token_ids, EOS).astype(np.int32),
+            np.append(trajectory.logprobs, 0).astype(np.float32),
+        )
+        return replace(
+            trajectory, token_ids=ids, logprobs=logprobs, spans=[Span(start, end + 1, version)], stop_reason="stop"
+        )
 
     rollouts = sampled(dense.versions[0], dense.prompts())
-    assert any(one.token_ids[-1] != EOS for one in rollouts)
-    dense.write(1, [with_stop(one) for one in rollouts])
-    found = examined(dense, tmp_path / "scratch", step=1)
-    assert only(found) == ("tokens", "stop_token")
+    assert any(trajectory.token_ids[-1] != EOS for trajectory in rollouts)
+    dense.write(1, [with_stop(trajectory) for trajectory in rollouts])
+    diagnosis = examined(dense, tmp_path / "scratch", step=1)
+    assert only(diagnosis) == ("tokens", "stop_token")
 
 
 def test_tokens_behind_a_stop_token_are_found(dense: RecordedRun, tmp_path: Path) -> None:
     rollouts = sampled(dense.versions[0], dense.prompts())
     rollouts[0].token_ids[rollouts[0].spans[0].start + 1] = EOS
     dense.write(1, rollouts)
-    found = examined(dense, tmp_path / "scratch", step=1)
-    assert any(one.name == "stop_token" and "behind a stop token" in one.text for one in found.findings)
+    diagnosis = examined(dense, tmp_path / "scratch", step=1)
+    assert any(finding.name == "stop_token" and "behind a stop token" in finding.text for finding in diagnosis.findings)
 
 
 CHATML = "the chat template of ChatML"
@@ -162,21 +167,21 @@ CHATML = "the chat template of ChatML"
 def test_a_template_of_which_the_engine_alone_knew_is_named(dense: RecordedRun, tmp_path: Path) -> None:
     template = tmp_path / "chatml.jinja"
     template.write_text(TEMPLATES["ChatML"])
-    other = replace(dense.config, data=replace(dense.config.data, chat_template=str(template)))
-    dense.write(1, sampled(dense.versions[0], dense.prompts(other), recorded=dense.prompts()))
-    found = examined(dense, tmp_path / "scratch", step=1)
-    assert only(found) == ("tokens", "wrong_template")
-    assert CHATML in found.findings[0].text
+    other_config = replace(dense.config, data=replace(dense.config.data, chat_template=str(template)))
+    dense.write(1, sampled(dense.versions[0], dense.prompts(other_config), recorded=dense.prompts()))
+    diagnosis = examined(dense, tmp_path / "scratch", step=1)
+    assert only(diagnosis) == ("tokens", "wrong_template")
+    assert CHATML in diagnosis.findings[0].text
 
 
 @pytest.mark.slow
 def test_recorded_prompts_of_another_template_are_named(dense: RecordedRun, tmp_path: Path) -> None:
     plain = replace(dense.config, data=replace(dense.config.data, apply_chat_template=False))
     dense.write(1, sampled(dense.versions[0], dense.prompts(plain)))
-    found = examined(dense, tmp_path / "scratch", step=1)
-    assert only(found) == ("tokens", "wrong_template")
-    assert "plain text" in found.findings[0].text
-    assert found.findings[0].key == "data.apply_chat_template"
+    diagnosis = examined(dense, tmp_path / "scratch", step=1)
+    assert only(diagnosis) == ("tokens", "wrong_template")
+    assert "plain text" in diagnosis.findings[0].text
+    assert diagnosis.findings[0].key == "data.apply_chat_template"
 
 
 def _round_routers(model: Any) -> None:
@@ -200,8 +205,8 @@ def _rounded(gate: Any) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
 @pytest.mark.slow
 def test_a_router_in_bfloat16_is_named(experts: RecordedRun, tmp_path: Path) -> None:
     experts.write(1, sampled(experts.versions[0], experts.prompts(), prepare=_round_routers))
-    found = examined(experts, tmp_path / "scratch", step=1)
-    assert only(found) == ("routing", "router_precision")
+    diagnosis = examined(experts, tmp_path / "scratch", step=1)
+    assert only(diagnosis) == ("routing", "router_precision")
 
 
 @pytest.mark.slow
@@ -210,9 +215,9 @@ def test_a_stale_matrix_of_one_expert_is_named(experts: RecordedRun, tmp_path: P
     old = tensors(experts.versions[0])[name]
     engine = edited_copy(experts.versions[1], tmp_path / "engine", lambda now: now | {name: old})
     experts.write(2, sampled(engine, experts.prompts(), version=1))
-    found = examined(experts, tmp_path / "scratch", step=2)
-    assert only(found) == ("weights", "stale_tensor")
-    assert f"kept {name} of version 0" in found.findings[0].text
+    diagnosis = examined(experts, tmp_path / "scratch", step=2)
+    assert only(diagnosis) == ("weights", "stale_tensor")
+    assert f"kept {name} of version 0" in diagnosis.findings[0].text
 
 
 def test_a_healthy_mixture_of_experts_has_nothing(experts: RecordedRun, tmp_path: Path) -> None:
@@ -225,11 +230,11 @@ def test_a_healthy_mixture_of_experts_has_nothing(experts: RecordedRun, tmp_path
 def test_rotary_embeddings_without_their_scaling_are_named(tmp_path: Path, rope: dict[str, Any]) -> None:
     run = make_run(tmp_path, "llama", rope_parameters=rope)
     plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-    other = make_run(tmp_path / "engine", "llama", rope_parameters=plain)  # the same seed, so the same weights
-    run.write(1, sampled(other.versions[0], run.prompts()))
-    found = examined(run, tmp_path / "scratch", step=1)
-    assert only(found) == ("layer", "rope_scaling")
-    assert "without its scaling (rope_type=llama3" in found.findings[0].text
+    other_run = make_run(tmp_path / "engine", "llama", rope_parameters=plain)  # the same seed, so the same weights
+    run.write(1, sampled(other_run.versions[0], run.prompts()))
+    diagnosis = examined(run, tmp_path / "scratch", step=1)
+    assert only(diagnosis) == ("layer", "rope_scaling")
+    assert "without its scaling (rope_type=llama3" in diagnosis.findings[0].text
     run.write(1, sampled(run.versions[0], run.prompts()))
     assert examined(run, tmp_path / "healthy", step=1).findings == []
 
@@ -238,9 +243,9 @@ def test_rotary_embeddings_without_their_scaling_are_named(tmp_path: Path, rope:
 def test_rounding_to_bfloat16_is_no_finding(tmp_path: Path) -> None:
     run = make_run(tmp_path, "qwen2", "policy.precision=bfloat16")
     run.write(1, sampled(run.versions[0], run.prompts(), dtype=torch.bfloat16))
-    found = examined(run, tmp_path / "scratch", step=1)
-    assert found.findings == []
-    assert found.gap.mean > 1e-3, "the types do differ"
+    diagnosis = examined(run, tmp_path / "scratch", step=1)
+    assert diagnosis.findings == []
+    assert diagnosis.gap.mean > 1e-3, "the types do differ"
 
 
 @pytest.mark.slow
@@ -266,9 +271,9 @@ def test_what_no_suspect_explains_is_found_layer_by_layer(
 ) -> None:
     monkeypatch.setattr(hidden_states, "PolicyRank", SpoiledRank)
     dense.write(1, sampled(dense.versions[0], dense.prompts()))
-    found = examined(dense, tmp_path / "scratch", step=1)
-    assert only(found) == ("layer", "first_layer")
-    assert "the trainer computes layers.2.mlp differently" in found.findings[0].text
+    diagnosis = examined(dense, tmp_path / "scratch", step=1)
+    assert only(diagnosis) == ("layer", "first_layer")
+    assert "the trainer computes layers.2.mlp differently" in diagnosis.findings[0].text
 
 
 def top_4(logits: Tensor) -> Tensor:
@@ -284,10 +289,10 @@ def test_a_filter_that_training_repeats_is_no_difference(dense: RecordedRun, tmp
     trained = [{"prev_logprobs": trajectory.logprobs.copy()} for trajectory in rollouts]
     trained[0]["prev_logprobs"][1] = -np.inf
     run.write(1, rollouts, trained if recorded else ())
-    found = examined(run, tmp_path / "scratch", step=1)
-    assert found.findings == []
-    assert found.error == pytest.approx(1.0, abs=1e-3)
-    assert any("1 tokens were left out: the filter" in one for one in found.remarks) == recorded
+    diagnosis = examined(run, tmp_path / "scratch", step=1)
+    assert diagnosis.findings == []
+    assert diagnosis.error == pytest.approx(1.0, abs=1e-3)
+    assert any("1 tokens were left out: the filter" in remark for remark in diagnosis.remarks) == recorded
 
 
 @pytest.mark.slow
@@ -295,18 +300,18 @@ def test_a_filter_that_training_does_not_repeat_is_named(dense: RecordedRun, tmp
     generation = replace(dense.config.generation, top_k=4, bad_words=["never said"])
     run = replace(dense, config=replace(dense.config, generation=generation))
     run.write(1, sampled(run.versions[0], run.prompts(), choose=top_4))
-    found = examined(run, tmp_path / "scratch", step=1)
-    assert only(found) == ("sampling", "sampling_options")
-    assert found.findings[0].key == "generation.top_k"
+    diagnosis = examined(run, tmp_path / "scratch", step=1)
+    assert only(diagnosis) == ("sampling", "sampling_options")
+    assert diagnosis.findings[0].key == "generation.top_k"
 
 
 def test_the_command(dense: RecordedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dense.write(1, sampled(dense.versions[0], dense.prompts(), reported=2.0))
     run_dir = str(dense.run_dir)
     assert doctor.main([run_dir, "step=1", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert [one["name"] for one in found["findings"]] == ["temperature"]
-    assert "has temperature 2" in found["findings"][0]["text"]
+    answer = json.loads(capsys.readouterr().out)
+    assert [finding["name"] for finding in answer["findings"]] == ["temperature"]
+    assert "has temperature 2" in answer["findings"][0]["text"]
     assert doctor.main([run_dir, "step=1", "generation.temperature=2.0"]) == 0, "both sides are at 2 then"
     assert "nothing found" in capsys.readouterr().out
 
@@ -326,7 +331,7 @@ def test_mistakes_of_the_user(
     dense: RecordedRun, arguments: Sequence[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dense.write(1, sampled(dense.versions[0], dense.prompts()[:4]))
-    assert doctor.main([one.replace("{run}", str(dense.run_dir)) for one in arguments]) == 2
+    assert doctor.main([argument.replace("{run}", str(dense.run_dir)) for argument in arguments]) == 2
     assert text in capsys.readouterr().err
 
 

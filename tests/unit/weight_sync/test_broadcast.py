@@ -66,8 +66,8 @@ def members() -> Iterator[Callable[..., tuple[list[SourceLinks], list[Any]]]]:
     store = open_store("127.0.0.1", 60.0)
     rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=RECEIVERS, timeout_s=60.0)
     dtypes = ["float32"] * len(ENTRIES)
-    shards, whole = split_policy(ParallelConfig(tensor=2), SHAPE), [list_full_boxes(TENSORS)]
-    scheduled = plan_messages(SHAPE, shards, whole, RECEIVERS, dtypes, BUCKET_BYTES)
+    shards, boxes = split_policy(ParallelConfig(tensor=2), SHAPE), [list_full_boxes(TENSORS)]
+    scheduled = plan_messages(SHAPE, shards, boxes, RECEIVERS, dtypes, BUCKET_BYTES)
     write_plan(store, scheduled, SOURCES, RECEIVERS, dtypes, shared_memory=False)
 
     def make(*models: MadeUpModel) -> tuple[list[SourceLinks], list[Any]]:
@@ -76,8 +76,8 @@ def members() -> Iterator[Callable[..., tuple[list[SourceLinks], list[Any]]]]:
             device = torch.device("cpu")
             sources = [pool.submit(SourceLinks, rendezvous, rank, device, list(TENSORS)) for rank in range(SOURCES)]
             source = json.loads(json.dumps({"rendezvous": asdict(rendezvous), "tensors": TENSORS}))
-            targets = [pool.submit(TensorReceiver, one, source, rank) for rank, one in enumerate(workers)]
-        return [one.result() for one in sources], [one.result() for one in targets]
+            targets = [pool.submit(TensorReceiver, worker, source, rank) for rank, worker in enumerate(workers)]
+        return [worker.result() for worker in sources], [worker.result() for worker in targets]
 
     yield make
     del store  # it lives until the members are connected
@@ -106,17 +106,17 @@ def _failures(calls: list[Callable[[], object]]) -> list[Exception | None]:
 
     began = time.monotonic()
     with ThreadPoolExecutor(len(calls)) as pool:
-        found = list(pool.map(failure, calls))
+        failures = list(pool.map(failure, calls))
     assert time.monotonic() - began < 30, "nobody waits for the timeout of the groups"
-    return found
+    return failures
 
 
 def test_every_worker_receives_all_tensors_whole(members: Any) -> None:
     models = MadeUpModel(), MadeUpModel()
     sources, receivers = members(*models)
-    assert _failures([*(partial(_send, one) for one in sources), *(partial(one.receive, 1) for one in receivers)]) == [
-        None
-    ] * (SOURCES + RECEIVERS)
+    assert _failures(
+        [*(partial(_send, receiver) for receiver in sources), *(partial(receiver.receive, 1) for receiver in receivers)]
+    ) == [None] * (SOURCES + RECEIVERS)
     for model in models:
         expected = {
             tensor.name.format(layer=layer): tensor.measure(SHAPE.sizes)
@@ -131,22 +131,26 @@ def test_every_worker_receives_all_tensors_whole(members: Any) -> None:
 
 def test_everybody_is_told_of_a_worker_that_cannot_load(members: Any) -> None:
     sources, receivers = members(MadeUpModel(bad=True), MadeUpModel())
-    *senders, bad, other = _failures(
-        [*(partial(_send, one) for one in sources), *(partial(one.receive, 1) for one in receivers)]
+    *senders, bad, other_failure = _failures(
+        [*(partial(_send, receiver) for receiver in sources), *(partial(receiver.receive, 1) for receiver in receivers)]
     )
     assert str(bad) == "'no such parameter'"
     assert all(isinstance(sender, RuntimeError) for sender in senders)
-    assert isinstance(other, RuntimeError)
-    for one in receivers:
+    assert isinstance(other_failure, RuntimeError)
+    for receiver in receivers:
         with pytest.raises(RuntimeError, match="the links of this rank failed before and were not made anew"):
-            one.receive(1)
+            receiver.receive(1)
 
 
 def test_everybody_is_told_of_a_rank_that_cannot_send(members: Any) -> None:
     sources, receivers = members(MadeUpModel(), MadeUpModel())
-    bad, other, *workers = _failures(
-        [partial(_send, sources[0], 4), partial(_send, sources[1]), *(partial(one.receive, 1) for one in receivers)]
+    bad, other_failure, *workers = _failures(
+        [
+            partial(_send, sources[0], 4),
+            partial(_send, sources[1]),
+            *(partial(receiver.receive, 1) for receiver in receivers),
+        ]
     )
     assert str(bad) == "cannot be merged"
-    assert isinstance(other, RuntimeError)
+    assert isinstance(other_failure, RuntimeError)
     assert all(isinstance(worker, RuntimeError) for worker in workers)

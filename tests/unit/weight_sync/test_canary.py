@@ -23,16 +23,16 @@ from megatron_grpo.weight_sync.transport import WeightTransport
 
 def test_the_median_of_the_worst_sequence_decides() -> None:
     prompt = CanaryPrompt(3, ((5, 6, 7, 8), (9, 8, 7)), expected=((-1.0, -2.0, -3.0), (-4.0, -5.0)), limit=0.1)
-    same = (-4.0, -5.0)
-    assert prompt.require_agreement([(-1.0, -2.05, -9.0), same]).error == pytest.approx(0.05), (
+    equal = (-4.0, -5.0)
+    assert prompt.require_agreement([(-1.0, -2.05, -9.0), equal]).error == pytest.approx(0.05), (
         "one token may go to another expert"
     )
     with pytest.raises(CanaryError, match=r"with version 3 of the weights .* differ from the policy's by 0.2 \(median"):
-        prompt.require_agreement([(-1.0, -2.2, -3.4), same])
+        prompt.require_agreement([(-1.0, -2.2, -3.4), equal])
     with pytest.raises(CanaryError, match=r"0 \(4 tokens\), 0.3 \(3 tokens\)$"):
         prompt.require_agreement([(-1.0, -2.0, -3.0), (-4.3, -5.3)])
     with pytest.raises(CanaryError, match="by inf"):
-        prompt.require_agreement([(math.nan, -2.0, -3.0), same])
+        prompt.require_agreement([(math.nan, -2.0, -3.0), equal])
 
 
 def test_an_engine_without_the_adapters_is_told_from_one_with_them() -> None:
@@ -112,8 +112,8 @@ class Idle(TransferMode):
 
 
 class Scripted(WeightTransport):
-    def __init__(self, one: Any, config: RefitConfig, canary: Canary) -> None:
-        self.answered = Answered(one, one)
+    def __init__(self, engine: Any, config: RefitConfig, canary: Canary) -> None:
+        self.answered = Answered(engine, engine)
         super().__init__(self.answered, Idle(self.answered, config), config, canary)
 
     def refit(self, version: int) -> TransferReport:
@@ -121,26 +121,26 @@ class Scripted(WeightTransport):
 
 
 def test_engines_are_admitted_after_the_commit_and_a_failed_canary_is_not_tried_again() -> None:
-    one: Any = OneEngine()
+    engine: Any = OneEngine()
     config = RefitConfig(canary_share=1.0, weight_check_period=None, retries=3)
-    transport = Scripted(one, config, Canary(config, ((1, 2, 3),)))
+    transport = Scripted(engine, config, Canary(config, ((1, 2, 3),)))
     report = transport.refit(1)
-    assert one.calls == ["score_canary", "commit_weights", "check_canary"]
+    assert engine.calls == ["score_canary", "commit_weights", "check_canary"]
     assert report.checks["canary_logprob_error"] == 0.001
     assert report.checks["canary_token_error"] == 0.002
-    one.calls.clear()
+    engine.calls.clear()
     transport.answered.refused = True
     with pytest.raises(CanaryFailedError, match="must not serve"):
         transport.refit(2)
-    assert one.calls.count("commit_weights") == 1
+    assert engine.calls.count("commit_weights") == 1
 
 
 def test_a_canary_that_no_engine_computed_is_no_difference(caplog: pytest.LogCaptureFixture) -> None:
-    one: Any = OneEngine()
-    one.error = math.nan
+    engine: Any = OneEngine()
+    engine.error = math.nan
     config = RefitConfig(canary_share=1.0, weight_check_period=None)
     canary = Canary(config, ((1, 2, 3),))
-    report = Scripted(one, config, canary).refit(0)
+    report = Scripted(engine, config, canary).refit(0)
     assert "canary_logprob_error" not in report.checks
     assert canary.limit == BOUNDS["tf32"].first, "nothing was measured"
     assert "generation engine 0: vLLM did not compute the canary" in caplog.text
@@ -148,16 +148,16 @@ def test_a_canary_that_no_engine_computed_is_no_difference(caplog: pytest.LogCap
 
 def test_a_suspect_sequence_is_spared_once_and_both_checks_follow(caplog: pytest.LogCaptureFixture) -> None:
     """A near tie of experts is gone with the next weights, and a fault is not."""
-    one: Any = OneEngine()
+    engine: Any = OneEngine()
     config = RefitConfig(canary_share=1e-6, weight_check_period=1000)
-    transport = Scripted(one, config, Canary(config, ((1, 2, 3),), limits_tokens=True, has_ties=True))
+    transport = Scripted(engine, config, Canary(config, ((1, 2, 3),), limits_tokens=True, has_ties=True))
     spared, compared = [], []
     for version in range(9):
-        one.is_suspect, one.prompt = version in (2, 3), None
+        engine.is_suspect, engine.prompt = version in (2, 3), None
         transport.refit(version)
-        spared.append(one.prompt and one.prompt.spares_sequence)
-        compared.append("fingerprint_weights" in one.calls)
-        one.calls.clear()
+        spared.append(engine.prompt and engine.prompt.spares_sequence)
+        compared.append("fingerprint_weights" in engine.calls)
+        engine.calls.clear()
     assert spared == [True, True, True, False, False, None, None, None, None]
     assert compared == [True, True, False, True, True, False, False, False, False]
     assert "generation engine 0: tokens of one sequence of the canary differ" in caplog.text
@@ -167,50 +167,52 @@ def test_a_suspect_sequence_is_spared_once_and_both_checks_follow(caplog: pytest
 def test_engines_are_compared_until_adapters_have_moved() -> None:
     """Before, the base model is right."""
     for lora, compared in ((0, [0, 1, 6]), (4, [0, 1, 2, 6])):
-        one: Any = OneEngine(lora)
+        engine: Any = OneEngine(lora)
         config = RefitConfig(canary=False, weight_check_period=6)
-        transport = Scripted(one, config, Canary(config, ((1, 2, 3),)))
+        transport = Scripted(engine, config, Canary(config, ((1, 2, 3),)))
         versions = []
         for version in range(8):
-            one.adapters = AdapterCheck([], has_moved=version >= 2)
+            engine.adapters = AdapterCheck([], has_moved=version >= 2)
             transport.refit(version)
-            versions += [version] * one.calls.count("fingerprint_weights")
-            assert one.calls.count("check_rank_adapters") == (lora > 0)
-            one.calls.clear()
+            versions += [version] * engine.calls.count("fingerprint_weights")
+            assert engine.calls.count("check_rank_adapters") == (lora > 0)
+            engine.calls.clear()
         assert versions == compared
 
 
 def test_adapters_that_are_left_out_end_the_refit_before_its_commit() -> None:
-    one: Any = OneEngine(lora=4)
-    one.adapters = AdapterCheck(["model.layers.0.self_attn.o_proj.weight: published without the layer's adapter"], True)
+    engine: Any = OneEngine(lora=4)
+    engine.adapters = AdapterCheck(
+        ["model.layers.0.self_attn.o_proj.weight: published without the layer's adapter"], True
+    )
     config = RefitConfig(canary=False, weight_check_period=None, retries=3)
-    transport = Scripted(one, config, Canary(config, ((1, 2, 3),)))
+    transport = Scripted(engine, config, Canary(config, ((1, 2, 3),)))
     with pytest.raises(RefitError, match=r"^version 1 is not served: policy rank 1: model\.layers\.0.*o_proj.*without"):
         transport.publish(1)
-    assert one.calls == ["check_rank_adapters"]
+    assert engine.calls == ["check_rank_adapters"]
 
 
 def test_the_canary_has_the_base_models_log_probabilities_too() -> None:
-    one: Any = OneEngine(lora=4)
+    engine: Any = OneEngine(lora=4)
     config = RefitConfig(canary_share=1.0, weight_check_period=None)
-    Scripted(one, config, Canary(config, ((1, 2, 3),))).refit(1)
-    assert (one.prompt.expected, one.prompt.base) == (((-1.0, -2.0),), ((-1.5, -2.5),))
-    one = OneEngine()
-    Scripted(one, config, Canary(config, ((1, 2, 3),))).refit(1)
-    assert one.prompt.base is None
+    Scripted(engine, config, Canary(config, ((1, 2, 3),))).refit(1)
+    assert (engine.prompt.expected, engine.prompt.base) == (((-1.0, -2.0),), ((-1.5, -2.5),))
+    engine = OneEngine()
+    Scripted(engine, config, Canary(config, ((1, 2, 3),))).refit(1)
+    assert engine.prompt.base is None
 
 
 def test_engines_on_the_policys_devices_wait_for_the_memory_of_their_caches() -> None:
-    one: Any = OneEngine()
-    one.config = GenerationConfig(placement="colocated")
+    engine: Any = OneEngine()
+    engine.config = GenerationConfig(placement="colocated")
     config = RefitConfig(canary_share=1.0, weight_check_period=None)
-    transport = Scripted(one, config, Canary(config, ((1, 2, 3),)))
+    transport = Scripted(engine, config, Canary(config, ((1, 2, 3),)))
     report = transport.publish(1)
-    assert "check_canary" not in one.calls
+    assert "check_canary" not in engine.calls
     transport.admit(report)
-    assert one.calls[-1] == "check_canary"
+    assert engine.calls[-1] == "check_canary"
     transport.admit(report)
-    assert one.calls.count("check_canary") == 1
+    assert engine.calls.count("check_canary") == 1
 
 
 def test_the_sequences_follow_from_the_seed_and_fit_the_model() -> None:
@@ -255,34 +257,34 @@ def test_weights_are_compared_at_first_and_at_a_period() -> None:
 
 
 def test_checks_that_are_required_follow_the_next_refit() -> None:
-    one: Any = OneEngine()
+    engine: Any = OneEngine()
     config = RefitConfig(canary_share=1e-6, weight_check_period=1000)
-    transport = Scripted(one, config, Canary(config, ((1, 2, 3),)))
+    transport = Scripted(engine, config, Canary(config, ((1, 2, 3),)))
     followed = []
     for version in range(9):
         if version == 6:
             transport.require_checks()
         transport.refit(version)
-        followed.append(("check_canary" in one.calls, "fingerprint_weights" in one.calls))
-        one.calls.clear()
+        followed.append(("check_canary" in engine.calls, "fingerprint_weights" in engine.calls))
+        engine.calls.clear()
     assert followed[:4] == [(True, True), (True, True), (True, False), (True, False)]
     assert followed[4:] == [(False, False), (False, False), (True, True), (False, False), (False, False)]
     off = RefitConfig(canary=False, weight_check_period=None)
-    transport = Scripted(one, off, Canary(off, ((1, 2, 3),)))
+    transport = Scripted(engine, off, Canary(off, ((1, 2, 3),)))
     transport.require_checks()
     transport.publish(1)
-    assert one.calls == ["commit_weights"], "checks that the user has switched off stay off"
+    assert engine.calls == ["commit_weights"], "checks that the user has switched off stay off"
 
 
 @pytest.mark.slow
 def test_the_limit_follows_the_noise_of_refits_whose_weights_are_right() -> None:
-    one: Any = OneEngine()
+    engine: Any = OneEngine()
     config = RefitConfig(canary_share=1.0, weight_check_period=5)
-    transport = Scripted(one, config, Canary(config, ((1, 2, 3),), CanaryBounds(0.01, 1e-4, margin=20.0)))
+    transport = Scripted(engine, config, Canary(config, ((1, 2, 3),), CanaryBounds(0.01, 1e-4, margin=20.0)))
     limits = []
-    for version, one.error in enumerate([1e-6, 2e-6, 5e-5, 1e-5, 1e-6, 3e-5, 1e-6]):
+    for version, engine.error in enumerate([1e-6, 2e-6, 5e-5, 1e-5, 1e-6, 3e-5, 1e-6]):
         transport.refit(version)
-        limits.append(one.prompt.limit)
+        limits.append(engine.prompt.limit)
     assert limits[0] == 0.01, "nothing is measured yet"
     assert limits[1:6] == [1e-4] * 5, "a difference is noise only where all weights were compared, or are the folder's"
     assert limits[6] == pytest.approx(20 * 3e-5)
@@ -293,12 +295,12 @@ def test_the_limit_follows_the_noise_of_refits_whose_weights_are_right() -> None
 
 
 def test_a_resumed_run_whose_weights_are_not_compared_keeps_the_first_limit() -> None:
-    one: Any = OneEngine()
+    engine: Any = OneEngine()
     config = RefitConfig(canary_share=1.0, weight_check_period=None)
-    transport = Scripted(one, config, Canary(config, ((1, 2, 3),), CanaryBounds(0.01, 1e-4, margin=20.0)))
+    transport = Scripted(engine, config, Canary(config, ((1, 2, 3),), CanaryBounds(0.01, 1e-4, margin=20.0)))
     for version in (7, 8):
         transport.refit(version)
-        assert one.prompt.limit == 0.01
+        assert engine.prompt.limit == 0.01
 
 
 def choose_bounds(config: Config) -> CanaryBounds:

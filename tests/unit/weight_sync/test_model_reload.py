@@ -50,11 +50,11 @@ class Experts(nn.Module):
 
 @pytest.fixture
 def model() -> nn.Module:
-    made = nn.Sequential(Experts(), Experts())
-    record_metadata_for_reloading(made)
-    for layer in made:
+    layers = nn.Sequential(Experts(), Experts())
+    record_metadata_for_reloading(layers)
+    for layer in layers:
         layer.quant_method.process_weights_after_loading(layer)
-    return made
+    return layers
 
 
 def offer(layer: Any, value: float, expert: int) -> None:
@@ -107,17 +107,17 @@ def test_a_kernel_whose_tensors_graphs_have_captured_stays_on_a_gpu(monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("now", "found"),
+    ("now", "kinds"),
     [(torch.zeros(2, 3), r"is \[2, 3\] in torch.float32"), (None, "is gone")],
     ids=["transposed", "gone"],
 )
-def test_weights_that_vllm_has_rewritten_are_not_written_in_place(now: Tensor | None, found: str) -> None:
+def test_weights_that_vllm_has_rewritten_are_not_written_in_place(now: Tensor | None, kinds: str) -> None:
     """A later release may rewrite weights of layers that this one leaves as they are."""
     norm: Any = nn.Module()
     norm.weight = nn.Parameter(torch.zeros(3, 2), requires_grad=False)
-    whole = nn.ModuleDict({"norm": norm})
-    record_metadata_for_reloading(whole)
-    ModelReload(made_up_worker(whole))
+    layers = nn.ModuleDict({"norm": norm})
+    record_metadata_for_reloading(layers)
+    ModelReload(made_up_worker(layers))
     norm.weight = None if now is None else nn.Parameter(now, requires_grad=False)
-    with pytest.raises(ValueError, match=rf"norm.weight was \[3, 2\] in torch.float32 and {found}"):
-        ModelReload(made_up_worker(whole))
+    with pytest.raises(ValueError, match=rf"norm.weight was \[3, 2\] in torch.float32 and {kinds}"):
+        ModelReload(made_up_worker(layers))

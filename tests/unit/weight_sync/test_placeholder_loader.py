@@ -108,11 +108,13 @@ def find_differences(expected: nn.Module, actual: nn.Module) -> list[str]:
     states = list_state(expected), list_state(actual)
     differing = list(states[0].keys() ^ states[1].keys())
     for path in states[0].keys() & states[1].keys():
-        one, other = states[0][path], states[1][path]
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            is_equal = one.dtype == other.dtype and torch.equal(one.float().nan_to_num(7), other.float().nan_to_num(7))
+        first, second = states[0][path], states[1][path]
+        if isinstance(first, Tensor) and isinstance(second, Tensor):
+            is_equal = first.dtype == second.dtype and torch.equal(
+                first.float().nan_to_num(7), second.float().nan_to_num(7)
+            )
         else:
-            is_equal = type(one) is type(other) and one == other
+            is_equal = type(first) is type(second) and first == second
         if not is_equal:
             differing.append(path)
     return sorted(differing)
@@ -184,7 +186,7 @@ SIZES = {"a": (2, 2), "b": (2, 2)}
 
 
 @pytest.mark.parametrize(
-    ("more", "size", "target", "unsent"),
+    ("extra", "size", "target", "unsent"),
     [
         ("a tower", (5,), None, []),
         ("both", (4, 2), lambda model: model.weight.data, []),
@@ -193,10 +195,10 @@ SIZES = {"a": (2, 2), "b": (2, 2)}
     ],
 )
 def test_what_the_folder_alone_fills_is_named(
-    more: str, size: tuple[int, ...], target: Callable[[Any], Tensor] | None, unsent: list[str]
+    extra: str, size: tuple[int, ...], target: Callable[[Any], Tensor] | None, unsent: list[str]
 ) -> None:
-    model = MadeUp(HALVES | ({more: target} if target is not None else {}))
-    assert find_unsent(model, SIZES, SIZES | {more: size}, torch.float32) == unsent
+    model = MadeUp(HALVES | ({extra: target} if target is not None else {}))
+    assert find_unsent(model, SIZES, SIZES | {extra: size}, torch.float32) == unsent
 
 
 def test_a_half_that_no_refit_sends_is_named() -> None:

@@ -100,8 +100,8 @@ class Generation:
                 self.served[number] = args[0]
         return dict.fromkeys(engines)
 
-    def replace(self, lost: Mapping[int, str]) -> None:
-        for number in lost:
+    def replace(self, losses: Mapping[int, str]) -> None:
+        for number in losses:
             self.models[number], self.served[number] = Model(), None
 
     def _receive(self, number: int, version: int) -> str | None:
@@ -141,7 +141,7 @@ def _receiver(model: Model, shared: Mapping[str, str]) -> FileReceiver:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> tuple[WeightTransport, Policy, Generation]:
+def make_transport(tmp_path: Path) -> tuple[WeightTransport, Policy, Generation]:
     policy, generation = Policy(), Generation(engines=2)
     config = RefitConfig(mode="files", bucket_mib=0.0001, retries=1)
     calls = InProcess(policy, generation)  # type: ignore[arg-type]
@@ -151,8 +151,8 @@ def made(tmp_path: Path) -> tuple[WeightTransport, Policy, Generation]:
     return transport, policy, generation
 
 
-def test_every_engine_gets_every_tensor_and_afterwards_what_changed(made: Any) -> None:
-    transport, policy, generation = made
+def test_every_engine_gets_every_tensor_and_afterwards_what_changed(make_transport: Any) -> None:
+    transport, policy, generation = make_transport
     report = transport.publish(1)
     assert (report.tensors, report.bytes_sent, report.retries) == (4, 4 * BYTES, 0)
     _serve(generation, policy, version=1)
@@ -167,8 +167,8 @@ def test_every_engine_gets_every_tensor_and_afterwards_what_changed(made: Any) -
     _serve(generation, policy, version=3)
 
 
-def test_an_engine_that_comes_later_reads_everything(made: Any) -> None:
-    transport, policy, _ = made
+def test_an_engine_that_comes_later_reads_everything(make_transport: Any) -> None:
+    transport, policy, _ = make_transport
     transport.publish(1)
     policy.weights[NORM] = torch.randn(SIZE)
     transport.publish(2)
@@ -179,33 +179,33 @@ def test_an_engine_that_comes_later_reads_everything(made: Any) -> None:
     assert all(torch.equal(model.weights[name], policy.weights[name]) for name in policy.weights)
 
 
-def test_a_damaged_file_is_found_before_the_model_is_touched_and_is_written_again(made: Any) -> None:
-    transport, policy, generation = made
+def test_a_damaged_file_is_found_before_the_model_is_touched_and_is_written_again(make_transport: Any) -> None:
+    transport, policy, generation = make_transport
     transport.publish(1)
     before = {name: tensor.clone() for name, tensor in generation.models[0].weights.items()}
     policy.weights[UP] = torch.randn(SIZE)
-    seen = []
+    reads = []
 
     def damage() -> None:
-        if not seen:
-            seen.append(generation.models[0].weights)
+        if not reads:
+            reads.append(generation.models[0].weights)
             file = max(transport._mode.folder.glob("*/*.safetensors"))
             data = bytearray(file.read_bytes())
             data[-1] ^= 16
             file.write_bytes(data)
-        elif len(seen) == 1:  # the second attempt: what the first has left
-            seen.append(all(torch.equal(generation.models[0].weights[name], before[name]) for name in before))
+        elif len(reads) == 1:  # the second attempt: what the first has left
+            reads.append(all(torch.equal(generation.models[0].weights[name], before[name]) for name in before))
 
     generation.between = damage
     report = transport.publish(2)
     assert report.retries == 1
-    assert seen[1] is True
+    assert reads[1] is True
     assert report.tensors == 4, "everything is written again"
     _serve(generation, policy, version=2)
 
 
-def test_after_a_model_failed_in_the_middle_everything_is_read_again(made: Any) -> None:
-    transport, policy, generation = made
+def test_after_a_model_failed_in_the_middle_everything_is_read_again(make_transport: Any) -> None:
+    transport, policy, generation = make_transport
     transport._config = replace(transport._config, retries=0)
     transport.publish(1)
     for name in policy.weights:
@@ -219,8 +219,8 @@ def test_after_a_model_failed_in_the_middle_everything_is_read_again(made: Any) 
     _serve(generation, policy, version=3)
 
 
-def test_an_engine_that_was_replaced_gets_the_version_alone(made: Any) -> None:
-    transport, policy, generation = made
+def test_an_engine_that_was_replaced_gets_the_version_alone(make_transport: Any) -> None:
+    transport, policy, generation = make_transport
     transport.publish(1)
     policy.weights[NORM] = torch.randn(SIZE)
     transport.publish(2)
@@ -235,8 +235,8 @@ def test_an_engine_that_was_replaced_gets_the_version_alone(made: Any) -> None:
     _serve(generation, policy, version=3)
 
 
-def test_connecting_again_begins_anew(made: Any) -> None:
-    transport, policy, generation = made
+def test_connecting_again_begins_anew(make_transport: Any) -> None:
+    transport, policy, generation = make_transport
     transport.publish(1)
     generation.connected.clear()
     transport.connect()
@@ -245,24 +245,26 @@ def test_connecting_again_begins_anew(made: Any) -> None:
     _serve(generation, policy, version=2)
 
 
-def test_what_is_superseded_goes_and_does_not_pile_up(made: Any) -> None:
-    transport, policy, _ = made
+def test_what_is_superseded_goes_and_does_not_pile_up(make_transport: Any) -> None:
+    transport, policy, _ = make_transport
     transport._mode.bucket_bytes = 10**6  # a stage in one file, of which a part lives on
     transport.connect()
     wholes = 0
     for version in range(1, 30):
         policy.weights[KEY] = torch.randn(SIZE)
         wholes += transport.publish(version).tensors == 4
-        kept = sum(tensor.nbytes for file in transport._mode.folder.glob("*/*") for tensor in load_file(file).values())
-        assert kept <= 3 * sum(tensor.nbytes for tensor in policy.weights.values())
+        stored_bytes = sum(
+            tensor.nbytes for file in transport._mode.folder.glob("*/*") for tensor in load_file(file).values()
+        )
+        assert stored_bytes <= 3 * sum(tensor.nbytes for tensor in policy.weights.values())
     assert 1 <= wholes < 20
     transport.close()
     assert not transport._mode.folder.exists()
     transport.close()
 
 
-def test_another_runs_folder_and_another_version_are_refused(made: Any) -> None:
-    transport, _, generation = made
+def test_another_runs_folder_and_another_version_are_refused(make_transport: Any) -> None:
+    transport, _, generation = make_transport
     transport.publish(1)
     assert "holds version 1, not 2" in str(generation._receive(0, 2))
     manifest = read_manifest(transport._mode.folder)

@@ -23,26 +23,26 @@ from tests.support.engine_table import table_boxes
 BAD = AttemptError("a bit was flipped", {})
 
 
-def gone(*engines: int) -> AttemptError:
+def make_loss(*engines: int) -> AttemptError:
     return AttemptError("no answer", {engine: f"engine {engine} died" for engine in engines})
 
 
 class FakeGeneration:
     """Engines that are replaced as often as `left` says."""
 
-    def __init__(self, left: int = 9) -> None:
+    def __init__(self, attempts_left: int = 9) -> None:
         self.config = GenerationConfig(parallel=GenerationParallelConfig(tensor=2, data=3))
-        self.left = left
+        self.left = attempts_left
         self.replaced: list[list[int]] = []
 
     def submit_to(self, engines: Sequence[int], _method: Any, *_args: Any) -> dict[int, Any]:
         return dict.fromkeys(engines)
 
-    def replace(self, lost: Mapping[int, str]) -> None:
+    def replace(self, losses: Mapping[int, str]) -> None:
         if not self.left:
-            raise RunError("; ".join(lost.values()) + "; that was the last one")
+            raise RunError("; ".join(losses.values()) + "; that was the last one")
         self.left -= 1
-        self.replaced.append(list(lost))
+        self.replaced.append(list(losses))
 
 
 class Answered(RefitCalls):
@@ -98,7 +98,7 @@ def test_links_are_made_once_and_anew_after_a_failure() -> None:
 
 def test_an_attempt_that_costs_an_engine_is_no_retry() -> None:
     generation = FakeGeneration()
-    transport, _ = scripted(generation, gone(1), gone(0, 2), retries=0)
+    transport, _ = scripted(generation, make_loss(1), make_loss(0, 2), retries=0)
     report = transport.publish(4)
     assert generation.replaced == [[1], [0, 2]]
     assert report.retries == 2
@@ -109,7 +109,7 @@ def test_an_attempt_that_costs_an_engine_is_no_retry() -> None:
 
 
 def test_retries_are_counted_beside_replacements() -> None:
-    transport, _ = scripted(FakeGeneration(), BAD, gone(1), BAD, retries=1)
+    transport, _ = scripted(FakeGeneration(), BAD, make_loss(1), BAD, retries=1)
     with pytest.raises(
         RefitError, match=r"^a bit was flipped; tried again: no answer; tried again: a bit was flipped$"
     ):
@@ -117,7 +117,7 @@ def test_retries_are_counted_beside_replacements() -> None:
 
 
 def test_an_engine_that_is_not_replaced_any_more_ends_the_refit() -> None:
-    transport, _ = scripted(FakeGeneration(left=1), gone(1), gone(1))
+    transport, _ = scripted(FakeGeneration(attempts_left=1), make_loss(1), make_loss(1))
     with pytest.raises(RefitError, match=r"^engine 1 died; that was the last one$"):
         transport.publish(4)
 
@@ -142,9 +142,9 @@ def test_engines_that_were_lost_in_between_get_what_was_published_last_and_the_o
     assert (report.retries, len(report.replaced)) == (0, 2)
 
 
-@pytest.mark.parametrize(("left", "outcomes"), [(0, [None]), (1, [None, BAD, BAD]), (1, [None, gone(1)])])
-def test_what_cannot_be_restored_is_no_failure_of_what_is_trained(left: int, outcomes: list[Any]) -> None:
-    transport, _ = scripted(FakeGeneration(left), *outcomes)
+@pytest.mark.parametrize(("attempts_left", "outcomes"), [(0, [None]), (1, [None, BAD, BAD]), (1, [None, make_loss(1)])])
+def test_what_cannot_be_restored_is_no_failure_of_what_is_trained(attempts_left: int, outcomes: list[Any]) -> None:
+    transport, _ = scripted(FakeGeneration(attempts_left), *outcomes)
     transport.publish(7)
     with pytest.raises(SamplingError):
         transport.restore({1: "it died over a response"})

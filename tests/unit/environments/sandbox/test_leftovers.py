@@ -38,13 +38,16 @@ ENDLESS = "while True: pass"
 def requests(programs: list[str]) -> list[EnvironmentRequest]:
     case = [{"input": "1 2", "output": "3"}]
     extra = {"answer": case, REFERENCE: str(case)}
-    return [EnvironmentRequest(prompt="", response=one, stop_reason="stop", extra_env_info=extra) for one in programs]
+    return [
+        EnvironmentRequest(prompt="", response=program, stop_reason="stop", extra_env_info=extra)
+        for program in programs
+    ]
 
 
 def sleeping() -> list[str]:
     """Processes of programs, wherever they hang in the tree."""
     lines = (path / "cmdline" for path in Path("/proc").iterdir() if path.name.isdigit())
-    return [str(one) for one in lines if one.exists() and b"76543" in one.read_bytes()]
+    return [str(line) for line in lines if line.exists() and b"76543" in line.read_bytes()]
 
 
 @pytest.mark.slow
@@ -62,7 +65,7 @@ def test_nothing_is_left(level: IsolationLevel, tmp_path: Path, monkeypatch: pyt
     descriptors, mounts = os.listdir("/proc/self/fd"), Path("/proc/self/mountinfo").read_text()
     processes = list_descendants(os.getpid())
     results = environment.score(requests(programs))
-    assert [one.correct for one in results] == [program == PROGRAMS["right"] for program in programs]
+    assert [result.correct for result in results] == [program == PROGRAMS["right"] for program in programs]
     assert list_descendants(os.getpid()) == processes
     assert sleeping() == []
     assert list(tmp_path.iterdir()) == []

@@ -36,8 +36,8 @@ def test_less_than_what_is_required_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_machine_without_the_filter_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "cannot run python3: libseccomp.so.2: cannot open shared object file: No such file or directory"
-    monkeypatch.setattr("megatron_grpo.environments.sandbox.sandbox._find_problem", lambda sandbox: said)
+    message = "cannot run python3: libseccomp.so.2: cannot open shared object file: No such file or directory"
+    monkeypatch.setattr("megatron_grpo.environments.sandbox.sandbox._find_problem", lambda sandbox: message)
     with pytest.raises(SandboxUnavailableError, match="No such file or directory; install libseccomp"):
         open_sandbox(SandboxConfig())
 
@@ -59,9 +59,9 @@ def test_a_machine_without_namespaces_really_refuses() -> None:
     inner = f'echo 0 > /proc/sys/user/max_user_namespaces; exec setpriv --bounding-set=-all {sys.executable} -c "$CODE"'
     command = ["unshare", "--user", "--map-root-user", "sh", "-c", inner]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4]), "CODE": code}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.stdout == "limits\n", done.stderr
-    assert "SandboxUnavailableError: sandbox.required=filtered is not possible on this machine: " in done.stderr
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert process.stdout == "limits\n", process.stderr
+    assert "SandboxUnavailableError: sandbox.required=filtered is not possible on this machine: " in process.stderr
 
 
 @filtered

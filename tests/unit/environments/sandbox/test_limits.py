@@ -169,8 +169,8 @@ time.sleep(60)
 """
     finished = run(source, level="limits", config=replace(CONFIG, wall_time_s=60))
     assert (finished.ending, finished.succeeded) == ("exited", False)
-    left = Path("/proc", finished.stdout.strip(), "cmdline")
-    assert not left.exists() or left.read_bytes() == b"", "it is gone, or waits for somebody to take leave of it"
+    path = Path("/proc", finished.stdout.strip(), "cmdline")
+    assert not path.exists() or path.read_bytes() == b"", "it is gone, or waits for somebody to take leave of it"
 
 
 def test_nobody_waits_for_what_has_escaped_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,10 +96,10 @@ def shared_files() -> set[str]:
 
 
 def sandbox(grouped: bool, level: IsolationLevel | None = None) -> Sandbox:
-    made = Sandbox(LONG, level or STRONGEST)
+    sandbox = Sandbox(LONG, level or STRONGEST)
     if not grouped:
-        made._cgroup_parent = None
-    return made
+        sandbox._cgroup_parent = None
+    return sandbox
 
 
 def holds_too_little(kind: str, grouped: bool, level: IsolationLevel) -> None:
@@ -160,10 +160,10 @@ if os.fork() == 0:
     time.sleep(600)
 time.sleep(600)
 """
-    made = Sandbox(replace(CONFIG, wall_time_s=2), "limits")
-    finished = made.run_python(source)
-    left = Path("/proc", finished.stdout.strip(), "cmdline")
-    assert not left.exists() or left.read_bytes() == b"", "it is gone, or nobody has taken its exit code yet"
+    small_sandbox = Sandbox(replace(CONFIG, wall_time_s=2), "limits")
+    finished = small_sandbox.run_python(source)
+    path = Path("/proc", finished.stdout.strip(), "cmdline")
+    assert not path.exists() or path.read_bytes() == b"", "it is gone, or nobody has taken its exit code yet"
 
 
 def test_an_empty_cgroup_of_a_process_that_was_killed_is_removed() -> None:
@@ -174,10 +174,10 @@ def test_an_empty_cgroup_of_a_process_that_was_killed_is_removed() -> None:
     os.waitpid(ended, 0)
     abandoned = parent / f"sandbox_{ended}_x"
     abandoned.mkdir()
-    mine = MemoryCgroup(parent, MIB)
+    cgroup = MemoryCgroup(parent, MIB)
     assert find_cgroup_parent() == parent
     assert not abandoned.exists()
-    mine.close()
+    cgroup.close()
 
 
 @pytest.mark.parametrize("level", ["limits", STRONGEST])

@@ -68,8 +68,8 @@ def test_files_of_the_project_and_of_others_cannot_be_read(tmp_path: Path) -> No
         finished = run(f"print(len(open({str(path)!r}, 'rb').read()), 'bytes')")
         assert "bytes" not in finished.stdout, path
         assert not finished.succeeded
-    seen = run("import os\nfor f, _, names in os.walk('/'):\n for n in names: print(n)\n if f.count('/') > 3: break")
-    assert "secret.txt" not in seen.stdout
+    files = run("import os\nfor f, _, names in os.walk('/'):\n for n in names: print(n)\n if f.count('/') > 3: break")
+    assert "secret.txt" not in files.stdout
     environment = run("import os; print(dict(os.environ))")
     assert "PYTEST" not in environment.stdout
 
@@ -114,11 +114,11 @@ open('out/written', 'w').write('x')
 
 @isolated
 def test_its_parent_and_other_processes_cannot_be_killed() -> None:
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         source = f"""
 import os, signal
-for pid in (os.getppid(), 1, {other.pid}, {os.getpid()}):
+for pid in (os.getppid(), 1, {sleeper.pid}, {os.getpid()}):
     try:
         os.kill(pid, signal.SIGKILL)
     except OSError as error:
@@ -130,10 +130,10 @@ os.abort()
         finished = run(source)
         assert finished.stdout.endswith("lives on\n")
         assert not finished.succeeded
-        assert other.poll() is None
+        assert sleeper.poll() is None
     finally:
-        other.kill()
-        other.wait()
+        sleeper.kill()
+        sleeper.wait()
 
 
 @isolated
@@ -178,7 +178,7 @@ def test_an_ordinary_user_gets_the_same_isolation() -> None:
     def outcomes() -> tuple[str, dict[str, tuple[bool, str]]]:
         sandbox = open_sandbox(SandboxConfig(required="limits", wall_time_s=5), SYSTEM_PYTHON)
         ran = {name: sandbox.run_python(source) for name, source in sources.items()}
-        return sandbox.level, {name: (one.succeeded, one.stdout) for name, one in ran.items()}
+        return sandbox.level, {name: (result.succeeded, result.stdout) for name, result in ran.items()}
 
     level, ran = as_ordinary_user(outcomes)
     if level == "limits":

@@ -35,10 +35,10 @@ ELEMENT = re.compile(r'<script type="(?:application/json|text/plain)" id="([^"]*
 
 def embedded(file: Path) -> dict[str, Any]:
     """Every element of data of a page by its name, read as the page reads it."""
-    found = {}
+    documents = {}
     for name, text in ELEMENT.findall(file.read_text()):
-        found[name] = json.loads(text) if name == "runs" else json.loads(gzip.decompress(base64.b64decode(text)))
-    return found
+        documents[name] = json.loads(text) if name == "runs" else json.loads(gzip.decompress(base64.b64decode(text)))
+    return documents
 
 
 @pytest.fixture
@@ -86,15 +86,15 @@ def test_a_page_is_one_file_that_names_no_other(run: Path) -> None:
 
 def test_a_page_holds_what_the_run_wrote(run: Path) -> None:
     data = embedded(write_report([run]))
-    (told,) = data["runs"]
-    assert told["metrics"]["step"] == [1, 2, 3]
-    assert told["metrics"]["reward"] == pytest.approx([0.01, 0.02, 0.03])
-    assert told["timing"]["total"] == pytest.approx([1.001, 1.002, 1.003])
-    assert "timing" not in told["metrics"]
-    settings = {key: (value, default) for key, value, default in told["config"]}
+    (run_data,) = data["runs"]
+    assert run_data["metrics"]["step"] == [1, 2, 3]
+    assert run_data["metrics"]["reward"] == pytest.approx([0.01, 0.02, 0.03])
+    assert run_data["timing"]["total"] == pytest.approx([1.001, 1.002, 1.003])
+    assert "timing" not in run_data["metrics"]
+    settings = {key: (value, default) for key, value, default in run_data["config"]}
     assert settings["policy.model.path"] == (str(run.parent / "model"), "???")
     assert settings["policy.parallel.tensor"] == ("1", None)
-    counts = {name: told["trajectories"][name] for name in ("steps", "written", "rows", "full")}
+    counts = {name: run_data["trajectories"][name] for name in ("steps", "written", "rows", "full")}
     assert counts == {"steps": [1, 2, 3], "written": 18, "rows": 18, "full": 18}
     table = data["run0-step2"]
     assert table["reward"] == pytest.approx([n / 3 for n in range(6)], rel=1e-6)
@@ -102,8 +102,8 @@ def test_a_page_holds_what_the_run_wrote(run: Path) -> None:
     assert table["suspect"] == [[], ["touched_harness"], [], [], [], []]
     full, tokens = table["full"]["3"], data["run0-tokens"]
     read = b"".join(
-        base64.b64decode(tokens[str(one)][0]) if isinstance(tokens[str(one)], list) else tokens[str(one)].encode()
-        for one in full["ids"]
+        base64.b64decode(tokens[str(token)][0]) if isinstance(tokens[str(token)], list) else tokens[str(token)].encode()
+        for token in full["ids"]
     )
     assert read.decode() == PROMPT + "answer 3 é"
     answer = len("answer 3 é".encode())
@@ -117,8 +117,8 @@ def test_what_does_not_fit_is_left_out_evenly_and_counted(run: Path, monkeypatch
     monkeypatch.setattr(trajectories, "MAX_FULL_TOKENS", 3 * 60)  # two answers of each step
     monkeypatch.setattr(trajectories, "MAX_ROWS", 3 * 4)
     data = embedded(write_report([run]))
-    told = data["runs"][0]["trajectories"]
-    assert (told["written"], told["rows"], told["full"]) == (18, 12, 6)
+    counts = data["runs"][0]["trajectories"]
+    assert (counts["written"], counts["rows"], counts["full"]) == (18, 12, 6)
     assert all(list(data[f"run0-step{step}"]["full"]) == ["0", "1"] for step in (1, 2, 3)), "samples of one prompt"
 
 
@@ -177,9 +177,9 @@ def test_a_damaged_line_is_told_with_its_place(
         opened.write(b"\n")
     capsys.readouterr()
     assert main([str(run)]) == 2
-    assert f"report: {run / file}:{before + 1} is damaged" in (told := capsys.readouterr().err)
-    assert reason in told
-    assert told.count("\n") == 1
+    assert f"report: {run / file}:{before + 1} is damaged" in (stderr := capsys.readouterr().err)
+    assert reason in stderr
+    assert stderr.count("\n") == 1
 
 
 def test_rollouts_that_cannot_be_read_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,19 +217,19 @@ def test_the_page_of_a_read_only_run_comes_into_the_current_folder(capfd: pytest
         for path in (closed, run):
             path.chmod(0o555)
 
-        def written_from(place: Path, *arguments: str) -> Any:
-            os.chdir(place)
+        def written_from(directory: Path, *arguments: str) -> Any:
+            os.chdir(directory)
             return main([str(run), *arguments])
 
         assert as_ordinary_user(partial(written_from, writable)) == 0
         page = writable / "run_report.html"
-        told = capfd.readouterr().out
-        assert f"{run} cannot be written (Permission denied); output=FILE chooses another file" in told
-        assert f"wrote {page}\n" in told
+        stdout = capfd.readouterr().out
+        assert f"{run} cannot be written (Permission denied); output=FILE chooses another file" in stdout
+        assert f"wrote {page}\n" in stdout
         assert embedded(page)["runs"][0]["name"] == "run"
         assert as_ordinary_user(partial(written_from, closed)) == 2
-        told = capfd.readouterr().err
-        assert f"report: give output=FILE: neither {run} nor {closed} cannot be written: Permission denied" in told
+        stdout = capfd.readouterr().err
+        assert f"report: give output=FILE: neither {run} nor {closed} cannot be written: Permission denied" in stdout
         assert as_ordinary_user(partial(written_from, closed, f"output={writable}")) == 0
         assert (writable / "report.html").is_file()
         assert as_ordinary_user(partial(written_from, writable, f"output={closed / 'page.html'}")) == 2
@@ -239,8 +239,8 @@ def test_the_page_of_a_read_only_run_comes_into_the_current_folder(capfd: pytest
 def test_a_mismatch_of_a_millionth_is_in_the_page(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({**metrics_of(4), "token_mult_prob_error": 1.0000003}) + "\n")
-    (found,) = embedded(write_report([run]))["runs"]
-    assert found["metrics"]["token_mult_prob_error"][-1] == 1.0000003
+    (run_data,) = embedded(write_report([run]))["runs"]
+    assert run_data["metrics"]["token_mult_prob_error"][-1] == 1.0000003
 
 
 def test_bytes_of_a_trained_tokenizer_make_its_texts(tmp_path: Path) -> None:
