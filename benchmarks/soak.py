@@ -121,12 +121,12 @@ def soak(pool: RolloutPool, tokenizer: Any, rollouts: int, mark: str) -> dict[st
     for batch in range(1, batches + 1):
         groups, times = run_batch(pool, tokenizer, batch, range(len(KINDS)))
         waits += [times[number] for number in sound]
-        for trajectory in (trajectory for group in groups for trajectory in group):
+        for samples, trajectory in ((group, trajectory) for group in groups for trajectory in group):
             kind = KINDS[trajectory.prompt_idx % len(KINDS)]
             verdict = describe_verdict(trajectory)
             counts[kind][verdict] += 1
             text = f"{kind}, row {trajectory.prompt_idx}: {verdict}; {trajectory.fault or trajectory.failure}"
-            if not is_deserved(kind, trajectory, verdict):
+            if not is_deserved(kind, trajectory, samples, verdict):
                 problems["undeserved"].append(text)
             if "answered" in trajectory.notes and int(trajectory.notes["answered"]) != len(trajectory.spans):
                 problems["untrue"].append(f"{text}: {trajectory.notes['answered']} and {len(trajectory.spans)}")
@@ -198,13 +198,15 @@ def describe_verdict(trajectory: Trajectory) -> str:
     return "right" if reward == 1.0 else "wrong" if reward == 0.0 else f"reward {reward}"
 
 
-def is_deserved(kind: str, trajectory: Trajectory, verdict: str) -> bool:
-    """True if a rollout came out as its kind and its last answer say."""
+def is_deserved(kind: str, trajectory: Trajectory, group: Sequence[Trajectory], verdict: str) -> bool:
+    """True if a rollout came out as its kind and the last answers of its group say."""
     is_good = trajectory.response.endswith(GOOD)
     if kind == "server lost":
         return verdict == "failed"
+    # Scores are those of a group: if every answer breaks them, nothing shows that an answer is to blame.
+    if kind == "score raises" and all(sample.response.endswith(BAD) for sample in group):
+        return verdict == "failed"
     if kind in ("agent raises", "step hangs", "step dies", "step raises", "score raises") and not is_good:
-        # If no other response shows that the environment works, nobody is to blame.
         return verdict == "fault" and trajectory.reward == 0.0 and trajectory.response.endswith(BAD)
     return verdict == ("right" if is_good else "wrong")
 

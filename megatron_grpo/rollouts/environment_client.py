@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -37,12 +38,24 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
+class PromptWork:
+    """What an environment's processes do for the samples of one prompt."""
+
+    calls: int = 0  # in progress
+    seconds: float = 0.0  # of the calls that have ended, on the clock
+
+
+PROMPT_WORK: ContextVar[PromptWork] = ContextVar("PROMPT_WORK")  # of the prompt whose samples the current task runs
+
+
+@dataclass(slots=True, eq=False)
 class _Call:
     """A call that is queued or waits for its answer."""
 
     method: Callable[..., Any]  # of `EnvironmentWorker`
     arguments: tuple[Any, ...]
     answer: asyncio.Future[Any]
+    work: PromptWork = field(default_factory=lambda: PROMPT_WORK.get(PromptWork()))
     sent_at: float | None = None  # time on the clock; None: it is queued
 
     def settle(self, outcome: Any) -> None:
@@ -55,8 +68,37 @@ class _Call:
             self.answer.set_result(outcome)
 
 
+class _Queue:
+    """Calls that wait for a process.
+
+    Next is a call of the prompt with the fewest calls in progress, and of these the one that has taken the least time:
+    the slow rollouts of one prompt do not hold up those of the others, nor the scores of complete ones.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[PromptWork, deque[_Call]] = {}  # in the order in which the prompts came
+
+    def append(self, call: _Call) -> None:
+        self._calls.setdefault(call.work, deque()).append(call)
+
+    def take(self) -> _Call | None:
+        """Take the next call that somebody waits for."""
+        while self._calls:
+            work = min(self._calls, key=lambda work: (work.calls, work.seconds))
+            call = self._calls[work].popleft()
+            if not self._calls[work]:
+                del self._calls[work]
+            if not call.answer.done():  # otherwise its caller is cancelled
+                work.calls += 1
+                return call
+        return None
+
+    def __iter__(self) -> Iterator[_Call]:
+        return (call for calls in self._calls.values() for call in calls)
+
+
 class EnvironmentClient:
-    """Client of an environment; free processes take queued calls, one at a time.
+    """Client of an environment; free processes take queued calls, one at a time, the prompts in turn.
 
     When a process dies, misses the deadline, or works for a caller that waits no longer, it is replaced. Calls that may
     end a process again, because a call like them did, have at most half of the processes, so that calls of other
@@ -70,8 +112,8 @@ class EnvironmentClient:
         self.remarks: list[str] = []  # replacements of processes and their reasons, for the log of the run
         self.leave_out_suspects, self.prompts = handle.config.leave_out_suspects, handle.settings.prompts
         self._handle, self._clock = handle, clock
-        self._queue: deque[_Call] = deque()
-        self._suspects: deque[_Call] = deque()  # calls that repeat a failed one
+        self._queue = _Queue()
+        self._suspects = _Queue()  # calls that repeat a failed one
         self._has_work = asyncio.Condition()  # a call was queued
         # The last calls that were answered, by method: they show whether the environment works at all.
         self._answered: dict[Callable[..., Any], tuple[Any, ...]] = {}
@@ -238,7 +280,7 @@ class EnvironmentClient:
             raise
         return answer
 
-    async def _serve(self, actor: Any, status: EnvironmentStatus, queues: Sequence[deque[_Call]]) -> None:
+    async def _serve(self, actor: Any, status: EnvironmentStatus, queues: Sequence[_Queue]) -> None:
         call: _Call | None = None
         try:
             while True:
@@ -288,6 +330,8 @@ class EnvironmentClient:
             return f"environment {name}: its process {explain_error(error)}"
         finally:
             reply.cancel()
+            call.work.calls -= 1
+            call.work.seconds += self._clock.time() - call.sent_at
         return None
 
     async def _wait_ready(self, actor: Any) -> EnvironmentStatus:
@@ -301,14 +345,8 @@ class EnvironmentClient:
             raise SamplingError(f"environment {name}: a process {explain_error(error)} as it started") from error
 
 
-def _take_call(queues: Sequence[deque[_Call]]) -> _Call | None:
-    """Take the oldest call that somebody waits for."""
-    for queue in queues:
-        while queue:
-            call = queue.popleft()
-            if not call.answer.done():  # otherwise its caller is cancelled
-                return call
-    return None
+def _take_call(queues: Sequence[_Queue]) -> _Call | None:
+    return next((call for queue in queues if (call := queue.take()) is not None), None)
 
 
 def _require_answer(answer: Answer | ResponseFault | str) -> Answer:

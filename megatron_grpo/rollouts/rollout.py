@@ -33,7 +33,7 @@ from megatron_grpo.data.scores import EnvironmentRequest, ScoreOrError, TrainerS
 from megatron_grpo.rollouts.conversation import Conversation, Segment
 from megatron_grpo.rollouts.endpoint import Endpoint
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
-from megatron_grpo.rollouts.environment_client import EnvironmentClient
+from megatron_grpo.rollouts.environment_client import PROMPT_WORK, EnvironmentClient, PromptWork
 from megatron_grpo.rollouts.failures import AbandonedCall, ResponseFailure, RolloutFailure, mark_failed, settle_faults
 from megatron_grpo.rollouts.repeated_samples import record_repeated_samples
 
@@ -95,6 +95,7 @@ class GroupRollout:
     async def sample(self, engine: EngineClient) -> None:
         """Run every sample, first on this engine, whose load includes them."""
         self._deadline = self.engines.clock.time() + self.settings.timeout_s
+        PROMPT_WORK.set(PromptWork())  # for the tasks of the samples, and for `score`
         numbers = range(self.settings.samples_per_prompt)
         samples = [asyncio.create_task(self._run_sample(number, engine)) for number in numbers]
         try:

@@ -20,7 +20,7 @@ from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Tur
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings, EnvironmentStatus
 from megatron_grpo.rollouts.clock import RolloutClock
-from megatron_grpo.rollouts.environment_client import EnvironmentClient
+from megatron_grpo.rollouts.environment_client import PROMPT_WORK, EnvironmentClient, PromptWork
 from megatron_grpo.rollouts.failures import ResponseFailure, RolloutFailure
 
 
@@ -335,6 +335,66 @@ def test_repeated_calls_are_answered_while_others_keep_coming() -> None:
         return turn
 
     assert asyncio.run(scene()).state == ("again", "text", 7)
+
+
+class SlowProcess(FakeProcess):
+    """Takes 0.1 s for a call of a slow prompt."""
+
+    async def _run(self, packed: Any) -> Any:
+        answer = await super()._run(packed)
+        if self.calls[-1][0].startswith("slow"):
+            await asyncio.sleep(0.1)
+        return answer
+
+
+async def run_prompt(client: EnvironmentClient, name: str, samples: int) -> None:
+    PROMPT_WORK.set(PromptWork())
+    await asyncio.gather(*(client.step(f"{name} {number}", "text", 7) for number in range(samples)))
+    await client.score(job(name))
+
+
+def run_prompts(processes: list[SlowProcess], **samples: int) -> None:
+    async def scene() -> None:
+        client = open_client(*processes, timeout_s=60.0)
+        await client.start()
+        prompts = [asyncio.create_task(run_prompt(client, *prompt)) for prompt in samples.items()]
+        await asyncio.gather(*prompts)
+
+    asyncio.run(scene())
+
+
+def test_a_slow_prompt_before_others_does_not_hold_them_up() -> None:
+    process = SlowProcess()
+    run_prompts([process], slow=6, quick=5, late=1)
+    order = [text for (text,) in process.calls]
+    assert sorted(order[:8]) == ["late", "late 0", *(f"quick {number}" for number in range(5)), "slow 0"]
+    assert order.index("quick") < order.index("slow 2"), "the score, which was asked for as slow 1 began"
+    assert order[-5:] == [*(f"slow {number}" for number in range(2, 6)), "slow"]
+
+
+def test_prompts_have_equal_shares_of_the_processes() -> None:
+    processes = [SlowProcess() for _ in range(4)]
+    run_prompts(processes, slow_a=4, slow_b=2, slow_c=3)
+    first = [process.calls[0][0].partition(" ")[0] for process in processes]
+    assert sorted(Counter(first).values()) == [1, 1, 2]
+    assert sum(len(process.calls) for process in processes) == 4 + 2 + 3 + 3, "each once"
+
+
+def test_calls_that_fail_or_are_given_up_leave_no_share_taken() -> None:
+    async def scene() -> PromptWork:
+        client = open_client(FakeProcess(), FakeProcess(), timeout_s=0.1)
+        await client.start()
+        work = PromptWork()
+        PROMPT_WORK.set(work)
+        calls = [asyncio.create_task(client.step(state, "text", 7)) for state in ("die", "hang", "raise", "x", "y")]
+        await asyncio.sleep(0)
+        calls[3].cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        return work
+
+    work = asyncio.run(scene())
+    assert work.calls == 0
+    assert work.seconds > 0.09, "with the call that hung"
 
 
 @pytest.mark.parametrize("method", ["step", "score"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import struct
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ScoreOrError, Turn
 from megatron_grpo.rollouts.clock import RolloutClock
+from megatron_grpo.rollouts.environment_client import PROMPT_WORK, PromptWork
 from megatron_grpo.rollouts.failures import RolloutFailure
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings, compute_sample_seed
 
@@ -169,6 +171,29 @@ def test_tokens_keep_the_experts_that_they_were_sampled_under() -> None:
     )
     assert failed.routed is None
     assert "routed" not in with_experts.to_row()
+
+
+def test_all_calls_for_a_prompt_count_as_its_own_work() -> None:
+    class Recorder(FakeEnvironment):
+        async def step(self, state: Any, response: str, last_token: int, *, is_repeated: bool) -> Turn:
+            work.append(PROMPT_WORK.get())
+            return await super().step(state, response, last_token, is_repeated=is_repeated)
+
+        async def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
+            work.append(PROMPT_WORK.get())
+            return await super().score(requests)
+
+    async def run_group() -> None:
+        group = GroupRollout(4, DATUM, BATCH_SETTINGS, FakeEngine(), Recorder())
+        await group.sample(FakeEngine())
+        await group.score()
+
+    async def scene() -> None:
+        await asyncio.gather(run_group(), run_group())
+
+    work: list[PromptWork] = []
+    asyncio.run(scene())
+    assert sorted(Counter(map(id, work)).values()) == [4, 4], "of two prompts, three steps and a score each"
 
 
 def test_a_single_turn() -> None:
