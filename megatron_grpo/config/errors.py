@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_grpo.config.hiding import hide_secrets
-from megatron_grpo.config.outside_text import escape_controls, make_line
+from megatron_grpo.config.outside_text import make_line, replace_all_controls
 
 _MAX_VALUE_CHARACTERS, _MAX_SUBJECT_CHARACTERS = 120, 2000
 
@@ -103,11 +103,11 @@ def select_first_line(error: BaseException) -> str:
 
 
 def to_text(value: object) -> str:
-    """Format a value for a line of a message: None as null, long values cut."""
+    """Format a value for one line; None as null, long values cut."""
     try:
         text = "null" if value is None else str(value)
     except ValueError:  # Python does not convert integers of more than 4300 digits to text
         return "(a number of thousands of digits)"
     if len(text) > _MAX_VALUE_CHARACTERS:
         text = f"{text[:_MAX_VALUE_CHARACTERS]}... ({len(text)} characters)"
-    return escape_controls(text)
+    return replace_all_controls(text)

