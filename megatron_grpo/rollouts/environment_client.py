@@ -98,7 +98,7 @@ class _Queue:
 
 
 class EnvironmentClient:
-    """Client of an environment; free processes take queued calls, one at a time, the prompts in turn.
+    """Client of an environment; free processes take queued calls, one at a time.
 
     When a process dies, misses the deadline, or works for a caller that waits no longer, it is replaced. Calls that may
     end a process again, because a call like them did, have at most half of the processes, so that calls of other
