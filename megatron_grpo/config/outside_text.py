@@ -93,7 +93,8 @@ def parse_json(text: str | bytes, most_values: int | None = None) -> Any:
 
 def _require_few_values(value: Any, limit: int) -> None:
     # An empty list of two bytes takes 64 of memory, and a hundred times as long as they to be read.
-    values, containers = 0, [[value]]
+    values = 0
+    containers: list[list[Any] | dict[str, Any]] = [[value]]
     while containers:
         container = containers.pop()
         members = container.values() if isinstance(container, dict) else container

@@ -109,7 +109,7 @@ def test_a_text_that_the_template_cannot_write_may_be_to_blame(
         "<{{ m.role }}>{{ m.content }}{% endfor %}"
     )
     prompt = [{"role": "user", "content": "hi"}]
-    with pytest.raises(error, match=reason) as caught:
+    with pytest.raises(error, match=reason or None) as caught:
         model.compute_rewards([prompt], [[{"role": "assistant", "content": text}]])
     assert not is_outside(caught.value)
     assert model.compute_rewards([prompt], [[{"role": "assistant", "content": "ho"}]])[0] is not None
