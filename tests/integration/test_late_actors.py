@@ -1,10 +1,7 @@
-"""Ray's actors and doors: late or dead actors, and strangers that stay outside."""
+"""Actors of a real Ray that are late or die: what the driver is told of them."""
 
 import ctypes
-import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +18,6 @@ from megatron_grpo.cluster.process_log import begin_process_log, build_log_path,
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig
-from tests.support.programs import read_programs
 
 NAME = "policy rank {}".format
 
@@ -61,6 +57,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def ranks(logs: Path) -> Iterator[list[Any]]:
+    """Two ranks."""
     ranks = [ray.remote(num_cpus=0)(Rank).remote(rank) for rank in range(2)]
     ray.get([rank.pid.remote() for rank in ranks], timeout=120)
     yield ranks
@@ -108,18 +105,3 @@ def test_an_actor_that_crashes_is_told_with_its_phase(ranks: list[Any], logs: Pa
     log = build_log_path(logs, NAME(1)).read_text()
     assert "Segmentation fault" in log
     assert "in crash" in log
-
-
-PROGRAM = read_programs("late_actors")["program"]
-
-
-def test_ray_is_reached_by_the_user_alone(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    listening, modes, left, path, folder = json.loads(done.stdout.splitlines()[-1])
-    assert listening == []
-    assert 0 in modes.values(), "one of the folders around the session is the user's alone"
-    assert left == []
-    assert path.index(folder) > path.index(os.path.dirname(os.__file__)), "the standard library's come first"

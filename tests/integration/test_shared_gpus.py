@@ -1,7 +1,5 @@
 """Who is shown which GPU when all share those of the policy: Ray is told of GPUs that nobody uses."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any
