@@ -50,23 +50,23 @@ def test_gpus_of_this_machine_where_they_are_left_open(
     assert cluster.gpus == (found or 0)
 
 
-def test_layouts_that_do_not_fit_what_is_found(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compose_config(given).cluster.gpus == 0, "tests run on machines without GPUs"
+def test_layouts_that_do_not_fit_what_is_found(base_overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compose_config(base_overrides).cluster.gpus == 0, "tests run on machines without GPUs"
     monkeypatch.setattr(gpus, "count_visible_gpus", lambda: 1)
-    ((subject, text),) = problems_of(given).items()
+    ((subject, text),) = problems_of(base_overrides).items()
     assert subject == "cluster.gpus_per_node=1"
     assert "1 node(s) have 1 GPUs, but policy.parallel takes 1 and generation.parallel 1" in text
     assert text.endswith("or 0 for a run on CPU")
 
 
 def test_a_driver_without_gpus_does_not_guess_those_of_a_cluster(
-    given: list[str], monkeypatch: pytest.MonkeyPatch
+    base_overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_grpo.preflight.machine_checks.check_reachable", lambda address: None)
-    ((subject, text),) = problems_of([*given, f"cluster.ray_address={ADDRESS}"]).items()
+    ((subject, text),) = problems_of([*base_overrides, f"cluster.ray_address={ADDRESS}"]).items()
     assert subject == "cluster.gpus_per_node=null"
     assert text.endswith("give their number, or 0 for CPU")
-    config = load_config([*given, f"cluster.ray_address={ADDRESS}", "cluster.gpus_per_node=0"])
+    config = load_config([*base_overrides, f"cluster.ray_address={ADDRESS}", "cluster.gpus_per_node=0"])
     assert config.cluster.gpus == 0
 
 

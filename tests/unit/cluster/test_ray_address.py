@@ -92,7 +92,7 @@ def test_the_temporary_files_of_a_ray_of_its_own_are_private_and_removed(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("variable", "given", "joined"),
+    ("variable", "base_overrides", "joined"),
     [
         (None, None, None),
         ("", None, None),
@@ -104,7 +104,7 @@ def test_the_temporary_files_of_a_ray_of_its_own_are_private_and_removed(monkeyp
     ],
 )
 def test_the_address_in_the_environment_is_joined_as_ray_does(
-    monkeypatch: pytest.MonkeyPatch, variable: str | None, given: str | None, joined: str | None
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, base_overrides: str | None, joined: str | None
 ) -> None:
     if variable is None:
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -114,7 +114,7 @@ def test_the_address_in_the_environment_is_joined_as_ray_does(
     monkeypatch.setattr(ray, "init", lambda **settings: inits.append(settings))
     monkeypatch.setattr("megatron_grpo.cluster.machines.check_reachable", lambda address: None)
     monkeypatch.setattr(RayCluster, "_await_machines", lambda self: None)
-    cluster = RayCluster(ClusterConfig(gpus_per_node=0, ray_address=given))
+    cluster = RayCluster(ClusterConfig(gpus_per_node=0, ray_address=base_overrides))
     cluster.start()
     (arguments,) = inits
     assert arguments["address"] == (joined or "local")
@@ -125,24 +125,26 @@ def test_the_address_in_the_environment_is_joined_as_ray_does(
 
 @pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "127.0.0.1:1", "auto:1:2"])
 def test_an_address_in_the_environment_that_does_not_work_is_named(
-    monkeypatch: pytest.MonkeyPatch, given: list[str], address: str
+    monkeypatch: pytest.MonkeyPatch, base_overrides: list[str], address: str
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", address)
     named = "the address is RAY_ADDRESS of the environment: unset it to start Ray on this machine"
     with pytest.raises(RunError, match=f"cluster.ray_address={address}.*{named}"):
         RayCluster(ClusterConfig(gpus_per_node=0)).start()
-    text = problems_of([*given, "cluster.gpus_per_node=0"])[f"cluster.ray_address={address}"]
+    text = problems_of([*base_overrides, "cluster.gpus_per_node=0"])[f"cluster.ray_address={address}"]
     assert text.endswith(named)
 
 
-def test_a_run_that_joins_by_the_environment_says_so(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
+def test_a_run_that_joins_by_the_environment_says_so(
+    monkeypatch: pytest.MonkeyPatch, base_overrides: list[str]
+) -> None:
     monkeypatch.setattr("megatron_grpo.preflight.machine_checks.check_reachable", lambda address: None)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    checked = check_overrides([*given, "cluster.gpus_per_node=0"])
+    checked = check_overrides([*base_overrides, "cluster.gpus_per_node=0"])
     assert checked.require().cluster.ray_address == "10.0.0.1:6379"
     remarks = {remark.subject: remark.text for remark in checked.remarks}
     assert "unset it to start Ray here" in remarks["cluster.ray_address=10.0.0.1:6379"]
-    text = problems_of(given)["cluster.gpus_per_node=null"]
+    text = problems_of(base_overrides)["cluster.gpus_per_node=null"]
     assert "give their number, or 0 for CPU; the address is RAY_ADDRESS" in text
 
 
