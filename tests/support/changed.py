@@ -73,10 +73,10 @@ class Change:
         conftest = str((file.parent / "conftest.py").relative_to(ROOT))
         if self.is_shared or conftest in self.files:
             return True
-        pending, seen = [file], set()
+        pending, visited = [file], set()
         while pending:
             current = pending.pop()
-            seen.add(current)
+            visited.add(current)
             names = read_names(current)
             if str(current.relative_to(ROOT)) in self.files or names & self.modules:
                 return True
@@ -84,7 +84,7 @@ class Change:
             if any(re.search(rf"\b{re.escape(folder)}\b", text) for folder in self.folders):
                 return True
             helpers = (ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith("tests."))
-            pending += [helper for helper in helpers if helper.is_file() and helper not in seen]
+            pending += [helper for helper in helpers if helper.is_file() and helper not in visited]
         return False
 
 
