@@ -76,10 +76,10 @@ def set_key(key: str, value: Any) -> Config:
 
 
 def list_flagged_keys() -> Iterator[tuple[str, Any]]:
-    for key, setting in read_keys().items():
+    for key, is_flagged in read_keys().items():
         if can_hold_text(key):
-            value: Any = [STARTING] if setting.type.startswith("list") else STARTING
-            value = {"x": STARTING} if setting.type == "reasoning_gym" else value
+            value: Any = [STARTING] if is_flagged.type.startswith("list") else STARTING
+            value = {"x": STARTING} if is_flagged.type == "reasoning_gym" else value
             if list_started_values(set_key(key, value)):
                 yield key, value
     yield "sandbox.required", "limits"
