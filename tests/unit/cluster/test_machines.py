@@ -56,23 +56,23 @@ def test_gpus_of_this_machine_where_they_are_left_open(
     assert cluster.gpus == (found or 0)
 
 
-def test_layouts_that_do_not_fit_what_is_found(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compose_config(given).cluster.gpus == 0, "tests run on machines without GPUs"
+def test_layouts_that_do_not_fit_what_is_found(base_overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compose_config(base_overrides).cluster.gpus == 0, "tests run on machines without GPUs"
     monkeypatch.setattr(gpus, "count_visible_gpus", lambda: 1)
-    ((subject, text),) = problems_of(given).items()
+    ((subject, text),) = problems_of(base_overrides).items()
     assert subject == "cluster.gpus_per_node=1"
     assert "1 node(s) have 1 GPUs, but policy.parallel takes 1 and generation.parallel 1" in text
     assert text.endswith("or 0 for a run on CPU")
 
 
 def test_a_driver_without_gpus_does_not_guess_those_of_a_cluster(
-    given: list[str], monkeypatch: pytest.MonkeyPatch
+    base_overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_grpo.preflight.machine_checks.check_reachable", lambda address: None)
-    ((subject, text),) = problems_of([*given, f"cluster.ray_address={ADDRESS}"]).items()
+    ((subject, text),) = problems_of([*base_overrides, f"cluster.ray_address={ADDRESS}"]).items()
     assert subject == "cluster.gpus_per_node=null"
     assert text.endswith("give their number, or 0 for CPU")
-    config = load_config([*given, f"cluster.ray_address={ADDRESS}", "cluster.gpus_per_node=0"])
+    config = load_config([*base_overrides, f"cluster.ray_address={ADDRESS}", "cluster.gpus_per_node=0"])
     assert config.cluster.gpus == 0
 
 
@@ -289,24 +289,26 @@ def test_the_address_in_the_environment_is_joined_as_ray_does(
 
 @pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "127.0.0.1:1", "auto:1:2"])
 def test_an_address_in_the_environment_that_does_not_work_is_named(
-    monkeypatch: pytest.MonkeyPatch, given: list[str], address: str
+    monkeypatch: pytest.MonkeyPatch, base_overrides: list[str], address: str
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", address)
     named = "the address is RAY_ADDRESS of the environment: unset it to start Ray on this machine"
     with pytest.raises(RunError, match=f"cluster.ray_address={address}.*{named}"):
         RayCluster(ClusterConfig(gpus_per_node=0)).start()
-    text = problems_of([*given, "cluster.gpus_per_node=0"])[f"cluster.ray_address={address}"]
+    text = problems_of([*base_overrides, "cluster.gpus_per_node=0"])[f"cluster.ray_address={address}"]
     assert text.endswith(named)
 
 
-def test_a_run_that_joins_by_the_environment_says_so(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
+def test_a_run_that_joins_by_the_environment_says_so(
+    monkeypatch: pytest.MonkeyPatch, base_overrides: list[str]
+) -> None:
     monkeypatch.setattr("megatron_grpo.preflight.machine_checks.check_reachable", lambda address: None)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    checked = check_overrides([*given, "cluster.gpus_per_node=0"])
+    checked = check_overrides([*base_overrides, "cluster.gpus_per_node=0"])
     assert checked.require().cluster.ray_address == "10.0.0.1:6379"
     remarks = {remark.subject: remark.text for remark in checked.remarks}
     assert "unset it to start Ray here" in remarks["cluster.ray_address=10.0.0.1:6379"]
-    text = problems_of(given)["cluster.gpus_per_node=null"]
+    text = problems_of(base_overrides)["cluster.gpus_per_node=null"]
     assert "give their number, or 0 for CPU; the address is RAY_ADDRESS" in text
 
 
