@@ -230,10 +230,10 @@ class Conversation:
         ends = dict[Response, int]()
         for response in self.responses:
             _find_end(response, ids, ends)
-        continued = max(self.responses, key=lambda response: ends[response], default=None)
-        if continued is None or ends[continued] < 0:
+        parent = max(self.responses, key=lambda response: ends[response], default=None)
+        if parent is None or ends[parent] < 0:
             return _Prompt(None, list(prompt))
-        return _Prompt(continued, list(prompt[ends[continued] :]))
+        return _Prompt(parent, list(prompt[ends[parent] :]))
 
     async def _encode(self, function: Callable[[PromptRenderer, *Arguments], Answer], *arguments: *Arguments) -> Answer:
         async with self._share_processes():
