@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import ray
 import torch
-from data_plane_parts import MadeUpPrompts, Sizes, made_up, measured, run_side, start_ray
+from data_plane_parts import MadeUpPrompts, Sizes, made_up, measure_parts, run_side, start_ray
 
 from megatron_grpo.algorithms.context import GRPORun, make_save_state
 from megatron_grpo.algorithms.grpo import grpo_step
@@ -149,7 +149,7 @@ def measure(sizes: Sizes, folder: Path) -> Any:
         start_ray()
         stack.callback(ray.shutdown)
         run = _bring_up(config, sizes, stack)
-        return measured(sizes, lambda mark: _train(run, mark))
+        return measure_parts(sizes, lambda mark: _train(run, mark))
 
 
 def _train(run: GRPORun, mark: Callable[[], None]) -> list[tuple[dict[str, float], float]]:

@@ -28,7 +28,7 @@ def list_reached(*files: str) -> set[str]:
         ("kernels/megatron_grpo_kernels/logprob.py", "tests/unit/kernels/test_fused_logprob.py"),
         ("conf/exp/quickstart.yaml", "tests/unit/config/test_recipes.py"),
         ("docs/agents.md", "tests/unit/test_documented_paths.py"),
-        ("tests/support/engine_configs.py", "tests/unit/weight_sync/test_family_fingerprints.py"),
+        ("tests/support/engine_configs.py", "tests/unit/weight_sync/test_weight_trace.py"),
         ("tests/unit/losses/test_loss_against_trl.py", "tests/unit/losses/test_loss_against_trl.py"),
     ],
 )
@@ -39,8 +39,8 @@ def test_a_change_reaches_what_uses_the_file_and_nothing_far_from_it(file: str, 
 
 
 def test_a_package_is_changed_by_the_start_of_its_modules() -> None:
-    this = {"tests/unit/test_changed.py"}
-    assert list_reached("megatron_grpo/losses/policy_loss.py") - this < list_reached("megatron_grpo/losses/__init__.py")
+    test = {"tests/unit/test_changed.py"}
+    assert list_reached("megatron_grpo/losses/policy_loss.py") - test < list_reached("megatron_grpo/losses/__init__.py")
 
 
 @pytest.mark.parametrize("file", ["pyproject.toml", "requirements/dev.lock", "Makefile"])

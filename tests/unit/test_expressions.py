@@ -66,7 +66,7 @@ def list_expressions() -> Iterator[tuple[str, str]]:
 
 
 def list_inline_calls() -> Iterator[tuple[str, str, str, str]]:
-    """List calls of `re` in functions: module, function, name in `re`, and the literal with its flags, if it is one."""
+    """List calls of `re` in functions: module, function, name in `re`, literal and its flags."""
     for folder in FOLDERS:
         for file in sorted((PACKAGE / folder).rglob("*.py")):
             module = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
@@ -97,10 +97,8 @@ def test_expressions_that_are_made_are_few() -> None:
     assert {(module, name) for module, name, *_ in {*CALLS} - {*LITERALS}} == MADE
 
 
-@pytest.mark.parametrize(("module", "place", "function", "arguments"), LITERALS, ids=str)
-def test_an_inline_expression_is_done_with_hostile_texts(
-    module: str, place: str, function: str, arguments: str
-) -> None:
+@pytest.mark.parametrize(("module", "user", "function", "arguments"), LITERALS, ids=str)
+def test_an_inline_expression_is_done_with_hostile_texts(module: str, user: str, function: str, arguments: str) -> None:
     expression = eval(f"re.compile({arguments})", {"re": re})
     use = function if function in ("match", "fullmatch") else "search"
     require_done(expression, use, BOUNDED.get(module, LONGEST))

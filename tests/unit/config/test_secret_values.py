@@ -120,7 +120,7 @@ def test_trackers_get_no_secret(planted: Path, monkeypatch: pytest.MonkeyPatch) 
             with suppress(ConfigError):
                 config = override_values(asdict(config), [f"{name}={value}"], "file", is_trusted=True)
     assert str(asdict(config)).count(SECRET) > len(TEXTS) / 2
-    given: list[Any] = []
+    settings: list[Any] = []
 
     class Package(ModuleType):
         """A package that keeps whatever it is called with."""
@@ -131,7 +131,7 @@ def test_trackers_get_no_secret(planted: Path, monkeypatch: pytest.MonkeyPatch) 
             return self
 
         def __call__(self, *values: Any, **named: Any) -> Any:
-            given.append((values, named))
+            settings.append((values, named))
             return self
 
         def __getitem__(self, index: object) -> Any:
@@ -153,8 +153,8 @@ def test_trackers_get_no_secret(planted: Path, monkeypatch: pytest.MonkeyPatch) 
     MlflowTracker(planted, config)
     SwanlabTracker(planted, config)
     TensorBoardTracker(planted, None)
-    assert "tracking_uri" in str(given)
-    assert SECRET not in str(given)
+    assert "tracking_uri" in str(settings)
+    assert SECRET not in str(settings)
 
 
 def test_a_log_shows_no_secret() -> None:

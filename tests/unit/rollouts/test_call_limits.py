@@ -222,7 +222,7 @@ def test_calls_at_the_same_time_begin_no_more_segments_than_others(model: str, c
 
 
 def test_a_response_that_is_continued_is_not_discarded() -> None:
-    """An agent that goes on with it has read it; without it, what follows would be a segment of its own."""
+    """An agent that goes on has read it; what follows would else be a segment of its own."""
     renderer = PromptRenderer(Unread(), PromptFormat())
     settings = SamplingSettings(max_new_tokens=8)
     talk = DirectConversation(Says("de"), settings, renderer, lambda n: n, 100)  # type: ignore[arg-type]

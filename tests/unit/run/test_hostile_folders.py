@@ -133,7 +133,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run_dir
 
 
-def plant(path: Path, kind: str) -> None:
+def make_special_file(path: Path, kind: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     match kind:
@@ -179,26 +179,26 @@ def test_a_file_that_never_ends_or_leads_elsewhere_is_not_read(
     file: str, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PASSWORD_OF_THE_READER", SECRET)
-    plant(folder / file, kind)
-    told = ""
+    make_special_file(folder / file, kind)
+    text = ""
     for name in COMMANDS if file == "config.yaml" else ("report", "best", "export"):  # the others end before
         run(name)
     for read in READERS.get(file, ()):
         try:
-            told += str(read(folder))
+            text += str(read(folder))
         except (ValueError, RunError, OSError) as error:
-            told += str(error)
+            text += str(error)
     printed = capsys.readouterr()
     assert "Traceback" not in printed.err
     pages = [page.read_text() for page in folder.parent.rglob("*.html")]
-    assert SECRET not in "".join([told, printed.out, printed.err, *pages])
+    assert SECRET not in "".join([text, printed.out, printed.err, *pages])
 
 
 @pytest.mark.parametrize("file", READERS)
 def test_the_readers_read_their_files(file: str, folder: Path) -> None:
     """Otherwise the test above shows nothing: each reader minds what is in its file."""
     if file in (".lock", "logs/driver.log", "model/config.json", "model/tokenizer.json"):
-        plant(folder / file, "pipe")
+        make_special_file(folder / file, "pipe")
     else:
         (folder / file).unlink(missing_ok=True)
         (folder / file).write_text("3\n")
@@ -279,8 +279,8 @@ def test_a_run_that_began_with_its_own_checkpoint_is_refused(folder: Path) -> No
 )
 def test_a_forged_manifest_leads_nowhere(manifest: dict[str, Any], text: str, folder: Path) -> None:
     checkpoint = folder / STEP
-    plant(checkpoint / POLICY_FOLDER / "pipe", "pipe")
-    plant(checkpoint / POLICY_FOLDER / "zero", "device")
+    make_special_file(checkpoint / POLICY_FOLDER / "pipe", "pipe")
+    make_special_file(checkpoint / POLICY_FOLDER / "zero", "device")
     write_with_checksum(checkpoint / "state.json", {"save_state": {"total_steps": 1}, "metrics": {}})
     write_with_checksum(checkpoint / "manifest.json", {"format": 1, "step": 1, **manifest})
     with pytest.raises(RunError, match=text):
@@ -323,8 +323,8 @@ def test_names_of_a_folder_steer_no_terminal(name: str, folder: Path, capsys: py
     (folder / "summary.json").write_text(json.dumps({"reason": "\x1b[2J\x9b2J\r"}))
     (folder / "rollouts" / "step_1.parquet").write_text("\x1b[2J")
     (folder / "rollouts" / "step_\x1b[2J.parquet").touch()
-    for other in ("step_\x1b[2J", "step_1_copy"):
-        shutil.copytree(folder / STEP, folder / "checkpoints" / other)
+    for forged in ("step_\x1b[2J", "step_1_copy"):
+        shutil.copytree(folder / STEP, folder / "checkpoints" / forged)
     run(name)
     printed = capsys.readouterr()
     assert not {"\x1b", "\x07", "\x9b", "\r"} & set(printed.out + printed.err)
