@@ -150,7 +150,7 @@ def test_a_turns_reward_is_a_finite_number(folder: Path, monkeypatch: pytest.Mon
         assert isinstance(turn, Turn)
         assert turn.reward == reward
     else:
-        assert turn == (
+        assert turn == ResponseFault(
             f"environment silent: Silent.step returned the reward {float(reward)}; None says that a turn has no reward "
             "of its own"
         )
