@@ -119,18 +119,24 @@ def limits() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of somebody else's run, which has a model and a checkpoint."""
-    run_dir = tmp_path / "run"
+    run_dir = tmp_path_factory.mktemp("recorded") / "run"
     for name in ("model", "rollouts", "replay", "logs", f"{STEP}/{POLICY_FOLDER}"):
         (run_dir / name).mkdir(parents=True)
     (run_dir / "model" / "config.json").write_text('{"model_type": "qwen3"}')
     record_start(run_dir, compose_config(["+exp=quickstart", f"run_dir={run_dir}"]))
     (run_dir / STEP / "state.json").write_text('{"save_state": {"total_steps": 1}, "metrics": {}}')
+    return run_dir
+
+
+@pytest.fixture
+def folder(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of that folder, in the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(load, "_check_machine", lambda checked, rewards: None)
-    return run_dir
+    return Path(shutil.copytree(recorded, tmp_path / "run"))
 
 
 def make_special_file(path: Path, kind: str) -> None:
