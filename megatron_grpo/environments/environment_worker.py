@@ -80,6 +80,8 @@ class EnvironmentWorker:
             if isinstance(reward, RewardModelClient):
                 reward.wait_ready(REWARD_MODEL_STARTUP_S)
         self._environment = create_environment(self._config, self._settings, self._rewards)
+        if self._environment.multi_turn:
+            _ = self._renderer  # now: what it imports takes more memory than a text may
         return EnvironmentStatus(
             node_id=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
@@ -191,11 +193,13 @@ class EnvironmentWorker:
 
 
 def is_outside(error: BaseException) -> bool:
-    """True if an error says that a server failed."""
+    """True if an error says that a server failed, or that a module is missing."""
     # Clients such as httpx and openai raise errors of their own while they handle the connection's, and may hide it.
     causes: list[BaseException] = []
     while error not in causes:
-        if isinstance(error, RunError | ConnectionError | TimeoutError) and not isinstance(error, ResponseError):
+        if isinstance(error, RunError | ConnectionError | TimeoutError | ImportError) and not isinstance(
+            error, ResponseError
+        ):
             return True
         causes.append(error)
         error = error.__cause__ or error.__context__ or error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,17 @@ def silent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentWorker:
     worker = EnvironmentWorker("silent", worker_module.EnvironmentConfig(), settings)
     worker._environment = Silent()
     return worker
+
+
+def test_an_environment_of_turns_is_started_with_its_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading it later, for a turn, takes more memory than the text of a turn may."""
+    worker = silent(folder, monkeypatch)
+    monkeypatch.setattr(worker_module, "start_guard", lambda: None)
+    monkeypatch.setattr(worker_module, "create_environment", lambda *_: Silent())
+    context = SimpleNamespace(get_node_id=lambda: "node")
+    monkeypatch.setattr(worker_module.ray, "get_runtime_context", lambda: context)
+    assert worker.start().multi_turn
+    assert "_renderer" in vars(worker)
 
 
 def test_tokens_that_an_environment_gives_as_a_list_are_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

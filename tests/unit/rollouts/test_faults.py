@@ -338,6 +338,7 @@ def _make_chained(kind: type[Exception]) -> Exception:
         (ConnectionResetError("x"), True),
         (TimeoutError(), True),
         (RunError("server lost"), True),
+        (ModuleNotFoundError("Could not import module 'AutoTokenizer'"), True),
         (ResponseError("the action took too long"), False),
         (_make_chained(ConnectionRefusedError), True),
         (_make_chained(KeyError), False),
