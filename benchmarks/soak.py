@@ -8,8 +8,9 @@ lies; the others are sound, or a response breaks what reads it. `kinds` counts w
 `wrong` rewards of responses that nothing broke, `fault` (reward 0 with a reason) and `failed` (not in the loss).
 `undeserved` lists rollouts that came out otherwise than their kind and answer say, `untrue` those whose trained
 responses are not the ones that the agent got. `late` counts sound groups that took longer than the slowest one of an
-equal batch of sound rows alone, and the deadline of a call. `rss_mb` is the memory of rollout worker and environments
-after a quarter and at the end; `left` are processes of the soak after its end.
+equal batch of sound rows alone, and the deadline of a call of their own environment: a call is not interrupted, so one
+that hangs may hold a process for as long. `rss_mb` is the memory of rollout worker and environments after a quarter and
+at the end; `left` are processes of the soak after its end.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from megatron_grpo.rollouts.endpoint import make_endpoint_settings
 from megatron_grpo.rollouts.pool import RolloutPool
 
 SAMPLES = 4
-DEADLINE_S = 6.0  # of a call of the environments of turns
+DEADLINES_S = {"agent": 15.0, "tools": 15.0, "steps": 6.0}  # of a call, by environment
 MARK = "MEGATRON_GRPO_SOAK"  # variable by which the soak's processes are found
 FOLDER = Path(__file__).resolve().parent
 TASKS = {"agent": "agent", "tool": "tools", "step": "steps", "serve": "steps", "score": "steps"}
@@ -57,12 +58,15 @@ ENVIRONMENTS = {
         agent_func="soak_parts.ask_model",
         reward_funcs=["soak_parts.grade"],
         num_workers=4,
-        timeout_s=60.0,
+        timeout_s=DEADLINES_S["agent"],
     ),
     "tools": EnvironmentConfig(
-        type="tools", options={"servers": {"soak": SERVER}, "compare": "exact"}, num_workers=2, timeout_s=60.0
+        type="tools",
+        options={"servers": {"soak": SERVER}, "compare": "exact"},
+        num_workers=2,
+        timeout_s=DEADLINES_S["tools"],
     ),
-    "steps": EnvironmentConfig(type="soak_parts:StepEnvironment", num_workers=4, timeout_s=DEADLINE_S),
+    "steps": EnvironmentConfig(type="soak_parts:StepEnvironment", num_workers=4, timeout_s=DEADLINES_S["steps"]),
 }
 
 
@@ -112,7 +116,7 @@ def soak(pool: RolloutPool, tokenizer: Any, rollouts: int, mark: str) -> dict[st
     """Run batches with one row of each kind; returns the verdicts of their rollouts."""
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     problems: defaultdict[str, list[str]] = defaultdict(list)
-    waits: list[float] = []
+    waits: defaultdict[str, list[float]] = defaultdict(list)
     sound = [number for number, kind in enumerate(KINDS) if kind.endswith(" plain")]
     # As many rows of each environment, all sound: so calls that wait for a free process are not called late.
     rows = [number + len(KINDS) * i for i, kind in enumerate(KINDS) for number in sound if is_same_task(number, kind)]
@@ -120,7 +124,8 @@ def soak(pool: RolloutPool, tokenizer: Any, rollouts: int, mark: str) -> dict[st
     batches, memory = max(1, round(rollouts / SAMPLES / len(KINDS))), {}
     for batch in range(1, batches + 1):
         groups, times = run_batch(pool, tokenizer, batch, range(len(KINDS)))
-        waits += [times[number] for number in sound]
+        for number in sound:
+            waits[find_task(KINDS[number])].append(times[number])
         for samples, trajectory in ((group, trajectory) for group in groups for trajectory in group):
             kind = KINDS[trajectory.prompt_idx % len(KINDS)]
             verdict = describe_verdict(trajectory)
@@ -138,13 +143,12 @@ def soak(pool: RolloutPool, tokenizer: Any, rollouts: int, mark: str) -> dict[st
         "rollouts": sum(sum(count.values()) for count in counts.values()),
         "kinds": {kind: dict(count) for kind, count in counts.items()},
         **{name: {"count": len(problems[name]), "first": problems[name][:5]} for name in ("undeserved", "untrue")},
-        "late": sum(wait > usual + DEADLINE_S for wait in waits),
-        "seconds_of_sound_groups": {
-            "without_others": usual,
-            "median": sorted(waits)[len(waits) // 2],
-            "longest": max(waits),
+        "late": sum(wait > usual + DEADLINES_S[task] for task in waits for wait in waits[task]),
+        "seconds_of_sound_groups": {"without_others": usual}
+        | {
+            task: {"median": sorted(seconds)[len(seconds) // 2], "longest": max(seconds), "deadline": DEADLINES_S[task]}
+            for task, seconds in waits.items()
         },
-        "deadline_s": DEADLINE_S,
         "rss_mb": memory,
     }
 
