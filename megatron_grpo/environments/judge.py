@@ -41,12 +41,21 @@ class _RefusedError(RunError):
     """The judge's endpoint refuses this request."""
 
 
+class _LateError(RunError):
+    """The judge's endpoint has not answered a request in time."""
+
+
+class _LateAnswer(str):
+    """Why a response has no score: the judge was late for it."""
+
+
 @dataclass(eq=False)
 class JudgeEnvironment(Environment):
     """Reward from 0 to 1 from another model's score.
 
     The score is the last line "Score: N" of an answer that the judge itself ended. A response that gets none, or that
     the judge refuses, has reward 0, once the judge has scored another: it chose its words. Until then it has no reward.
+    So has one for which the judge is late, again beside a response of the group that it scores once more.
     """
 
     model: str
@@ -111,7 +120,7 @@ class JudgeEnvironment(Environment):
             except _RefusedError as error:
                 return ResponseFault(str(error))
             except RunError as error:
-                return str(error)
+                return _LateAnswer(error) if isinstance(error, _LateError) else str(error)
             match = self._last_line.fullmatch(answer.rstrip().rpartition("\n")[2])
             score = float(match[1]) if match else None
             if score is None or not self.lowest <= score <= self.highest:
@@ -122,7 +131,16 @@ class JudgeEnvironment(Environment):
             return EnvironmentReturn(reward=reward, correct=correct)
 
         async with aiohttp.ClientSession(headers=self._headers, trust_env=self._uses_proxy) as session:
-            return await asyncio.gather(*map(score_response, requests))
+            scores = await asyncio.gather(*map(score_response, requests))
+            late = [number for number, score in enumerate(scores) if isinstance(score, _LateAnswer)]
+            scored = [number for number, score in enumerate(scores) if _has_reward(score)]
+            if late and scored:
+                # A judge that has too much to do is late for any response: it is asked again, with one that it scored.
+                control, *others = await asyncio.gather(*(score_response(requests[n]) for n in (scored[0], *late)))
+                for number, score in zip(late, others, strict=True):
+                    is_fault = isinstance(score, _LateAnswer) and _has_reward(control)
+                    scores[number] = ResponseFault(str(score)) if is_fault else score
+            return scores
 
     def _write_question(self, request: EnvironmentRequest) -> str:
         prompt = request.prompt
@@ -144,10 +162,12 @@ class JudgeEnvironment(Environment):
         """Return the judge's answer; "" if malformed or cut off."""
         messages = [{"role": "user", "content": question}]
         body = {"model": self.model, "messages": messages, "max_tokens": self.max_tokens, "temperature": 0.0}
-        reason, tries, error = "", 0, RunError
+        reason, tries = "", 0
+        error: type[RunError] = RunError
         for tries in range(1, self.attempts + 1):
             if tries > 1:
                 await asyncio.sleep(min(2.0**tries / 8, 10.0))
+            error = RunError
             try:
                 async with (
                     asyncio.timeout(self.request_timeout_s),
@@ -165,9 +185,14 @@ class JudgeEnvironment(Environment):
                         break
             except TimeoutError:
                 reason = f"no whole answer within options.request_timeout_s={self.request_timeout_s:g} s"
+                error = _LateError
             except (OSError, aiohttp.ClientError) as failure:
                 reason = f"{type(failure).__name__}: {failure}"
         raise error(f"the judge at {self._address} gave no answer in {tries} of {self.attempts} attempts: {reason}")
+
+
+def _has_reward(score: ScoreOrError | ResponseFault) -> bool:
+    return isinstance(score, EnvironmentReturn) and score.reward is not None
 
 
 def _write_turn(turn: Mapping[str, Any]) -> str:

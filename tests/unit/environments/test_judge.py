@@ -28,6 +28,8 @@ class Judge:
         self.finish_reason = "stop"
         self.refuses_with: int | None = None
         """Status of answers that are bytes; None: 200."""
+        self.slow_text: str | None = None
+        """Text of questions over which it takes seconds."""
         self.pause_s = 0.0
         """Seconds between two bytes of an answer."""
         judge = self
@@ -37,7 +39,7 @@ class Judge:
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
                 judge.asked.append({"path": self.path, "key": self.headers["Authorization"], **body})
                 answer = judge.answers.pop(0) if len(judge.answers) > 1 else judge.answers[0]
-                if answer == "hang":
+                if answer == "hang" or (judge.slow_text and judge.slow_text in str(body)):
                     time.sleep(3)
                 refusal = judge.refuses_with if isinstance(answer, bytes) else None
                 status = answer if isinstance(answer, int) else refusal or 200
@@ -262,3 +264,16 @@ def test_an_outage_of_the_judge_is_no_fault_of_a_response(judge: Judge) -> None:
     assert first.reward == 0.5
     assert "HTTP 503" in str(second)
     assert isinstance(second, str)
+
+
+@pytest.mark.parametrize(("answers", "is_fault"), [(["Score: 8"], True), (["Score: 8", "hang"], False)])
+def test_a_response_over_which_the_judge_is_late_has_reward_0_if_it_scores_others_meanwhile(
+    judge: Judge, answers: list[str], is_fault: bool
+) -> None:
+    judge.answers, judge.slow_text = answers, "endless"
+    good, late = score_responses(judge, "42", "an endless proof", request_timeout_s=0.5, attempts=1)
+    assert good.reward == 0.8
+    if is_fault:
+        assert (late.reward, "no whole answer within" in str(late.fault)) == (0.0, True)
+    else:  # the judge does not answer for anybody any more
+        assert "no whole answer within" in str(late)
