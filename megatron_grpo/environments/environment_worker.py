@@ -193,7 +193,7 @@ class EnvironmentWorker:
 
 
 def is_outside(error: BaseException) -> bool:
-    """True if an error says that a server failed, or that a module is missing."""
+    """True if a server failed or a module is missing."""
     # Clients such as httpx and openai raise errors of their own while they handle the connection's, and may hide it.
     causes: list[BaseException] = []
     while error not in causes:

@@ -136,8 +136,8 @@ class JudgeEnvironment(Environment):
             scored = [number for number, score in enumerate(scores) if _has_reward(score)]
             if late and scored:
                 # A judge that has too much to do is late for any response: it is asked again, with one that it scored.
-                control, *others = await asyncio.gather(*(score_response(requests[n]) for n in (scored[0], *late)))
-                for number, score in zip(late, others, strict=True):
+                control, *repeats = await asyncio.gather(*(score_response(requests[n]) for n in (scored[0], *late)))
+                for number, score in zip(late, repeats, strict=True):
                     is_fault = isinstance(score, _LateAnswer) and _has_reward(control)
                     scores[number] = ResponseFault(str(score)) if is_fault else score
             return scores
