@@ -80,8 +80,6 @@ class EnvironmentWorker:
             if isinstance(reward, RewardModelClient):
                 reward.wait_ready(REWARD_MODEL_STARTUP_S)
         self._environment = create_environment(self._config, self._settings, self._rewards)
-        if self._environment.multi_turn:
-            _ = self._renderer  # now: what it imports takes more memory than a text may
         return EnvironmentStatus(
             node_id=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
@@ -115,8 +113,9 @@ class EnvironmentWorker:
         is_message = self._settings.prompts.apply_chat_template and not len(observation)
         if not turn.done and (turn.text or turn.messages or is_message):
             messages = clean_json(turn.messages or [{"role": turn.role, "content": turn.text}])
+            renderer = self._renderer  # loaded before: what it imports takes more memory than a text may
             with limit_memory(TEXT_BYTES):  # the texts are in part the model's
-                observation = np.array(self._renderer.encode_later_turn(messages, last_token), dtype=np.int32)
+                observation = np.array(renderer.encode_later_turn(messages, last_token), dtype=np.int32)
         reward = None if turn.reward is None else float(turn.reward)  # NumPy's and torch's numbers too
         if reward is not None and not is_reward(reward):
             name = type(self._environment).__name__

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -128,15 +128,19 @@ def silent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentWorker:
     return worker
 
 
-def test_an_environment_of_turns_is_started_with_its_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading it later, for a turn, takes more memory than the text of a turn may."""
-    worker = silent(folder, monkeypatch)
-    monkeypatch.setattr(worker_module, "start_guard", lambda: None)
-    monkeypatch.setattr(worker_module, "create_environment", lambda *_: Silent())
-    context = SimpleNamespace(get_node_id=lambda: "node")
-    monkeypatch.setattr(worker_module.ray, "get_runtime_context", lambda: context)
-    assert worker.start().multi_turn
-    assert "_renderer" in vars(worker)
+def test_the_tokenizer_is_loaded_without_the_limit_of_a_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, usual, limits = silent(folder, monkeypatch), resource.getrlimit(resource.RLIMIT_AS), []
+    load = EnvironmentSettings.load_tokenizer
+
+    def record(settings: EnvironmentSettings) -> Any:
+        limits.append(resource.getrlimit(resource.RLIMIT_AS))
+        return load(settings)
+
+    monkeypatch.setattr(EnvironmentSettings, "load_tokenizer", record)
+    state = worker.reset("", {})
+    assert isinstance(state, bytes)
+    assert isinstance(worker.step(state, "yes", IDS["<e>"]), Turn)
+    assert limits == [usual]
 
 
 def test_tokens_that_an_environment_gives_as_a_list_are_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
