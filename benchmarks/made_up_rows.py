@@ -44,7 +44,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def made_up_rows(number: int) -> Iterator[dict[str, Any]]:
-    """The same rows each time: a prompt, an answer and two more columns, about 480 bytes of JSON."""
+    """Rows of a prompt, an answer and two more columns, equal in every call: about 480 bytes of JSON each."""
     words = " ".join(topics.values()).split()
     draw = random.Random(0)
     prompt = ""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatron_grpo.batch.rollout_checks import find_file_problem
 from megatron_grpo.config.errors import select_first_line
-from megatron_grpo.config.outside_files import parse_json, require_regular
+from megatron_grpo.config.outside_files import parse_file_json, require_regular
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -147,7 +147,7 @@ def read_figures(file: Path) -> StepFigures | None:
             raise ValueError(f"it has {metadata.num_rows} rows, and at most {_MOST_ROWS} are read")
         if problem := find_file_problem(file, metadata, schema, _make_schema()):
             raise ValueError(problem)
-        values = parse_json((schema.metadata or {})[_METADATA_KEY])
+        values = parse_file_json((schema.metadata or {})[_METADATA_KEY])
         tensors, states = [], []
         for row in pq.read_table(file).to_pylist():
             token = row.pop("token", None)  # earlier versions have no such column

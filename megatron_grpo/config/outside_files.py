@@ -21,7 +21,7 @@ from megatron_grpo.config.outside_text import NESTING, make_line
 MOST_BYTES = 2**26  # of a file that is read as a whole
 LINES_BYTES = 2**31  # of a file of JSON lines
 YAML_BYTES = 2**20  # the reader takes up to a second
-_DIGITS = 100  # of a number in YAML; those in base 60 take the square of their length
+_DIGITS = 100  # of a number in YAML: to read a number in base 60 takes time that grows with the square of its length
 _NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, where PyYAML has it, is ten times as fast
 
@@ -73,7 +73,7 @@ def read_json(file: Path, *, links: bool = False) -> Any:
     """Read a file of JSON; errors as of `read_bytes`, and ValueError: it is none."""
     content = read_bytes(file, links=links)
     try:
-        return parse_json(content)
+        return parse_file_json(content)
     except ValueError as error:
         raise ValueError(f"{file} is damaged: {error}") from None
 
@@ -87,16 +87,19 @@ def read_yaml(file: Path) -> Any:
         raise ValueError(f"{file} {error}") from None
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Parse JSON; ValueError: it is none, or has more than NESTING levels."""
+def parse_file_json(text: str | bytes) -> Any:
+    """Parse the JSON of a file.
+
+    NaN may stand in it, unlike in the JSON of a call. ValueError: it is no JSON, or has more than NESTING levels.
+    """
     try:
         value = json.loads(text)  # bytes: it then knows byte-order marks and UTF-16
     except RecursionError:
         value = None
     else:
         # Nearly all texts have too few brackets to be deep; the others are looked through.
-        brackets = ("[", "{") if isinstance(text, str) else (b"[", b"{")
-        if sum(map(text.count, brackets)) <= NESTING or not _is_deeper(value, NESTING):  # type: ignore[arg-type]
+        content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+        if content.count(b"[") + content.count(b"{") <= NESTING or not _is_deeper(value, NESTING):
             return value
     raise ValueError(f"more than {NESTING} levels of lists and objects")
 

@@ -254,7 +254,7 @@ def _list_side_files(source: Path) -> Iterator[Path]:
 
 
 def _is_link_elsewhere(source: Path, file: Path) -> bool:
-    """True for a link to what is no file of a model."""
+    """True for a link out of the model's files."""
     target, folder = file.resolve(), source.resolve()
     if folder.parent.name == "snapshots":  # of the hub's cache, whose files lie beside it under other names
         folder = folder.parents[1]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.config.outside_files import parse_json, read_bytes
+from megatron_grpo.config.outside_files import parse_file_json, read_bytes
 from megatron_grpo.models.megatron_names import Half
 
 LayerKind = Literal[
@@ -351,7 +351,7 @@ class ModelShape:
 def read_config_json(file: Path) -> dict[str, Any]:
     """Read a config.json; ValueError names a missing or damaged file."""
     try:
-        raw = parse_json(read_bytes(file, links=True).decode())
+        raw = parse_file_json(read_bytes(file, links=True).decode())
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{file} does not exist; give a folder in Hugging Face format") from None
     except OSError as error:

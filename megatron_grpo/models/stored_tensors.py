@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from megatron_grpo.config.outside_files import parse_json, read_bytes
+from megatron_grpo.config.outside_files import parse_file_json, read_bytes
 from megatron_grpo.config.paths import LFS_POINTER, is_lfs_pointer
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -59,7 +59,7 @@ def list_stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 def read_index(index: Path) -> dict[str, str]:
     """Read each tensor's file from an index; ValueError: it is damaged."""
     try:
-        located = parse_json(read_bytes(index, links=True))["weight_map"]
+        located = parse_file_json(read_bytes(index, links=True))["weight_map"]
         if all(isinstance(file, str) for file in located.values()):
             return dict(located)
     except OSError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.config.outside_files import LINES_BYTES, parse_json, read_bytes
+from megatron_grpo.config.outside_files import LINES_BYTES, parse_file_json, read_bytes
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
@@ -72,7 +72,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     # A last line without a line break was cut off by the end of its process.
     for number, line in enumerate(read_bytes(path, LINES_BYTES).split(b"\n")[:-1], start=1):
         try:
-            row = parse_json(line)
+            row = parse_file_json(line)
         except ValueError as error:
             raise ValueError(f"{path}:{number} is damaged, no line of JSON: {error}") from None
         if not isinstance(row, dict):

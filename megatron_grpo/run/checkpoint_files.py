@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from xxhash import xxh3_128
 
 from megatron_grpo.config.errors import RunError, select_first_line, to_text
-from megatron_grpo.config.outside_files import parse_json, read_bytes, require_regular
+from megatron_grpo.config.outside_files import parse_file_json, read_bytes, require_regular
 from megatron_grpo.observability.run_files import sync, write_atomically, write_text
 from megatron_grpo.run.directory import POLICY_FOLDER
 
@@ -59,7 +59,7 @@ def read_with_checksum(path: Path) -> dict[str, Any]:
     if line is None or xxh3_128(written[line.end() :]).hexdigest().encode() != line[1]:
         raise CheckpointError(_describe_damage(path))
     try:
-        content: dict[str, Any] = parse_json(written)
+        content: dict[str, Any] = parse_file_json(written)
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     del content[CHECKSUM_KEY]
@@ -202,7 +202,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         else:
             with missing_file_errors(path):
                 content = read_bytes(path)
-            state = parse_json(content)
+            state = parse_file_json(content)
             if CHECKSUM_KEY in state:
                 raise CheckpointError(f"{folder / MANIFEST_FILE} is missing")
         if not (isinstance(state["save_state"]["total_steps"], int) and isinstance(state["metrics"], dict)):

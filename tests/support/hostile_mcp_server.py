@@ -42,7 +42,7 @@ def complain() -> str:
 
 
 def babble() -> str:
-    """Write what is no message."""
+    """Write lines that are no messages of the protocol."""
     sys.stdout.write("no message\n" * 500 + "[" * 100_000 + "\n")
     return "babbled"
 

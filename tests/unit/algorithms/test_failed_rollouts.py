@@ -59,7 +59,7 @@ class TestAFailedRollout:
         ids=["plain", "everything", "penalty", "reinforce++", "with baseline", "dynamic sampling", "two replicas"],
     )
     def test_it_is_as_good_as_one_that_nobody_scored(self, options: list[str], tmp_path: Path) -> None:
-        """Its tokens are in no baseline and no loss, so nothing else may change by a bit."""
+        """A failed rollout's tokens are in no baseline and no loss, so nothing else may change by a bit."""
         lessons = []
         for failed in (True, False):
             run = self.run(tmp_path, *options)

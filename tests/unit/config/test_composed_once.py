@@ -27,7 +27,7 @@ from tests.support.composed_once import compose_with_settings
     ids=" ".join,
 )
 def test_settings_give_what_hydra_gives(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(2):  # what one command line sets is not there for the next
+    for _ in range(2):  # a setting of one command line does not stay for the next
         overrides = overrides if any("run_dir=" in text for text in overrides) else [*overrides, "run_dir=here"]
         typed = compose.compose_typed(overrides)
         with monkeypatch.context() as patched:

@@ -168,7 +168,7 @@ def test_an_agent_that_fails_or_asks_nothing_is_a_failed_rollout(silent: bool) -
 
 
 class BreakingEnvironment(Environment):
-    """Its agents' errors are those of code over the model's text; `is_sound`: other agents end well."""
+    """An environment whose agents raise errors over the model's text; `is_sound`: other agents end well."""
 
     def __init__(self, agent: Agent, *, is_sound: bool) -> None:
         super().__init__(agent)

@@ -77,7 +77,7 @@ class LongEngine(Engine):
 
 
 def test_a_stream_that_is_left_in_the_middle_counts(model: str) -> None:
-    """Its beginning may have been all that the agent wanted, so leaving it does not leave the loss."""
+    """A stream that the agent leaves counts: its beginning may have been all that the agent wanted."""
 
     async def scene() -> int:
         endpoint = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=None, tokenizer=model))
