@@ -35,7 +35,7 @@ from megatron_grpo.config.schema import (
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.models.adapter_names import make_policy_slot, measure_adapters
-from megatron_grpo.models.families import parse_model_shape, read_model_shape
+from megatron_grpo.models.families.reading import parse_model_shape, read_model_shape
 from megatron_grpo.planning.refit_summary import summarize_refit
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model_ranks import MegatronPolicy

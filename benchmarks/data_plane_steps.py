@@ -31,7 +31,7 @@ from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.environments.environment_processes import build_environments
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.rollouts.pool import RolloutPool

@@ -47,7 +47,7 @@ def _letters(name: str) -> str:
 def recipes() -> Iterator[tuple[str, Any, Any]]:
     """Name, configuration and shape of every recipe whose model is known."""
     from megatron_grpo.config.compose import compose_typed
-    from megatron_grpo.models.families import parse_model_shape
+    from megatron_grpo.models.families.reading import parse_model_shape
 
     overrides = [word for word in sys.argv[1:] if "=" in word]
     names = set(sys.argv[1:]) - set(overrides)

@@ -22,7 +22,7 @@ import yaml
 from header import header
 
 from megatron_grpo.config.schema import Config, Fp8Config, ParallelConfig
-from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.costs import Overlap
 from megatron_grpo.planning.dry.work import Work

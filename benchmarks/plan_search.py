@@ -31,7 +31,7 @@ def cpu_s() -> float:
 def measure(recipe: str, nodes: int) -> dict[str, Any]:
     """A search on H100s, within the seconds that a user's search has."""
     from megatron_grpo.config.compose import compose_typed
-    from megatron_grpo.models.families import parse_model_shape
+    from megatron_grpo.models.families.reading import parse_model_shape
     from megatron_grpo.planning.policy_layouts import name_layout
     from megatron_grpo.planning.search import search_layouts
     from megatron_grpo.planning.trace import start_trace_pool

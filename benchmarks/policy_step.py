@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from megatron_grpo.batch.packing import TOKEN_COST, make_packer
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.source import PREPARED_MODELS
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.parallel import initialize_parallel

@@ -26,7 +26,7 @@ from torch.distributed import HashStore
 from megatron_grpo.batch.replay_files import StepFigures, choose_watched_tokens, sum_states, write_figures
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import ModelConfig, PolicyConfig
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.parallel import initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank

@@ -30,7 +30,7 @@ from megatron_grpo.config.generation_schema import EngineConfig, GenerationParal
 from megatron_grpo.config.schema import GenerationConfig, ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.planning.refit_summary import RefitSummary, summarize_refit
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model_ranks import MegatronPolicy

@@ -20,7 +20,7 @@ from header import header
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig, RefitConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
-from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.planning.refit_summary import summarize_refit
 from megatron_grpo.preflight.engine_checks import find_cut_blocks
 

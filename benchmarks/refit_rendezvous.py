@@ -19,7 +19,7 @@ from header import header
 from refit_large import CASES
 
 from megatron_grpo.config.generation_schema import RefitConfig
-from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.planning.engine_shards import assume_boxes
 from megatron_grpo.platform.device import open_store

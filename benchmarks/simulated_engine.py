@@ -22,7 +22,7 @@ from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_interface import EngineStart, LoaderTrace, TensorShapes
 from megatron_grpo.generation.engine_processes import EngineProcesses
 from megatron_grpo.generation.vllm_requests import iterate_finished
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.planning.engine_shards import assume_boxes
 from megatron_grpo.weight_sync.boxes import pack_boxes
 from megatron_grpo.weight_sync.refit_group import Rendezvous

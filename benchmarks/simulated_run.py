@@ -52,7 +52,7 @@ from megatron_grpo.generation.engine import VllmEngine
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.load import compose_config

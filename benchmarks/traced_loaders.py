@@ -20,7 +20,8 @@ from typing import Any
 from header import header
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
-from megatron_grpo.models.families import measure_tensors, parse_model_shape
+from megatron_grpo.models.families import measure_tensors
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.planning.engine_shards import assume_boxes
 from megatron_grpo.weight_sync.boxes import count_elements, pack_boxes
 

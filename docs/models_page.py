@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.models.families import FAMILIES, UnknownFamilyError, parse_model_shape
+from megatron_grpo.models.families import FAMILIES
+from megatron_grpo.models.families.reading import UnknownFamilyError, parse_model_shape
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -16,14 +16,15 @@ from megatron_grpo.config.outside_files import read_text
 from megatron_grpo.config.paths import check_writable, is_hub_name
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.config.section import PathText
-from megatron_grpo.models.families import as_reward_model, read_model_shape
+from megatron_grpo.models.families import as_reward_model
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.models.tokenizer_files import read_settings
 from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, verify_checkpoint
 from megatron_grpo.run.checkpoints import resolve_checkpoint
 from megatron_grpo.run.directory import CONFIG_FILE, FORMAT_FILE, POLICY_FOLDER, TEMPLATE_FILE, read_config_file
-from megatron_grpo.run.model_card import push_to_hub
+from megatron_grpo.run.exports import push_to_hub
 
 USAGE = """\
 python -m megatron_grpo.export checkpoint=PATH output=PATH [format=hf|peft|quantized] [push_to_hub=NAME]

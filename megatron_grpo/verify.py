@@ -17,7 +17,8 @@ from megatron_grpo.config.command_line import FAILED, as_command, parse_argument
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.config.section import NonNegative, Positive, Seconds
-from megatron_grpo.models.families import FAMILIES, read_model_shape
+from megatron_grpo.models.families import FAMILIES
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight.layout_checks import check_split
 from megatron_grpo.preflight.model_file_checks import find_weight_problems

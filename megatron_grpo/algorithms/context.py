@@ -15,7 +15,7 @@ from megatron_grpo.batch.trajectory import SampledGroup
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.loader import BatchLoader
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.generation.teacher_server import TeacherServer
+from megatron_grpo.generation.teacher_client import TeacherServer
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.observability.run_logger import RunLogger

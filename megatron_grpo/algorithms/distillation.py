@@ -19,7 +19,7 @@ from megatron_grpo.algorithms.validation import validate
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.generation.teacher_server import fetch_teacher_outputs
+from megatron_grpo.generation.teacher_client import fetch_teacher_outputs
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.trainer.model_ranks import MegatronTeacher
 

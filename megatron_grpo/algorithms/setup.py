@@ -49,9 +49,9 @@ from megatron_grpo.rollouts.engine_replacer import RestoreEngines, refuse_to_res
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.checkpoint_files import read_loader_state, read_state
 from megatron_grpo.run.directory import ENGINES_FILE, POLICY_FOLDER, VALUE_FOLDER, record_start
+from megatron_grpo.run.exports import export_checkpoint_model
 from megatron_grpo.run.launch import Models, restore_from_folder, start_engines, start_models, start_rollouts
 from megatron_grpo.run.lifetime import Startup, open_run
-from megatron_grpo.run.model_export import export_checkpoint_model
 from megatron_grpo.run.user_objects import Callbacks
 from megatron_grpo.weight_sync.refit_checks import Canary
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport

@@ -17,7 +17,7 @@ from megatron_grpo.config.passthrough import check_library_fields
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.models.adapter_names import choose_slot_rank
 from megatron_grpo.models.adapter_slot import AdapterSlot
-from megatron_grpo.models.families import find_model_shape, is_untied_by_weights
+from megatron_grpo.models.families.reading import find_model_shape, is_untied_by_weights
 from megatron_grpo.models.quantized_weights import is_quantized
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.shape import ModelShape

@@ -39,7 +39,7 @@ from megatron_grpo.generation.vllm_requests import (
     pack_experts,
     require_answers,
 )
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 
 CONNECT_S = 10.0
 PROBE_S = 1.0  # between two requests to a server that does not answer

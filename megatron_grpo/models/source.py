@@ -17,7 +17,8 @@ from megatron_grpo.config.outside_files import read_json, require_regular_files
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.models.checkpoint_model import find_checkpoint_model
-from megatron_grpo.models.families import as_reward_model, parse_model_shape, read_model_shape
+from megatron_grpo.models.families import as_reward_model
+from megatron_grpo.models.families.reading import parse_model_shape, read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_token_ids
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from megatron_grpo.models.families import count_forward_flops
+from megatron_grpo.models.flops import count_forward_flops
 from megatron_grpo.models.shape import ModelShape
 
 TOTAL = "total"  # key of the step's whole time among the times of its phases

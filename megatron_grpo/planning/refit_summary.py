@@ -18,7 +18,7 @@ from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.planning.engine_shards import assume_boxes
 from megatron_grpo.platform.hardware import Hardware
 from megatron_grpo.preflight.refit_memory import NCCL_RECEIVING, NCCL_SENDING, estimate_nccl_bytes, needs_conversion
-from megatron_grpo.weight_sync.adapter_plan import plan_adapters
+from megatron_grpo.weight_sync.adapters_alone import plan_adapters
 from megatron_grpo.weight_sync.boxes import Box
 from megatron_grpo.weight_sync.pieces import NO_RELAY, Pieces
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages

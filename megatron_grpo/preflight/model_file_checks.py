@@ -20,8 +20,8 @@ from megatron_grpo.models.families import (
     build_weight_map,
     is_carried,
     is_further_prediction,
-    read_model_shape,
 )
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.quantized_weights import describe_values, read_quantization
 from megatron_grpo.models.shape import ModelShape, read_config_json
 from megatron_grpo.models.stored_tensors import FLOATS, HEAD, list_stored_tensors

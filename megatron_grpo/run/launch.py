@@ -15,10 +15,11 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.environment_processes import EnvironmentPool, build_environments
 from megatron_grpo.environments.interface import make_environment_settings
 from megatron_grpo.generation.engine_arguments import VllmSettings
-from megatron_grpo.generation.teacher_server import TeacherServer, require_same_tokenizer
+from megatron_grpo.generation.teacher_client import TeacherServer, require_same_tokenizer
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.models.adapter_names import make_policy_slot
-from megatron_grpo.models.families import as_value_model, read_model_shape
+from megatron_grpo.models.families import as_value_model
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import fetch_model_folder, read_policy_shape

@@ -22,15 +22,8 @@ from megatron_grpo.config.schema import LoraConfig, PolicyConfig, QuantizationFo
 from megatron_grpo.data.prompt_renderer import FORMAT_KEY, PromptFormat, PromptRenderer
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.models.adapter_check import check_adapters
-from megatron_grpo.models.families import (
-    INSIDE,
-    find_model_type,
-    is_carried,
-    is_further_prediction,
-    is_untied_by_weights,
-    list_carried,
-    name_reward_model,
-)
+from megatron_grpo.models.families import INSIDE, is_carried, is_further_prediction, list_carried, name_reward_model
+from megatron_grpo.models.families.reading import find_model_type, is_untied_by_weights
 from megatron_grpo.models.hf_folder import HFFolderReader, new_folder, save_tensors, write_hf_folder
 from megatron_grpo.models.hf_weights import iter_adapter_tensors, iter_hf_tensors, load_hf_weights
 from megatron_grpo.models.shape import LEAST_TIME_STEP, ModelShape, read_config_json

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from megatron_grpo.batch.packing import Cost, make_packer
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.models.families import count_forward_flops
+from megatron_grpo.models.flops import count_forward_flops
 from megatron_grpo.models.shape import ModelShape
 
 StepMicrobatches = list[NDArray[np.int64]]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from megatron_grpo.models.families import find_model_type, is_carried, read_model_shape, remove_text_prefix
+from megatron_grpo.models.families import is_carried, remove_text_prefix
+from megatron_grpo.models.families.reading import find_model_type, read_model_shape
 from megatron_grpo.models.hf_folder import HFFolderReader
 from megatron_grpo.models.quantized_weights import is_quantized
 from megatron_grpo.models.shape import LEAST_TIME_STEP, read_config_json

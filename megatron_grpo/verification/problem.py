@@ -19,7 +19,8 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LossConfig, MoeConfig
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.models.families import FAMILIES, UnknownFamilyError, add_text_prefix, read_model_shape
+from megatron_grpo.models.families import FAMILIES, add_text_prefix
+from megatron_grpo.models.families.reading import UnknownFamilyError, read_model_shape
 from megatron_grpo.models.shape import ExpertShape, ModelShape, read_config_json
 from megatron_grpo.models.source import download_config, fetch_model_folder, find_local_folder, is_hub_name
 from megatron_grpo.verification.double_precision import DoublePrecision

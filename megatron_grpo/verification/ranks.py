@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_grpo.batch.packing import TOKEN_COST, make_packer
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.hf_weights import iter_hf_tensors
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank

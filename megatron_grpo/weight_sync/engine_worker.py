@@ -153,7 +153,7 @@ class RefitWorker(Worker):
     def describe(self) -> dict[str, Any]:
         """Describe the server in JSON types, or return {"problem": ...}."""
         # Imported here because only external servers are asked, and the families are many modules.
-        from megatron_grpo.models.families import read_model_shape
+        from megatron_grpo.models.families.reading import read_model_shape
 
         config = self.vllm_config
         parallel, model = config.parallel_config, config.model_config

@@ -62,7 +62,8 @@ def measure_folder(folder: Path) -> tuple[Shapes, Shapes, bool]:
 
     Returns both by name, and whether the folder's are quantized."""
     # Imported here because workers that read a folder do without the families, which are many modules.
-    from megatron_grpo.models.families import measure_tensors, read_model_shape
+    from megatron_grpo.models.families import measure_tensors
+    from megatron_grpo.models.families.reading import read_model_shape
     from megatron_grpo.models.quantized_weights import describe_values, read_quantization
     from megatron_grpo.models.shape import read_config_json
     from megatron_grpo.models.stored_tensors import list_stored_tensors

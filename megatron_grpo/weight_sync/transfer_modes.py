@@ -27,8 +27,7 @@ from megatron_grpo.models.families import measure_tensors
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.observability.run_files import write_atomically
 from megatron_grpo.platform.device import open_store
-from megatron_grpo.weight_sync.adapter_plan import plan_adapters
-from megatron_grpo.weight_sync.adapter_sender import connect_adapters, send_adapters
+from megatron_grpo.weight_sync.adapters_alone import connect_adapters, plan_adapters, send_adapters
 from megatron_grpo.weight_sync.boxes import list_full_boxes, unpack_boxes
 from megatron_grpo.weight_sync.file_writer import connect_folder, send_files
 from megatron_grpo.weight_sync.pieces import Pieces

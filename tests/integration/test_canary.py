@@ -17,7 +17,7 @@ from megatron_grpo.algorithms.placement import Placement, publish
 from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.config.schema import LoraConfig, ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
 from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.lora import AdaptedLinear

@@ -13,7 +13,7 @@ from megatron_grpo.batch.generation_requests import GenerationOutput, SamplingSe
 from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
 from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.refit_calls import RefitError

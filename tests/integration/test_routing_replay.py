@@ -18,7 +18,7 @@ from megatron_grpo.batch.generation_requests import GenerationOutput, SamplingSe
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.generation_schema import SpeculativeConfig
 from megatron_grpo.config.schema import ModelConfig, MoeConfig, PolicyConfig
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank

@@ -20,7 +20,7 @@ from megatron_grpo.config.loop_schema import AsyncGRPOConfig
 from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines

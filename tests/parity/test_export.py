@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.export import main
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, STATE_FILE, write_driver_files
 from megatron_grpo.trainer.checkpoint import ResultsFile, build_sharded_weights

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.preflight.layout_checks import check_split
 from megatron_grpo.verification.problem import TINY, Truth, compute_truth, make_batch, prepare_model
 from megatron_grpo.verification.ranks import RankResults, Row, Task, compare_layout, measure

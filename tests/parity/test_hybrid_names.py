@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.models import megatron_names
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.hf_weights import iter_hf_tensors, load_hf_weights
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import pad_vocab

@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.trainer.model.build import build_model
 from megatron_grpo.trainer.model.packed_sequences import build_packed_sequences, lay_out

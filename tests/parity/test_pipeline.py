@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.hf_folder import write_hf_folder
 from megatron_grpo.models.hf_weights import iter_hf_tensors, load_hf_weights
 from megatron_grpo.trainer.model.build import build_model

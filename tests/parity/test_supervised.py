@@ -13,7 +13,7 @@ from megatron_grpo.data.processors import TaskDataSpec
 from megatron_grpo.data.supervised_rows import preference_data_processor, supervised_data_processor
 from megatron_grpo.losses.likelihood import NLLLossFn
 from megatron_grpo.losses.preference import SequenceGradientLossFn, compute_preference_loss
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.source import VOCABULARY
 from megatron_grpo.prepare.models import make_tokenizer
 from megatron_grpo.trainer.messages import RankSettings

@@ -20,7 +20,8 @@ from megatron_grpo.config.loop_schema import MseValueLossConfig
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, PolicyConfig
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.value import MseValueLossFn
-from megatron_grpo.models.families import as_value_model, read_model_shape
+from megatron_grpo.models.families import as_value_model
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import ValueRank
 from tests.parity.on_rank import expect_continuation, expect_gradients, load_on_rank, save_on_rank, split_by_sequence

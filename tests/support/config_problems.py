@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.errors import ConfigError
-from megatron_grpo.models.families import build_weight_map, parse_model_shape
+from megatron_grpo.models.families import build_weight_map
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.weight_map import iter_entries
 from megatron_grpo.preflight.load import compose_checked, load_config
 from tests.support.hf_configs import read_configs

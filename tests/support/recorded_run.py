@@ -20,7 +20,7 @@ from megatron_grpo.batch.rollout_files import RunFacts, StepFacts, StepRecord, l
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, find_token_indices
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.conversion import convert_values
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.run.directory import record_start
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.verification.problem import prepare_model

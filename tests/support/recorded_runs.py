@@ -26,7 +26,7 @@ from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.compose import compose_typed
 from megatron_grpo.config.schema import Config, OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_grpo.data.load_prompts import load_prompt_data
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.run.directory import record_start
 from megatron_grpo.trainer.hf_export import export_checkpoint
 from megatron_grpo.trainer.messages import RankSettings

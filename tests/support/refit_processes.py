@@ -19,7 +19,8 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import GenerationConfig, PolicyConfig
 from megatron_grpo.generation.engine_interface import LoaderTrace
-from megatron_grpo.models.families import build_weight_map, measure_tensors, parse_model_shape
+from megatron_grpo.models.families import build_weight_map, measure_tensors
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.weight_sync.boxes import compute_digest, pack_boxes
 from megatron_grpo.weight_sync.links import Links, Side

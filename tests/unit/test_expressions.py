@@ -18,7 +18,7 @@ LONGEST, SECONDS = 20_000, 1.0
 BOUNDED = {
     "data.math_text": 2_000,  # MAX_CHARACTERS and TAIL_CHARACTERS
     "environments.math_answers": 2_000,
-    "environments.plain_answers": 1_000,
+    "environments.reasoning_gym": 1_000,
     "evaluation.results": 2_000,
     "data.rows": 2_000,  # rows of a user's file
     "data.code_tests": 2_000,

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.models.families import FAMILIES, parse_model_shape
+from megatron_grpo.models.families import FAMILIES
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.preflight.engine_checks import find_engine_problems
 from megatron_grpo.preflight.load import compose_config
 from tests.support.engine_configs import ENGINE_CONFIGS

@@ -14,7 +14,7 @@ from megatron_grpo.batch.special_tokens import StopConditions, find_stop_conditi
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.tokenizer import load_tokenizer
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.tokenizer_files import read_end_tokens
 from megatron_grpo.verification.doctor.causes import OTHER_WEIGHTS, Causes
 from megatron_grpo.verification.doctor.damage import find_damage, find_edits

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 from megatron_grpo.batch.packing import TOKEN_COST, make_packer
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field
 from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.trainer.hidden_states import Piece, capture_states
 from megatron_grpo.trainer.messages import RankSettings, make_training_filter
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel

@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader import get_model
 from megatron_grpo.config.schema import GenerationConfig, ParallelConfig
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
 from megatron_grpo.models.adapter_slot import AdapterSlot
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import split_policy

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 
-from megatron_grpo.models.families import measure_tensors, read_model_shape
+from megatron_grpo.models.families import measure_tensors
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.weight_sync.engine_layers import ModelReload, is_derived
 from megatron_grpo.weight_sync.weight_trace import trace_model
 from tests.cuda.null.engines import engine_config, loaded_model, refit

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from megatron_grpo.config.schema import Config, PolicyConfig
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.planning.dry.tracker import MemoryTracker
 from megatron_grpo.planning.dry_run import run_dry
 from tests.cuda.null.test_rank import Case, fp8, layout

@@ -24,7 +24,8 @@ from megatron_grpo.generation import vllm_plugin
 from megatron_grpo.generation.engine import prepare_processes
 from megatron_grpo.generation.engine_arguments import GPU_BATCH_TOKENS
 from megatron_grpo.models.adapter_names import make_policy_slot, measure_adapters
-from megatron_grpo.models.families import FAMILIES, measure_tensors, read_model_shape
+from megatron_grpo.models.families import FAMILIES, measure_tensors
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.weight_sync import engine_adapters
 from megatron_grpo.weight_sync.engine_adapters import base_layers

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.trainer.messages import RankSettings, RankTrainResult
 from megatron_grpo.trainer.parallel import initialize_parallel

@@ -16,7 +16,7 @@ from megatron_grpo.batch.replay_files import locate_figures_file, read_figures
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.families import count_forward_flops
+from megatron_grpo.models.flops import count_forward_flops
 from megatron_grpo.run.directory import override_values
 from tests.support.documents import undocumented
 from tests.support.fake_rollouts import FakeRay

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.environments.plain_answers import is_plain
+from megatron_grpo.environments.reasoning_gym import is_plain
 
 PLAIN = """
 42 | -7.5e3 | [1, 2] | {'a': (1, 2)} | {"a": true, "b": null} | x**2/2 + C | 2*x**(1/2) | 3*sin(x)/4 | (40 + 8)*2 - 6/3

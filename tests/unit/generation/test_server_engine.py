@@ -27,7 +27,7 @@ from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_canary import CanaryPrompt
 from megatron_grpo.generation.server import ServerEngine
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from tests.support.tiny_models import TinyModel
 

@@ -8,7 +8,9 @@ import pytest
 from transformers import AutoConfig, GlmMoeDsaConfig
 
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.families import count_forward_flops, is_carried, parse_model_shape, read_model_shape
+from megatron_grpo.models.families import is_carried
+from megatron_grpo.models.families.reading import parse_model_shape, read_model_shape
+from megatron_grpo.models.flops import count_forward_flops
 from megatron_grpo.planning.generation_cost import count_kv_bytes_per_token
 from megatron_grpo.preflight.engine_checks import find_engine_problems
 from megatron_grpo.preflight.layout_checks import check_engines

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 
 from megatron_grpo.config.schema import GenerationConfig as EngineSettings
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.hf_folder import save_tensors, write_hf_folder
 from megatron_grpo.trainer.hf_export import find_changed_settings
 from tests.support.forked import as_ordinary_user

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
-from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.planning.engine_shards import split_engine

@@ -13,7 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.models.families import count_forward_flops, measure_tensors, parse_model_shape, read_model_shape
+from megatron_grpo.models.families import measure_tensors
+from megatron_grpo.models.families.reading import parse_model_shape, read_model_shape
+from megatron_grpo.models.flops import count_forward_flops
 from megatron_grpo.models.hf_folder import write_hf_folder
 from megatron_grpo.models.shape import MambaShape, ModelShape
 from megatron_grpo.planning.estimates import count_layer_parameters

@@ -13,7 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Ministral3Config
 
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.families import FAMILIES, count_forward_flops, find_model_type, parse_model_shape
+from megatron_grpo.models.families import FAMILIES
+from megatron_grpo.models.families.reading import find_model_type, parse_model_shape
+from megatron_grpo.models.flops import count_forward_flops
 from megatron_grpo.models.shape import ModelShape, QueryScale
 from megatron_grpo.preflight.model_file_checks import find_tokenizer_problems
 from megatron_grpo.trainer.hf_export import find_changed_settings

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from megatron_grpo.models.families import build_weight_map, is_untied_by_weights, parse_model_shape, read_model_shape
+from megatron_grpo.models.families import build_weight_map
+from megatron_grpo.models.families.reading import is_untied_by_weights, parse_model_shape, read_model_shape
 from megatron_grpo.models.hf_folder import HFFolderReader
 from megatron_grpo.models.quantized_weights import is_quantized
 from megatron_grpo.models.stored_tensors import has_own_head, list_stored_tensors

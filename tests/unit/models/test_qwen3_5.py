@@ -11,13 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
 
-from megatron_grpo.models.families import (
-    build_weight_map,
-    count_forward_flops,
-    measure_tensors,
-    parse_model_shape,
-    read_model_shape,
-)
+from megatron_grpo.models.families import build_weight_map, measure_tensors
+from megatron_grpo.models.families.reading import parse_model_shape, read_model_shape
+from megatron_grpo.models.flops import count_forward_flops
 from megatron_grpo.models.hf_folder import write_hf_folder
 from megatron_grpo.models.shape import DeltaShape
 from megatron_grpo.preflight.model_file_checks import find_weight_problems

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from transformers import Ministral3Config
 
-from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.models.families.reading import parse_model_shape
 from tests.support.hf_configs import read_released
 from tests.support.released_configs import GEMMA3_1B as GEMMA3
 from tests.support.released_configs import (

@@ -6,16 +6,11 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from megatron_grpo.models.families import (
-    FAMILIES,
-    build_weight_map,
-    measure_tensors,
-    parse_model_shape,
-    read_model_shape,
-)
+from megatron_grpo.models.families import FAMILIES, build_weight_map, measure_tensors
 from megatron_grpo.models.families.full_width import FAMILIES as FULL_WIDTH
 from megatron_grpo.models.families.glm import FAMILIES as GLM
 from megatron_grpo.models.families.phi import FAMILY as PHI
+from megatron_grpo.models.families.reading import parse_model_shape, read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import iter_entries
 from tests.support.hf_configs import PUBLISHED, config_folder

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_grpo.models.families import FAMILIES, parse_model_shape, read_model_shape
+from megatron_grpo.models.families import FAMILIES
+from megatron_grpo.models.families.reading import parse_model_shape, read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.trainer.model.attention import compute_scaled_rope
 from tests.support.hf_configs import read_configs

@@ -13,14 +13,8 @@ from transformers import AutoModelForImageTextToText
 
 from megatron_grpo.config.schema import Config, GenerationConfig
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
-from megatron_grpo.models.families import (
-    add_text_prefix,
-    is_carried,
-    measure_tensors,
-    parse_model_shape,
-    read_model_shape,
-    remove_text_prefix,
-)
+from megatron_grpo.models.families import add_text_prefix, is_carried, measure_tensors, remove_text_prefix
+from megatron_grpo.models.families.reading import parse_model_shape, read_model_shape
 from megatron_grpo.models.hf_folder import write_hf_folder
 from megatron_grpo.models.tokenizer_files import read_end_tokens, read_vocabulary_size
 from megatron_grpo.preflight.model_file_checks import find_draft_problems, find_weight_problems

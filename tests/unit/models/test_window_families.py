@@ -11,13 +11,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_grpo.models.families import (
-    build_weight_map,
-    count_forward_flops,
-    measure_tensors,
-    parse_model_shape,
-    read_model_shape,
-)
+from megatron_grpo.models.families import build_weight_map, measure_tensors
+from megatron_grpo.models.families.reading import parse_model_shape, read_model_shape
+from megatron_grpo.models.flops import count_forward_flops
 from megatron_grpo.models.shape import HeadShape
 from megatron_grpo.models.weight_map import iter_entries
 from megatron_grpo.planning.generation_cost import count_kv_bytes_per_token, count_mixer_parameters

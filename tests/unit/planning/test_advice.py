@@ -8,7 +8,7 @@ import pytest
 
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning import advice as advice_module
 from megatron_grpo.planning.advice import with_advice

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_grpo.config.schema import Config, ParallelConfig
-from megatron_grpo.models.families import FAMILIES, parse_model_shape
+from megatron_grpo.models.families import FAMILIES
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.dry.tracker import GRANULE
 from megatron_grpo.planning.dry_run import run_dry, run_tracked

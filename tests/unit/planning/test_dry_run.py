@@ -8,7 +8,8 @@ import torch
 
 from megatron_grpo.config.policy_schema import RecomputeModule
 from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
-from megatron_grpo.models.families import as_value_model, measure_tensors, parse_model_shape
+from megatron_grpo.models.families import as_value_model, measure_tensors
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.dry.tracker import GRANULE, MemoryTracker
 from megatron_grpo.planning.dry_run import list_phases, run_dry, run_tracked

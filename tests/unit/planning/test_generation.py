@@ -7,7 +7,7 @@ import pytest
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig, SpeculativeConfig
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.families import parse_model_shape, read_model_shape
+from megatron_grpo.models.families.reading import parse_model_shape, read_model_shape
 from megatron_grpo.planning.generation_batches import Room, simulate_generation
 from megatron_grpo.planning.generation_cost import (
     BLOCK_TOKENS,

@@ -7,7 +7,8 @@ import pytest
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.families import measure_tensors, parse_model_shape
+from megatron_grpo.models.families import measure_tensors
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.device_memory import GIB, GRAPHS_GIB, RankMemory, build_rank_memory
 from megatron_grpo.planning.dry_run import DryReport, run_dry

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.planning.generation_cost import find_lengths
 from megatron_grpo.planning.step import StepTimes, _Model, _time_generation, find_overlap
 from megatron_grpo.platform.hardware import load_hardware

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import Config, ParallelConfig
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.engine_layouts import find_best_engines, find_room_problems, iterate_engine_layouts
 from megatron_grpo.planning.policy_layouts import iterate_legal_layouts, split_gpus

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import Config, ParallelConfig
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.planning.generation_cost import Lengths, make_log_normal_lengths
 from megatron_grpo.planning.step import build_step_times, find_overlap
 from megatron_grpo.planning.trace import RankTrace

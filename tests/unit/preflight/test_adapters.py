@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_grpo.config.schema import Config, LoraConfig
-from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape
 from megatron_grpo.preflight.model_checks import find_adapter_problems
 from megatron_grpo.preflight.remarks import find_unused_settings

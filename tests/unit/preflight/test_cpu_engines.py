@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.preflight import engine_checks
 from megatron_grpo.preflight.load import compose_config
 from tests.support.engine_configs import ENGINE_CONFIGS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.source import PREPARED_MODELS
 from megatron_grpo.preflight import engine_checks
 from megatron_grpo.preflight.load import compose_config

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.suggestions import describe_counterpart
-from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.source import PREPARED_MODELS
 from megatron_grpo.preflight.config_checks import find_config_problems
 from megatron_grpo.preflight.engine_checks import CPU_HEAD_SIZES, find_length_problems, find_placement_problems

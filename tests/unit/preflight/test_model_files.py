@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, models
 
-from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.preflight.load import load_config
 from megatron_grpo.preflight.model_file_checks import find_weight_problems
 from tests.support.config_problems import SMALL, problems_of, write_weights

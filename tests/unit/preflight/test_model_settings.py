@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.config.schema import Config, Fp8Config, LoraConfig, ParallelConfig
-from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.shape import LatentShape, ModelShape
 from megatron_grpo.preflight import model_checks as checks
 from megatron_grpo.preflight.machine_checks import find_package_problems

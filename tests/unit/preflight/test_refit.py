@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.preflight.engine_checks import find_refit_problems
 from tests.support.config_problems import SMALL
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.engine_layouts import find_room_problems
 from megatron_grpo.platform.hardware import load_hardware

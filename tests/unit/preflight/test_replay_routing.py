@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight import routed_memory
 from megatron_grpo.preflight.layout_checks import find_layout_problems

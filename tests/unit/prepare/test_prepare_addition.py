@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_grpo.models.families import parse_model_shape, read_model_shape
+from megatron_grpo.models.families.reading import parse_model_shape, read_model_shape
 from megatron_grpo.models.source import PREPARED_MODELS
 from megatron_grpo.preflight.model_file_checks import find_weight_problems
 from megatron_grpo.prepare.lessons import RECIPES, split_lessons

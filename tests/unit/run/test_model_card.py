@@ -12,7 +12,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.export import main
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.run.directory import record_start
-from megatron_grpo.run.model_card import push_to_hub
+from megatron_grpo.run.exports import push_to_hub
 from tests.support.checkpoints import save
 
 

@@ -22,7 +22,7 @@ from megatron_grpo import models, planning, trainer
 from megatron_grpo.cluster.allocators import choose_cuda_settings
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import Config, Fp8Config, ReferenceConfig
-from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer import actor, offload, parallel

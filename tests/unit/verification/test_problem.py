@@ -16,7 +16,7 @@ from megatron_grpo import doctor, replay, report, verify
 from megatron_grpo.batch.rollout_files import locate_rollouts_file, read_recorded_rollouts, read_rollouts
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.planning.generation_cost import read_recorded_lengths
 from megatron_grpo.verification.problem import EXPERTS, SMALL, compute_truth, make_batch, prepare_model
 from megatron_grpo.verify import read_layouts, read_request

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_grpo import verify
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.preflight.model_file_checks import find_model_problems

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.policy_schema import ParallelConfig
-from megatron_grpo.models.families import build_weight_map, measure_tensors, parse_model_shape
+from megatron_grpo.models.families import build_weight_map, measure_tensors
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync import shard_receiver

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.families import build_weight_map, read_model_shape
+from megatron_grpo.models.families import build_weight_map
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.models.weight_map import can_travel_in_fp8, index_tensors

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
-from megatron_grpo.models.families import FAMILIES, measure_tensors, read_model_shape
+from megatron_grpo.models.families import FAMILIES, measure_tensors
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.shape import Activation
 from megatron_grpo.planning.meta_engine import build_rank
 from megatron_grpo.verification.hf_model import list_stored_tensors, load_eager_model

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
-from megatron_grpo.models.families import build_weight_map, parse_model_shape
+from megatron_grpo.models.families import build_weight_map
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync import links, shard_sender

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from megatron_grpo.config.schema import GenerationConfig, ParallelConfig
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
-from megatron_grpo.models.families import measure_tensors, read_model_shape
+from megatron_grpo.models.families import measure_tensors
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.weight_sync import placeholder_loader
 from megatron_grpo.weight_sync.boxes import to_slices

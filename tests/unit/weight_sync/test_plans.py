@@ -18,13 +18,14 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import Config, LoraConfig, PolicyConfig, RefitConfig
 from megatron_grpo.models.adapter_names import choose_slot_rank, make_policy_slot, measure_adapters
-from megatron_grpo.models.families import FAMILIES, build_weight_map, parse_model_shape
+from megatron_grpo.models.families import FAMILIES, build_weight_map
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.models.weight_map import WeightEntry, index_tensors, map_rows
 from megatron_grpo.planning.refit_summary import find_lone_adapters, summarize_refit
 from megatron_grpo.preflight.refit_memory import estimate_slot_bytes, needs_conversion
 from megatron_grpo.weight_sync import shared_memory, transfer_plan
-from megatron_grpo.weight_sync.adapter_plan import plan_adapters
+from megatron_grpo.weight_sync.adapters_alone import plan_adapters
 from megatron_grpo.weight_sync.boxes import Box, Cut, Range, list_full_boxes, to_slices
 from megatron_grpo.weight_sync.pieces import NO_RELAY, find_ranges, read_ranges
 from megatron_grpo.weight_sync.shared_memory import CudaMemory, HostMemory, choose_shared_memory

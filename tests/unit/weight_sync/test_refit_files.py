@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import GenerationConfig, RefitConfig
 from megatron_grpo.generation.engine_interface import Engine
-from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.weight_sync.boxes import pack_boxes
 from megatron_grpo.weight_sync.file_writer import FileWriter
 from megatron_grpo.weight_sync.refit_calls import AttemptError, RefitCalls, RefitError

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
-from megatron_grpo.models.families import build_weight_map, parse_model_shape
+from megatron_grpo.models.families import build_weight_map
+from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.hf_weights import BoundEntry, merge_slices
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard, split_policy

@@ -12,7 +12,7 @@ from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.generation_schema import GenerationParallelConfig, RefitConfig
 from megatron_grpo.config.schema import GenerationConfig, PolicyConfig
 from megatron_grpo.generation.engine_interface import LoaderTrace
-from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.weight_sync import transfer_modes
 from megatron_grpo.weight_sync.boxes import pack_boxes
 from megatron_grpo.weight_sync.refit_calls import AttemptError, PolicyLostError, RefitCalls, RefitError

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
-from megatron_grpo.models.families import measure_tensors, read_model_shape
+from megatron_grpo.models.families import measure_tensors
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.planning.engine_shards import split_engine
 from megatron_grpo.planning.meta_engine import build_rank
 from megatron_grpo.weight_sync.boxes import (

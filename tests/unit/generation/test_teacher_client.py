@@ -17,7 +17,7 @@ from aiohttp import web
 
 from megatron_grpo.algorithms.token_functions import merge_teacher_outputs
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.generation.teacher_server import LEAST_TAIL, TeacherServer, fetch_teacher_outputs, pack_row
+from megatron_grpo.generation.teacher_client import LEAST_TAIL, TeacherServer, fetch_teacher_outputs, pack_row
 
 LENGTHS = np.array([3, 2])
 ARRAYS = {
