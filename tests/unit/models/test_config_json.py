@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from megatron_grpo.models.families import _MEDIA
-from megatron_grpo.models.families.reading import find_model_type, parse_model_shape, read_model_shape
+from megatron_grpo.models.families.reading import _MEDIA, find_model_type, parse_model_shape, read_model_shape
 from tests.support.config_problems import SMALL
 from tests.support.forked import as_ordinary_user
 from tests.support.hf_configs import read_released

@@ -38,17 +38,17 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def count_exports(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Exports of a start from the checkpoint; what they would write is left out."""
-    exports: list[str] = []
+    folders: list[str] = []
 
     def export(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         folder = command[-1].removeprefix("output=")
-        exports.append(Path(folder).name)
+        folders.append(Path(folder).name)
         Path(folder).mkdir()
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", export)
     exports.export_checkpoint_model(str(checkpoint), "policy.model.path")
-    return exports
+    return folders
 
 
 def retrain(checkpoint: Path) -> None:
