@@ -102,7 +102,7 @@ def packing(engine: GenerationParallelConfig, shape: ModelShape, repeats: int) -
         for box in boxes:
             key = keys[box.tensor]
             if can_travel_in_fp8(entries[key.row]):
-                rows, columns = (indices.size for indices in box.cut.tensor)
+                rows, columns = (indices.size for indices in box.layout.tensor)
                 sizes[key.layer, key.row] = (sizes.get((key.layer, key.row), (0, 0))[0] + rows, columns)
         if any(box.tensor == "model.norm.weight" for box in boxes):
             sizes[shape.layers, 0] = (shape.vocab // engine.tensor, shape.hidden)

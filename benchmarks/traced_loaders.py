@@ -71,8 +71,8 @@ def _trace(raw: dict[str, Any], parallel: GenerationParallelConfig, rank: int) -
     text = pack_boxes(trace.boxes)
     packed = time.process_time()
     assert not trace.unexplained, trace.unexplained
-    elements = sum(count_elements(box.cut.tensor) for box in trace.boxes)
-    assumed = sum(count_elements(box.cut.tensor) for box in assume_boxes(shape, parallel)[rank])
+    elements = sum(count_elements(box.layout.tensor) for box in trace.boxes)
+    assumed = sum(count_elements(box.layout.tensor) for box in assume_boxes(shape, parallel)[rank])
     return {
         "parallel": asdict(parallel),
         "tensors": sum(1 for box in trace.boxes if box.tensor),

@@ -7,7 +7,7 @@ from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard, Split, list_engine_stages
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry, index_tensors
-from megatron_grpo.weight_sync.boxes import Box, Cut, count_elements
+from megatron_grpo.weight_sync.boxes import Box, BoxLayout, count_elements
 from megatron_grpo.weight_sync.pieces import find_ranges
 
 
@@ -48,7 +48,7 @@ def assume_boxes(shape: ModelShape, parallel: GenerationParallelConfig) -> list[
     entries, engine = build_weight_map(shape), []
     tensors = index_tensors(entries, shape)
     for shard in split_engine(parallel, shape):
-        cuts: dict[tuple[HFTensor, int], list[Cut]] = {}
+        cuts: dict[tuple[HFTensor, int], list[BoxLayout]] = {}
         boxes = []
         for name, key in tensors.items():
             entry = entries[key.row]
@@ -74,7 +74,9 @@ def _find_split(shard: RankShard, entry: WeightEntry, shape: ModelShape) -> Spli
     return split
 
 
-def _cut_tensor(name: str, entry: WeightEntry, layer: int, expert: int, split: Split, shape: ModelShape) -> list[Cut]:
+def _cut_tensor(
+    name: str, entry: WeightEntry, layer: int, expert: int, split: Split, shape: ModelShape
+) -> list[BoxLayout]:
     slices = entry.list_slices(shape, layer, split.index, split.count, expert)
     parts = [find_ranges(part) for part in slices if part.name == name]
-    return [Cut(part, part, tuple(range(len(part)))) for part in parts if count_elements(part)]
+    return [BoxLayout(part, part, tuple(range(len(part)))) for part in parts if count_elements(part)]

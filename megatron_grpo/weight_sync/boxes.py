@@ -52,8 +52,8 @@ class Function(NamedTuple):
     argument: float | None = None
 
 
-class Cut(NamedTuple):
-    """Elements of a tensor, and their position in a parameter."""
+class BoxLayout(NamedTuple):
+    """Which elements of a tensor lie where in a parameter."""
 
     tensor: Ranges
     parameter: Ranges
@@ -91,16 +91,16 @@ class Cut(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A box of a parameter and its source."""
+    """A part of an engine's parameter, and the tensor that fills it."""
 
     parameter: str
     tensor: str  # "": the box has one value, that of the function "full"
-    cut: Cut
+    layout: BoxLayout
 
     @property
     def constant(self) -> float | None:
         """Value of a box without a tensor."""
-        return None if self.tensor else self.cut.functions[0].argument
+        return None if self.tensor else self.layout.functions[0].argument
 
 
 def count_elements(ranges: Ranges) -> int:
@@ -122,7 +122,7 @@ def list_full_boxes(tensors: Mapping[str, tuple[int, ...]]) -> list[Box]:
     boxes = []
     for name, sizes in tensors.items():
         ranges = tuple(Range(0, size) for size in sizes)
-        boxes.append(Box(name, name, Cut(ranges, ranges, tuple(range(len(sizes))))))
+        boxes.append(Box(name, name, BoxLayout(ranges, ranges, tuple(range(len(sizes))))))
     return boxes
 
 
@@ -136,8 +136,8 @@ def pack_boxes(boxes: Sequence[Box]) -> str:
 
 def unpack_boxes(text: str) -> list[Box]:
     boxes = _BOXES.validate_json(zlib.decompress(base64.b85decode(text)))
-    cuts: dict[Cut, Cut] = {}  # equal cuts, of which there are many, become one object
-    return [box._replace(cut=cuts.setdefault(box.cut, box.cut)) for box in boxes]
+    layouts: dict[BoxLayout, BoxLayout] = {}  # equal layouts, of which there are many, become one object
+    return [box._replace(layout=layouts.setdefault(box.layout, box.layout)) for box in boxes]
 
 
 def compute_digest(packed: str) -> str:

@@ -127,24 +127,24 @@ def name_boxes(boxes: Sequence[Box]) -> Iterator[tuple[str, Box]]:
         if is_expert(box):
             yield from _split_experts(box)
         elif box.tensor:
-            spans = [f"{indices.begin}:{indices.end}:{indices.step}" for indices in box.cut.tensor]
+            spans = [f"{indices.begin}:{indices.end}:{indices.step}" for indices in box.layout.tensor]
             yield box.tensor + (f" [{', '.join(spans)}]" if counts[box.tensor] > 1 else ""), box
 
 
 def _split_experts(box: Box) -> Iterator[tuple[str, Box]]:
     # The first dimension of the parameter counts the rank's experts, and so may a dimension of the tensor.
-    axis = box.cut.order[0]
+    axis = box.layout.order[0]
     if axis < 0:  # the tensor of one expert, such as "experts.3.up_proj.weight", or one expert of a packed tensor
-        packed = set(range(len(box.cut.tensor))).difference(box.cut.order)
-        numbers = [box.cut.tensor[axis].begin for axis in packed]
+        packed = set(range(len(box.layout.tensor))).difference(box.layout.order)
+        numbers = [box.layout.tensor[axis].begin for axis in packed]
         yield f"{box.tensor.rpartition('.')[0]}.{numbers[0]}" if numbers else box.tensor.rsplit(".", 2)[0], box
         return
-    for index in range(box.cut.parameter[0].size):
-        ranges = box.cut.tensor[axis], box.cut.parameter[0]
+    for index in range(box.layout.parameter[0].size):
+        ranges = box.layout.tensor[axis], box.layout.parameter[0]
         expert, local = (indices.begin + index * indices.step for indices in ranges)
-        tensor = (*box.cut.tensor[:axis], Range(expert, expert + 1), *box.cut.tensor[axis + 1 :])
-        cut = box.cut._replace(tensor=tensor, parameter=(Range(local, local + 1), *box.cut.parameter[1:]))
-        yield f"{box.tensor.rpartition('.')[0]}.{expert}", box._replace(cut=cut)
+        tensor = (*box.layout.tensor[:axis], Range(expert, expert + 1), *box.layout.tensor[axis + 1 :])
+        cut = box.layout._replace(tensor=tensor, parameter=(Range(local, local + 1), *box.layout.parameter[1:]))
+        yield f"{box.tensor.rpartition('.')[0]}.{expert}", box._replace(layout=cut)
 
 
 def is_expert(box: Box) -> bool:
@@ -200,11 +200,11 @@ def _fingerprint_layer(layer: Any, boxes: Mapping[str, Box], dtype: torch.dtype)
     for name, box in boxes.items():
         parameter = box.parameter.rpartition(".")[2]
         # vLLM keeps the kernels of a convolution, [channels, 1, kernel], in a linear layer that it never applies.
-        is_matrix = len(box.cut.parameter) == 2
+        is_matrix = len(box.layout.parameter) == 2
         if is_matrix and parameter == "weight" and isinstance(layer, LinearBase | ParallelLMHead):
-            regions[name] = box.cut.parameter
+            regions[name] = box.layout.parameter
         else:
-            values = _read_parameter(layer, parameter)[to_slices(box.cut.parameter)]
+            values = _read_parameter(layer, parameter)[to_slices(box.layout.parameter)]
             fingerprints[name] = [*compute_fingerprint(values), EXACT_TOLERANCE]
     if not regions:
         return fingerprints
@@ -248,7 +248,10 @@ def _fingerprint_experts(
         return {}
     limit = OUTPUT_TOLERANCES[dtype] if isinstance(method, UnquantizedFusedMoEMethod) else QUANTISED_OUTPUT_TOLERANCE
     device = next(layer.parameters()).device
-    hidden, fingerprints = next(iter(experts.values())).cut.parameter[1].end, {}  # of a down projection, the last one
+    hidden, fingerprints = (
+        next(iter(experts.values())).layout.parameter[1].end,
+        {},
+    )  # of a down projection, the last one
     inputs = functional.pad(draw_probes(hidden, device), (0, layer.hidden_size - hidden)).to(dtype)
     for name in experts:
         expert = int(name.rpartition(".")[2])

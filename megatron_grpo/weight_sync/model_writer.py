@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_grpo.weight_sync.boxes import Box, Cut, Ranges, count_elements, to_slices
+from megatron_grpo.weight_sync.boxes import Box, BoxLayout, Ranges, count_elements, to_slices
 from megatron_grpo.weight_sync.engine_layers import (
     RebuiltLayer,
     finish_model,
@@ -34,7 +34,7 @@ class _Region(NamedTuple):
     module: str
     name: str  # of the parameter in the module
     ranges: Ranges
-    cut: Cut
+    layout: BoxLayout
     has_scales: bool  # the piece comes in FP8, with scales
 
     @property
@@ -116,10 +116,10 @@ class ModelWriter:
         if rebuilt is not None and not self._written[region.module]:
             for box in self._constants[region.module]:
                 parameter = getattr(layer, box.parameter.rpartition(".")[2])
-                parameter.data[to_slices(box.cut.parameter)] = box.constant
-        getattr(layer, region.name).data[to_slices(region.ranges)].copy_(region.cut.compute(values))
+                parameter.data[to_slices(box.layout.parameter)] = box.constant
+        getattr(layer, region.name).data[to_slices(region.ranges)].copy_(region.layout.compute(values))
         if scales is not None:
-            getattr(layer, name_scales(region.name)).data[region.blocks].copy_(region.cut.arrange(scales))
+            getattr(layer, name_scales(region.name)).data[region.blocks].copy_(region.layout.arrange(scales))
         self._written[region.module] += region.size
         if rebuilt is not None and self._written[region.module] == self._expected[region.module]:
             rebuilt.close()
@@ -143,7 +143,7 @@ class ModelWriter:
                 scales = math.prod(len(range(*part.indices(part.stop))) for part in blocks)
                 received[f"{region.module}.{name_scales(region.name)}"] += scales
         for box in itertools.chain(*self._constants.values()):
-            constant[box.parameter] += count_elements(box.cut.parameter)
+            constant[box.parameter] += count_elements(box.layout.parameter)
         problems = []
         # A head that is tied to the embedding may be another parameter in the same memory.
         first_names = {parameter.data_ptr(): name for name, parameter in reversed([*self._model.named_parameters()])}
@@ -164,4 +164,4 @@ class ModelWriter:
 def _find_region(boxes: Sequence[Box], piece: Any, scaled: Collection[int]) -> _Region:
     box = boxes[piece["box"]]
     module, _, name = box.parameter.rpartition(".")
-    return _Region(module, name, box.cut.locate(read_ranges(piece)), box.cut, int(piece["entry"]) in scaled)
+    return _Region(module, name, box.layout.locate(read_ranges(piece)), box.layout, int(piece["entry"]) in scaled)

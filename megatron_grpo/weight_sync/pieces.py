@@ -82,7 +82,7 @@ def align(sizes: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedPiece:
+class PieceLayout:
     """The position and layout of a piece in its message."""
 
     begin: int  # bytes of the message before the piece
@@ -103,7 +103,7 @@ class PackedPiece:
         return message[begin : begin + SCALE_BYTES * math.prod(shape)].view(torch.float32).view(shape)
 
 
-def lay_out_pieces(pieces: Pieces, dtypes: Sequence[torch.dtype]) -> tuple[list[PackedPiece], int]:
+def lay_out_pieces(pieces: Pieces, dtypes: Sequence[torch.dtype]) -> tuple[list[PieceLayout], int]:
     """Lay pieces out one after the other in a message.
 
     `dtypes` are by row of the weight map. Returns the positions of the pieces, and the bytes of the message.
@@ -112,7 +112,7 @@ def lay_out_pieces(pieces: Pieces, dtypes: Sequence[torch.dtype]) -> tuple[list[
     sizes = [tuple(indices.size for indices in read_ranges(piece)) for piece in pieces]
     piece_dtypes = [dtypes[entry] for entry in pieces["entry"].tolist()]
     layouts = zip([0, *ends[:-1]], sizes, piece_dtypes, strict=True)
-    return [PackedPiece(*layout) for layout in layouts], int(ends[-1])
+    return [PieceLayout(*layout) for layout in layouts], int(ends[-1])
 
 
 def write_checksum(buffer: Tensor, version: int) -> None:

@@ -90,7 +90,7 @@ def find_unsent(model: nn.Module, sent: Shapes, stored: Shapes, dtype: torch.dty
         trace = trace_weights(model, {name: (shape, dtype) for name, shape in sent.items()})
     counts: Counter[str] = Counter()
     for box in trace.boxes:
-        counts[box.parameter] += count_elements(box.cut.parameter)
+        counts[box.parameter] += count_elements(box.layout.parameter)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return sorted(name for name in filled if counts[name] != tensors[name].numel() and name not in trace.unexplained)
 

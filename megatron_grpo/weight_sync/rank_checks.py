@@ -116,14 +116,14 @@ def fingerprint_policy(rank: PolicyRank, engine: Sequence[str], of_base: bool = 
         by_cut: dict[object, Fingerprint] = {}
         for engine_rank, box_name, box in by_tensor[name]:
             if is_expert(box):
-                values = box.cut.compute(tensor[to_slices(box.cut.tensor)])
+                values = box.layout.compute(tensor[to_slices(box.layout.tensor)])
                 output = experts[engine_rank, box_name].add(box, values)
                 if output is not None:
                     fingerprints[engine_rank][box_name] = output
                 continue
-            cut = box.cut._replace(parameter=())
+            cut = box.layout._replace(parameter=())
             if cut not in by_cut:  # several ranks may keep the same part
-                by_cut[cut] = compute_fingerprint(box.cut.compute(tensor[to_slices(box.cut.tensor)]))
+                by_cut[cut] = compute_fingerprint(box.layout.compute(tensor[to_slices(box.layout.tensor)]))
             fingerprints[engine_rank][box_name] = by_cut[cut]
     return fingerprints
 
@@ -144,11 +144,11 @@ class _ExpertOutput:
         """Count a box that will come."""
         self._boxes += 1
         if ".w13_" in box.parameter:
-            self._rows = max(self._rows, box.cut.parameter[1].end)
+            self._rows = max(self._rows, box.layout.parameter[1].end)
 
     def add(self, box: Box, values: Tensor) -> Fingerprint | None:
         """Add values of a box, [1, rows(, columns)]; the last ones complete the fingerprint."""
-        part, rows = values[0].float(), slice(*box.cut.parameter[1])
+        part, rows = values[0].float(), slice(*box.layout.parameter[1])
         is_bias = box.parameter.endswith("_bias")
         if ".w13_" in box.parameter:
             if self._projected is None:
@@ -159,7 +159,7 @@ class _ExpertOutput:
             if self._output is None:
                 self._output = part.new_zeros(PROBES, self._hidden)
                 self._projected = apply_activation(self._activation, self._projected)
-            columns = None if is_bias else slice(*box.cut.parameter[2])
+            columns = None if is_bias else slice(*box.layout.parameter[2])
             self._output[:, rows] += part if columns is None else self._projected[:, columns] @ part.T
         self._boxes -= 1
         if self._boxes or self._output is None:

@@ -16,7 +16,7 @@ from megatron_grpo.models.weight_layouts import RankShard, split_policy
 from megatron_grpo.models.weight_map import WeightSlice, index_tensors
 from megatron_grpo.weight_sync.boxes import Range, to_slices
 from megatron_grpo.weight_sync.links import BUFFERS, Links
-from megatron_grpo.weight_sync.pieces import NO_RELAY, PackedPiece, find_ranges, read_ranges, write_checksum
+from megatron_grpo.weight_sync.pieces import NO_RELAY, PieceLayout, find_ranges, read_ranges, write_checksum
 from megatron_grpo.weight_sync.refit_group import Rendezvous, Transfer, TransferGroup, join_group
 from megatron_grpo.weight_sync.shared_memory import SharedMemory
 from megatron_grpo_kernels.fp8_blocks import quantise
@@ -114,7 +114,7 @@ class SourceLinks(Links):
         return self._offered.tensor if notice[2] else None
 
 
-def pack_piece(packed: PackedPiece, message: Tensor, values: Tensor) -> None:
+def pack_piece(packed: PieceLayout, message: Tensor, values: Tensor) -> None:
     """Write values to a piece's message; matrices in FP8 are rounded block by block."""
     scales = packed.view_scales(message)
     if scales is not None:

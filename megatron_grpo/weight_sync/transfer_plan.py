@@ -108,7 +108,7 @@ def _plan_engine(
         for index, box in enumerate(boxes):
             if box.tensor:
                 key = keys[box.tensor]
-                groups[rank, key.row, key.tensor, box.cut.tensor].append((key.number, key.layer, key.expert, index))
+                groups[rank, key.row, key.tensor, box.layout.tensor].append((key.number, key.layer, key.expert, index))
     for (rank, row, tensor, part), members in groups.items():
         entry, dtype = entries[row], dtypes[row]
         numbers, layers, experts, indices = np.array(members).T
@@ -117,7 +117,7 @@ def _plan_engine(
             if entry.is_stacked:
                 experts = np.full_like(layers, common[0].begin)
             sets = holders.find_sets(entry, split, layers, experts)
-            for ranges, nbytes in _cut_strips(common, dtype, piece_bytes):
+            for ranges, nbytes in _cut_pieces(common, dtype, piece_bytes):
                 pieces = np.zeros(len(members), dtype=PIECE)
                 pieces["target"], pieces["entry"], pieces["section"] = rank, row, section
                 pieces["tensor"], pieces["box"] = numbers, indices
@@ -147,20 +147,20 @@ def _find_routes(
                 yield number, split, common
 
 
-def _cut_strips(part: Ranges, dtype: str, piece_bytes: int) -> Iterator[tuple[Ranges, int]]:
-    """Cut a part of a tensor into strips of rows, with their bytes.
+def _cut_pieces(part: Ranges, dtype: str, piece_bytes: int) -> Iterator[tuple[Ranges, int]]:
+    """Cut a part of a tensor into pieces of whole rows, with their bytes.
 
-    A strip has at most `piece_bytes`, unless a row (in FP8, the rows of a block) is longer.
+    A piece has at most `piece_bytes`, unless a row (in FP8, the rows of a block) is longer.
     """
     rows, row_bytes = part[0], count_elements(part[1:]) * getattr(torch, dtype).itemsize
     height = max(piece_bytes // row_bytes, 1) if dtype != FP8 else max(piece_bytes // row_bytes // BLOCK, 1) * BLOCK
     for begin in range(rows.begin, rows.end, height * rows.step):
-        strip = rows.find_overlap(Range(begin, begin + height * rows.step))
-        assert strip is not None, "a strip has rows"
-        nbytes = strip.size * row_bytes
+        piece_rows = rows.find_overlap(Range(begin, begin + height * rows.step))
+        assert piece_rows is not None, "a piece has rows"
+        nbytes = piece_rows.size * row_bytes
         if dtype == FP8:
-            nbytes = align(nbytes) + SCALE_BYTES * count_blocks(strip.size) * count_blocks(part[1].size)
-        yield (strip, *part[1:]), nbytes
+            nbytes = align(nbytes) + SCALE_BYTES * count_blocks(piece_rows.size) * count_blocks(part[1].size)
+        yield (piece_rows, *part[1:]), nbytes
 
 
 class _HolderSets:

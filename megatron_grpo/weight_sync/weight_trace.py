@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_grpo.weight_sync.boxes import Box, Cut, Function, FunctionName, Range, find_overlap
+from megatron_grpo.weight_sync.boxes import Box, BoxLayout, Function, FunctionName, Range, find_overlap
 from megatron_grpo.weight_sync.engine_layers import RebuiltLayer, is_derived
 
 _COPIES = {"clone", "contiguous", "_to_copy", "lift_fresh"}
@@ -108,7 +108,7 @@ class _Assignment(NamedTuple):
             target, source = self.offsets[_TARGET] + step * loop.target, self.offsets[_SOURCE] + step * loop.source
             yield self._replace(loops=loops, offsets=(0, target, source))
 
-    def find_cuts(self, parameter: Tensor, tensor: Tensor) -> Iterator[Cut]:
+    def find_cuts(self, parameter: Tensor, tensor: Tensor) -> Iterator[BoxLayout]:
         """Describe an assignment by boxes of both sides' full tensors."""
         for target_nest, _, _ in self.align(_TARGET, parameter):
             for nest, axes, begin in target_nest.align(_SOURCE, tensor):
@@ -129,7 +129,7 @@ class _Assignment(NamedTuple):
                         if axis >= 0:
                             source[axis] = _find_span(begin, axis, loop, _SOURCE, tensor)
                             order[target_axis] = axis
-                    yield Cut(tuple(source), tuple(target), tuple(order), self.functions)
+                    yield BoxLayout(tuple(source), tuple(target), tuple(order), self.functions)
 
     def follow(self, result: Tensor, parts: Sequence[Tensor], dim: int = 0) -> Iterator[tuple[_Assignment, Tensor]]:
         """Replace a result, which is the source, by the tensors that it joins."""
@@ -314,7 +314,9 @@ class _Recorder(TorchDispatchMode):
         if actual != expected or any(box.constant is not None for box in boxes):
             raise _UnexplainedError("parts of it are computed from parameters")
         functions = assignment.functions
-        boxes[:] = [box._replace(cut=box.cut._replace(functions=box.cut.functions + functions)) for box in boxes]
+        boxes[:] = [
+            box._replace(layout=box.layout._replace(functions=box.layout.functions + functions)) for box in boxes
+        ]
 
     def _add_boxes(self, storage: _Storage, assignment: _Assignment, source: _Storage | float) -> None:
         name, tensor = "", torch.empty((), device="meta")
@@ -326,7 +328,7 @@ class _Recorder(TorchDispatchMode):
         boxes = self.boxes[storage.parameter]
         for cut in assignment.find_cuts(storage.full, tensor):
             box = Box(storage.parameter, name, cut)
-            hulls = (tuple(Range(*indices[:2]) for indices in old.cut.parameter) for old in boxes if old.tensor)
+            hulls = (tuple(Range(*indices[:2]) for indices in old.layout.parameter) for old in boxes if old.tensor)
             if not name and any(find_overlap(cut.parameter, hull) is not None for hull in hulls):
                 raise _UnexplainedError("parts of it are filled with a constant after they were loaded")
             boxes.append(box)

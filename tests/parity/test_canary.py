@@ -134,7 +134,7 @@ def _of_folder(tiny: TinyModel, boxes: list[Box]) -> dict[str, Fingerprint]:
     tensors, fingerprints = tiny.tensors(), dict[str, Fingerprint]()
     experts: defaultdict[str, list[Tensor]] = defaultdict(list)
     for box in filter(lambda box: box.tensor, boxes):
-        cut = tensors[box.tensor][to_slices(box.cut.tensor)]
+        cut = tensors[box.tensor][to_slices(box.layout.tensor)]
         if ".experts." in box.tensor:
             experts[box.tensor.rsplit(".", 2)[0]].append(cut)
         else:

@@ -11,7 +11,7 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard, Split
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry, iter_entries
 from megatron_grpo.planning.engine_shards import split_engine
-from megatron_grpo.weight_sync.boxes import Box, Cut, Function, Range, count_elements
+from megatron_grpo.weight_sync.boxes import Box, BoxLayout, Function, Range, count_elements
 
 FAMILIES = ("qwen2", "qwen3", "llama", "gemma3", "qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v32")
 VOCABULARY_MULTIPLE = 64
@@ -54,7 +54,7 @@ def entry_boxes(entry: WeightEntry, shape: ModelShape, shard: RankShard, layer: 
                 rows, position = Range(begin + cut.begin, begin + cut.end), Range(row, row + cut.size)
                 row += cut.size
                 columns = part[1:]
-                yield Box(name, name, Cut((rows, *columns), (position, *columns), (0, 1)))
+                yield Box(name, name, BoxLayout((rows, *columns), (position, *columns), (0, 1)))
             continue
         if shape.family == "minimax_m2" and name.endswith(("q_norm.weight", "k_norm.weight")):
             part = [cut_heads(sizes[0], "groups * key" if "k_norm" in name else "", shape, shard.tensor)]
@@ -69,11 +69,13 @@ def entry_boxes(entry: WeightEntry, shape: ModelShape, shard: RankShard, layer: 
             width = -(-sizes[0] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // split.count
             if part[0].size < width:
                 padding = Range(part[0].size, width), Range(0, sizes[1])
-                yield Box(name_parameter(entry, shape, name), "", Cut((), padding, (-1, -1), (Function("full", 0.0),)))
+                yield Box(
+                    name_parameter(entry, shape, name), "", BoxLayout((), padding, (-1, -1), (Function("full", 0.0),))
+                )
         # Dimensions of one element do not say which dimension runs along them.
         order = [axis if axis >= 0 and part[axis].size > 1 else -1 for axis in order]
         if count_elements(tuple(part)):
-            cut = Cut(tuple(part), tuple(position), tuple(order))
+            cut = BoxLayout(tuple(part), tuple(position), tuple(order))
             yield Box(name_parameter(entry, shape, name), name, cut)
 
 

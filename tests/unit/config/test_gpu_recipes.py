@@ -87,7 +87,7 @@ def weigh_ranks(ranks: list[list[Box]], shape: ModelShape, fp8_blocks: bool) -> 
     entries = build_weight_map(shape)
     in_fp8 = [fp8_blocks and can_travel_in_fp8(entry) for entry in entries]
     widths = {name: 1 if in_fp8[key.row] else 2 for name, key in index_tensors(entries, shape).items()}
-    return [sum(widths[box.tensor] * count_elements(box.cut.tensor) for box in boxes) for boxes in ranks]
+    return [sum(widths[box.tensor] * count_elements(box.layout.tensor) for box in boxes) for boxes in ranks]
 
 
 def cache_of_a_token(shape: ModelShape, tensor: int) -> int:

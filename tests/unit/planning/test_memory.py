@@ -223,5 +223,5 @@ def test_an_engines_ranks_hold_every_number(family: str, layout: GenerationParal
     covered = {name: np.zeros(size, bool) for name, size in measure_tensors(shape).items()}
     for boxes in assume_boxes(shape, layout):
         for box in boxes:
-            covered[box.tensor][to_slices(box.cut.tensor)] = True
+            covered[box.tensor][to_slices(box.layout.tensor)] = True
     assert [name for name, numbers in covered.items() if not numbers.all()] == []

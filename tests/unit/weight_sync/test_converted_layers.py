@@ -275,8 +275,8 @@ def replay(config: Config, shape: ModelShape, engine: list[list[Box]], pieces: P
     for box in engine[target % len(engine)]:
         module = find_module(box.tensor)
         if module is not None:
-            expected[module] += count_elements(box.cut.tensor) * width
-            of_layers[index[box.tensor].layer] += count_elements(box.cut.tensor) * width
+            expected[module] += count_elements(box.layout.tensor) * width
+            of_layers[index[box.tensor].layer] += count_elements(box.layout.tensor) * width
     remaining: dict[str, int] = {}
     most = 0
     for piece in pieces[pieces["target"] == target]:  # a worker's pieces are in the order of their turns

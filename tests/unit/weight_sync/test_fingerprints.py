@@ -20,7 +20,7 @@ from megatron_grpo.planning.meta_engine import build_rank
 from megatron_grpo.verification.hf_model import list_stored_tensors, load_eager_model
 from megatron_grpo.verification.problem import _name_as_stored, make_model
 from megatron_grpo.weight_sync import rank_checks
-from megatron_grpo.weight_sync.boxes import Box, Cut, Range, pack_boxes, to_slices
+from megatron_grpo.weight_sync.boxes import Box, BoxLayout, Range, pack_boxes, to_slices
 from megatron_grpo.weight_sync.fingerprints import (
     DIRECTIONS,
     EXACT_TOLERANCE,
@@ -94,7 +94,7 @@ def test_an_expert_is_applied_to_the_probes() -> None:
         slot = Range(7, 8)
 
         def box(parameter: str, *ranges: Range) -> Box:
-            return Box(f"experts.{parameter}_weight", "t", Cut(ranges[1:], ranges, (-1, 0, 1)))
+            return Box(f"experts.{parameter}_weight", "t", BoxLayout(ranges[1:], ranges, (-1, 0, 1)))
 
         upper = box("w13", slot, Range(32, 64), columns)
         gate_box = box("w13", slot, Range(0, 32), columns)
@@ -126,7 +126,7 @@ def test_experts_of_one_tensor_have_biases_and_names_of_their_own() -> None:
     for name, parameter in zip(tensors, ("w13_weight", "w13_bias", "w2_weight", "w2_bias"), strict=True):
         rest = tuple(Range(0, size) for size in tensors[name].shape[1:])
         order = (0, 2, 1)[: len(rest) + 1] if len(rest) == 2 else (0, 1)
-        boxes.append(Box(f"experts.{parameter}", name, Cut((experts, *rest), (slots, *rest[::-1]), order)))
+        boxes.append(Box(f"experts.{parameter}", name, BoxLayout((experts, *rest), (slots, *rest[::-1]), order)))
     named = list(name_boxes(boxes))
     assert [name for name, _ in named] == ["experts.1", "experts.2"] * 4
     outputs = {name: _ExpertOutput(hidden, "clamped_swiglu") for name, _ in named}
@@ -134,7 +134,7 @@ def test_experts_of_one_tensor_have_biases_and_names_of_their_own() -> None:
         outputs[name].expect(box)
     outputs_by_name = {}
     for name, box in named:
-        output = outputs[name].add(box, box.cut.compute(tensors[box.tensor][to_slices(box.cut.tensor)]))
+        output = outputs[name].add(box, box.layout.compute(tensors[box.tensor][to_slices(box.layout.tensor)]))
         assert (output is not None) == (box.parameter == "experts.w2_bias")
         outputs_by_name[name] = output
     inputs = draw_probes(hidden, torch.device("cpu"))
@@ -171,7 +171,7 @@ def _boxes() -> dict[str, Box]:
     boxes, begin = {}, 0
     for name, rows in zip(("gate", "up"), ROWS, strict=True):
         part = Range(0, rows), Range(0, INPUTS)
-        boxes[name] = Box("gate_up.weight", name, Cut(part, (Range(begin, begin + rows), part[1]), (0, 1)))
+        boxes[name] = Box("gate_up.weight", name, BoxLayout(part, (Range(begin, begin + rows), part[1]), (0, 1)))
         begin += rows
     return boxes
 
@@ -201,7 +201,7 @@ def test_kernels_of_a_convolution_have_the_fingerprint_of_what_is_used(dtype: to
     layer.weight.data = weights.clone()
     layer.quant_method.process_weights_after_loading(layer)
     part = Range(16, 64), Range(0, 1), Range(0, 4)
-    boxes = {"conv1d": Box("conv1d.weight", "conv1d.weight", Cut(part, part, (0, 1, 2)))}
+    boxes = {"conv1d": Box("conv1d.weight", "conv1d.weight", BoxLayout(part, part, (0, 1, 2)))}
     expected = {"conv1d": compute_fingerprint(weights[16:])}
     assert not find_differing(expected, _fingerprint_layer(layer, boxes, dtype))
     layer.weight.data[40] = -layer.weight.data[40]
@@ -275,7 +275,7 @@ def test_each_weight_of_an_engine_is_compared(name: str, tmp_path: Path, monkeyp
     assert fingerprints.keys() == {key for key, _ in name_boxes(boxes)}
     for key, box in name_boxes(boxes):
         if not is_expert(box):
-            values = compute_fingerprint(box.cut.compute(tensors[box.tensor][to_slices(box.cut.tensor)]))
+            values = compute_fingerprint(box.layout.compute(tensors[box.tensor][to_slices(box.layout.tensor)]))
             assert measure_difference(values, fingerprints[key]) == 0, key
     outputs = dict(compute_experts(model))
     by_expert = {read_numbers(key): key for key in {key for key, box in name_boxes(boxes) if is_expert(box)}}

@@ -26,7 +26,7 @@ from megatron_grpo.planning.refit_summary import find_lone_adapters, summarize_r
 from megatron_grpo.preflight.refit_memory import estimate_slot_bytes, needs_conversion
 from megatron_grpo.weight_sync import shared_memory, transfer_plan
 from megatron_grpo.weight_sync.adapters_alone import plan_adapters
-from megatron_grpo.weight_sync.boxes import Box, Cut, Range, list_full_boxes, to_slices
+from megatron_grpo.weight_sync.boxes import Box, BoxLayout, Range, list_full_boxes, to_slices
 from megatron_grpo.weight_sync.pieces import NO_RELAY, find_ranges, read_ranges
 from megatron_grpo.weight_sync.shared_memory import CudaMemory, HostMemory, choose_shared_memory
 from megatron_grpo.weight_sync.transfer_plan import plan_messages
@@ -115,7 +115,7 @@ def test_pieces_tile_every_box_and_lie_in_a_slice_of_their_sender(
         split, expert = shard.find_split(entry), ranges[0].begin if entry.is_stacked else key.expert
         assert not entry.per_expert or shard.experts[0] <= expert < shard.experts[1]
         slices = entry.list_slices(SHAPE, key.layer, split.index, split.count, expert)
-        for outer in (find_ranges(slices[piece["section"]]), box.cut.tensor):
+        for outer in (find_ranges(slices[piece["section"]]), box.layout.tensor):
             assert all(a.begin <= b.begin and b.end <= a.end for a, b in zip(outer, ranges, strict=True))
     assert all((count == 1).all() for count in counts.values())
     assert any(entry.is_stacked for entry in rows)
@@ -126,11 +126,11 @@ def halved(boxes: list[Box], halves: int) -> list[Box]:
     """Boxes cut along their last dimension, wherever sections begin."""
     parts = []
     for box in boxes:
-        *outer, last = box.cut.tensor
+        *outer, last = box.layout.tensor
         width = -(-last.end // halves)
         for begin in range(0, last.end, width):
             ranges = (*outer, Range(begin, min(begin + width, last.end)))
-            parts.append(box._replace(cut=Cut(ranges, ranges, tuple(range(len(ranges))))))
+            parts.append(box._replace(layout=BoxLayout(ranges, ranges, tuple(range(len(ranges))))))
     return parts
 
 

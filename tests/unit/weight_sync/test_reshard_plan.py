@@ -362,7 +362,7 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
                     each = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
                     values *= each[: values.shape[0], : values.shape[1]]
                 box = boxes[target][piece["box"]]
-                read[box.parameter][to_slices(box.cut.locate(read_ranges(piece)))] = box.cut.compute(values)
+                read[box.parameter][to_slices(box.layout.locate(read_ranges(piece)))] = box.layout.compute(values)
                 rounded |= {box.parameter} if scales is not None else set()
         assert {name for name in expected if "proj" in name and name.endswith("weight")} <= rounded
         for name, tensor in expected.items():

@@ -59,9 +59,9 @@ def filled(boxes: Iterable[Box], tensors: dict[str, Tensor], sizes: dict[str, to
     """Parameters as the boxes say, -1 elsewhere."""
     parameters = {name: torch.full(size, -1.0, dtype=torch.float64) for name, size in sizes.items()}
     for box in boxes:
-        region = parameters[box.parameter][to_slices(box.cut.parameter)]
+        region = parameters[box.parameter][to_slices(box.layout.parameter)]
         if box.constant is None:
-            region.copy_(box.cut.compute(tensors[box.tensor][to_slices(box.cut.tensor)]))
+            region.copy_(box.layout.compute(tensors[box.tensor][to_slices(box.layout.tensor)]))
         else:
             region.fill_(box.constant)
     return parameters
@@ -157,11 +157,11 @@ def test_a_part_of_a_box_is_located_in_the_parameter(case: str) -> None:
     expected = filled(boxes, tensors, shapes)
     written = filled([box for box in boxes if not box.tensor], tensors, shapes)
     for box in boxes:
-        rows = box.cut.tensor[0] if box.tensor else None
+        rows = box.layout.tensor[0] if box.tensor else None
         for row in range(rows.begin, rows.end, rows.step) if rows is not None else ():
-            part = (rows._replace(begin=row, end=row + 1), *box.cut.tensor[1:])
-            region = written[box.parameter][to_slices(box.cut.locate(part))]
-            region.copy_(box.cut.compute(tensors["t"][to_slices(part)]))
+            part = (rows._replace(begin=row, end=row + 1), *box.layout.tensor[1:])
+            region = written[box.parameter][to_slices(box.layout.locate(part))]
+            region.copy_(box.layout.compute(tensors["t"][to_slices(part)]))
     torch.testing.assert_close(written, expected)
 
 
@@ -229,7 +229,7 @@ def test_traced_boxes_are_the_tables(family: str, layout: str, tmp_path: Path) -
         # Each parameter is filled, padding with zeros.
         counts = dict.fromkeys(names, 0)
         for box in trace.boxes:
-            counts[box.parameter] += count_elements(box.cut.parameter)
+            counts[box.parameter] += count_elements(box.layout.parameter)
             assert box.tensor or box.constant == 0.0
         assert counts == {name: parameter.numel() for name, parameter in names.items()}
         assert compute_digest(pack_boxes(trace.boxes)) == compute_digest(pack_boxes(list(trace.boxes)))
