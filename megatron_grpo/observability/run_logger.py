@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
-
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
 
 from megatron_grpo.batch.environment_metrics import MAX_METRICS, is_environment_metric
 from megatron_grpo.batch.rollout_files import drop_rollouts_after
 from megatron_grpo.batch.trajectory import Trajectory
-from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.outside_files import open_to_append
-from megatron_grpo.config.outside_text import format_record
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.chat_messages import join_content
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.observability import run_files
 from megatron_grpo.observability.page.trajectories import TokenBytes, compute_mean_advantage, load_token_bytes
 from megatron_grpo.observability.plots import plot_run
+from megatron_grpo.observability.progress import ProgressDisplay, format_duration
 from megatron_grpo.observability.summary import COMPLETED, RunEnd, write_summary
 from megatron_grpo.observability.timing import TOTAL
 from megatron_grpo.observability.trackers import (
@@ -47,15 +38,6 @@ TABLE_CHARACTERS = 2000  # most characters of a prompt (its end) and of a respon
 LOGGING = "logging"
 # Metrics that are also reported under the names of TRL.
 TRL_NAMES = {"completion_length": "response_length", "kl": "kl_penalty"}
-# Metric, label and format of the progress line, in its order.
-PROGRESS_METRICS = (
-    ("reward", "reward", "{:.3f}"),
-    ("accuracy", "accuracy", "{:.3f}"),
-    ("response_length", "length", "{:.1f}"),
-    ("kl_penalty", "KL", "{:.4f}"),
-    ("token_mult_prob_error", "prob error", "{:.6f}"),
-)
-ETA_STEPS = 20  # latest steps from whose mean time the remaining time is estimated
 
 
 def make_sample_row(prompt: str, trajectory: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,52 +72,6 @@ def select_first_of_groups(rows: Iterator[dict[str, Any]], count: int) -> list[d
             break
         first_rows.setdefault(row["group"], row)
     return list(first_rows.values())
-
-
-class ProgressDisplay:
-    """A live line on a terminal, a plain line per step elsewhere."""
-
-    def __init__(self, total_steps: int, *, live: bool, console: Console | None = None) -> None:
-        self.total_steps = total_steps
-        self._console = console or Console(highlight=False)
-        self._recent_s: deque[float] = deque(maxlen=ETA_STEPS)
-        self._live: Live | None = None
-        if live and self._console.is_terminal:
-            self._live = Live(console=self._console, refresh_per_second=4)
-            self._live.start()
-
-    def show_step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
-        """Show a finished step: PROGRESS_METRICS and the seconds of its phases."""
-        self._recent_s.append(timing[TOTAL])
-        eta = format_duration(fmean(self._recent_s) * (self.total_steps - step))
-        figures = [f"{label} {form.format(metrics[name])}" for name, label, form in PROGRESS_METRICS if name in metrics]
-        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in timing.items() if name != TOTAL)
-        times = f"{timing[TOTAL]:.2f} s ({phases})" if phases else f"{timing[TOTAL]:.2f} s"
-        if self._live is None:
-            self.print_line("  ".join([f"step {step}/{self.total_steps}", *figures, times, f"ETA {eta}"]))
-            return
-        bar = ProgressBar(total=self.total_steps, completed=step, width=24)
-        head = Table.grid(padding=(0, 2))
-        head.add_row(f"[bold]step {step}/{self.total_steps}[/bold]", bar, f"ETA {eta}", times)
-        self._live.update(Group(head, Text("  ".join(figures), style="cyan")))
-
-    def print_line(self, text: str) -> None:
-        """Print a line, above the live one."""
-        # Lines with prompts and responses may be any text, also text that the console cannot encode.
-        with tolerant_output(of_run=True):
-            self._console.print(Text(format_record(text)), soft_wrap=True)
-
-    def close(self) -> None:
-        """Leave the terminal as it was; idempotent."""
-        if self._live is not None:
-            self._live.stop()
-
-
-def format_duration(seconds: float) -> str:
-    """2:05 for 125 s, 1:00:00 for an hour."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 class RunLogger:
