@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -42,6 +43,7 @@ class ProgressDisplay:
         self.total_steps = total_steps
         self._console = console or Console(highlight=False)
         self._recent_s: deque[float] = deque(maxlen=ETA_STEPS)
+        self._lock = threading.Lock()  # of standard output, which several threads replace to print
         self._live: Live | None = None
         if live and self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=4)
@@ -68,7 +70,7 @@ class ProgressDisplay:
     def print_line(self, text: str) -> None:
         """Print a line, above the progress bar."""
         # Lines with prompts and responses may be any text, also text that the console cannot encode.
-        with tolerant_output(of_run=True):
+        with self._lock, tolerant_output(of_run=True):
             self._console.print(Text(format_record(text)), soft_wrap=True)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from megatron_grpo.batch.environment_metrics import MAX_METRICS, is_environment_metric
 from megatron_grpo.batch.rollout_files import drop_rollouts_after
 from megatron_grpo.batch.trajectory import Trajectory
+from megatron_grpo.cluster.wait_notices import WaitNotices
 from megatron_grpo.config.outside_files import open_to_append
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.chat_messages import join_content
@@ -103,6 +104,8 @@ class RunLogger:
         if config.logger.swanlab.enabled:
             self._trackers.append(SwanlabTracker(self.run_dir, config))
         self._progress = ProgressDisplay(config.training_loop.max_num_steps, live=config.logger.progress)
+        self._usual_s = 0.0  # seconds of the last step
+        self._notices = WaitNotices(lambda text: self._progress.print_line(f"waiting: {text}"))
         self._noted_kinds: set[str] = set()
         self._environment_figures: set[str] = set()
         self._vocabulary: TokenBytes | None = None
@@ -156,6 +159,8 @@ class RunLogger:
         self._track(step, "train", metrics)
         self._track(step, "timing", timing)
         self._track(step, "throughput", throughput)
+        self._usual_s = timing[TOTAL]
+        self._notices.restart(self._usual_s)
         self._progress.show_step(step, metrics, timing)
         logger.info("step %d took %.3f s", step, timing[TOTAL])
         self._logging_s += time.perf_counter() - begin
@@ -179,6 +184,7 @@ class RunLogger:
         self._track(step, "validation", metrics)
         self._track(step, "validation/timing", timing)
         figures = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+        self._notices.restart(self._usual_s)
         self._progress.print_line(f"validation after step {step}: {figures}")
 
     def show_samples(self, prompts: Sequence[DatumSpec], trajectories: Sequence[Trajectory]) -> None:
@@ -215,6 +221,7 @@ class RunLogger:
 
     def note(self, text: str) -> None:
         """Print a line, and write it into the driver's log."""
+        self._notices.restart(self._usual_s)
         self._progress.print_line(text)
         logger.info(text)
 
@@ -249,6 +256,7 @@ class RunLogger:
 
     def close(self, *, failed: bool = False) -> None:
         """Close every file and tracker; idempotent."""
+        self._notices.close()
         self._progress.close()
         for file in (self._metrics, self._validations):
             with suppress(OSError):  # a full disk, which has ended the run, refuses the last line
