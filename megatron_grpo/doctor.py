@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_grpo.cluster.wait_notices import announce_waits
 from megatron_grpo.config.command_line import FAILED, as_command, parse_arguments, silence_packages
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.config.started_values import TRUST
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     model = fetch_model_folder(config.policy.model.path)
     if not (model / "config.json").is_file():
         raise ValueError(f"policy.model.path={model} has no model; add policy.model.path=FOLDER if it has moved")
-    with silence_packages(), tempfile.TemporaryDirectory() as scratch:
+    with silence_packages(), announce_waits(), tempfile.TemporaryDirectory() as scratch:
         # After the checks, because torch takes seconds to import.
         from megatron_grpo.verification.doctor.examination import examine_run
 

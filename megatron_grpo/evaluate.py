@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_grpo.cluster.machines import prepare_ray_environment
+from megatron_grpo.cluster.wait_notices import announce_waits
 from megatron_grpo.config.command_line import as_command
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.evaluation.request import read_request
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     # After the checks, because Ray takes long to import.
     from megatron_grpo.evaluation.checkpoint_scores import evaluate
 
-    results = evaluate(request)
+    with announce_waits():
+        results = evaluate(request)
     for name, figures in results["sets"].items():
         print(f"{name}: {figures['prompts']} prompts, {results['samples']} response(s) each")
         for figure, value in figures.items():

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from megatron_grpo.cluster.wait_notices import announce_waits
 from megatron_grpo.config.command_line import FAILED, as_command, parse_arguments, silence_packages
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.overrides import OPTION
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     # A search replaces the layouts, so it may begin with a configuration whose layouts are wrong.
     config, shape = _load_config(overrides, compose_for_search if "search" in options else compose_config)
     plan, layouts = None, None
-    with silence_packages(), start_trace_pool() as pool:
+    with silence_packages(), announce_waits(), start_trace_pool() as pool:
         if "search" in options:
             layouts = search_layouts(config, shape, pool, budget_s=config.plan.search_s)
             plan = layouts.best[0].plan if layouts.best else None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from megatron_grpo.batch.replay_files import find_library_versions
+from megatron_grpo.cluster.wait_notices import announce_waits
 from megatron_grpo.config.command_line import FAILED, as_command, parse_arguments, silence_packages
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import PolicyConfig
@@ -70,7 +71,7 @@ class ReplayRequest:
 def main(arguments: Sequence[str]) -> int:
     """Replay a step, and print the comparisons; return the exit code."""
     request = read_request(arguments)
-    with silence_packages():
+    with silence_packages(), announce_waits():
         record, comparisons = replay(request)
     agrees = all(comparison.agrees for comparison in comparisons)
     recorded_versions = {} if record.figures is None else record.figures.versions

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
+from megatron_grpo.cluster.phases import phase
+from megatron_grpo.cluster.wait_notices import announce_waits
 from megatron_grpo.config.command_line import FAILED, as_command, parse_arguments, silence_packages
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ParallelConfig
@@ -88,7 +90,7 @@ class VerifyRequest:
 def main(arguments: Sequence[str]) -> int:
     """Verify layouts, and print the results; return the exit code."""
     request = read_request(arguments)
-    with silence_packages(), tempfile.TemporaryDirectory() as folder:
+    with silence_packages(), announce_waits(), tempfile.TemporaryDirectory() as folder:
         rows = list(verify(request, Path(folder)))
     if request.json:
         print(
@@ -122,7 +124,8 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     # Before the tokens are computed, so that a layout that does not fit is refused at once.
     layouts = _select_layouts(request, shape)
     batch = make_batch(shape.vocab, request.sequences, request.longest, request.seed)
-    reference = compute_truth(model, batch)
+    with phase("transformers' outputs and gradients"):
+        reference = compute_truth(model, batch)
     # The gradients of all layouts are compared with those of one rank, which therefore comes first.
     one_rank: Row | None = None
     one_rank_layout = ParallelConfig()
@@ -130,7 +133,8 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
         for packed in request.packing:
             task = Task(str(model), parallel, packed, batch, request.steps, request.seed, request.timeout_s)
             try:
-                result = run_layout(task)
+                with phase(f"layout {name}"):
+                    result = run_layout(task)
             except RunError as error:
                 raise RunError(f"layout {name}: {error}") from None
             row = compare_layout(name, packed, result, reference, batch, one_rank)

@@ -18,6 +18,7 @@ from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.metric_names import list_optional_metrics
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.run.checkpoint_files import read_state
+from megatron_grpo.run.directory import STOP_FILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,8 @@ def complete_files(run: SamplingRun) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        error.add_note(_describe_continuation(run))
+        stop_file = run.run_dir / STOP_FILE
+        error.add_note(f"{_describe_continuation(run)}; `touch {stop_file}` would have ended it after a step, saved")
         raise
     except OSError as error:  # a full disk, or the run's folder is gone
         file, reason = error.filename or run.run_dir, error.strerror or error

@@ -181,7 +181,14 @@ class LoggerConfig(Section):
 
 
 PreparedName = Literal[
-    "addition", "addition_moe", "addition_hybrid", "addition_text", "distillation", "calculator", "two_tasks"
+    "addition",
+    "addition_moe",
+    "addition_hybrid",
+    "addition_text",
+    "distillation",
+    "preference",
+    "calculator",
+    "two_tasks",
 ]
 
 

@@ -62,6 +62,7 @@ def compute_preference_loss(
         "preference_loss": preference.item(),
         "sft_loss": likelihood.item(),
         "preference_accuracy": float((rewards[:, 0] > rewards[:, 1]).double() @ share),
+        "margin": float(margin.detach() @ share),
         "rewards_chosen_mean": float(rewards[:, 0] @ share),
         "rewards_rejected_mean": float(rewards[:, 1] @ share),
     }

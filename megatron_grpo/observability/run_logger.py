@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
-
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
 
 from megatron_grpo.batch.environment_metrics import MAX_METRICS, is_environment_metric
 from megatron_grpo.batch.rollout_files import drop_rollouts_after
 from megatron_grpo.batch.trajectory import Trajectory
-from megatron_grpo.config.output import tolerant_output
+from megatron_grpo.cluster.wait_notices import WaitNotices
 from megatron_grpo.config.outside_files import open_to_append
-from megatron_grpo.config.outside_text import format_record
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.chat_messages import join_content
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.observability import run_files
 from megatron_grpo.observability.page.trajectories import TokenBytes, compute_mean_advantage, load_token_bytes
 from megatron_grpo.observability.plots import plot_run
+from megatron_grpo.observability.progress import ProgressDisplay, format_duration
 from megatron_grpo.observability.summary import COMPLETED, RunEnd, write_summary
 from megatron_grpo.observability.timing import TOTAL
 from megatron_grpo.observability.trackers import (
@@ -47,15 +39,6 @@ TABLE_CHARACTERS = 2000  # most characters of a prompt (its end) and of a respon
 LOGGING = "logging"
 # Metrics that are also reported under the names of TRL.
 TRL_NAMES = {"completion_length": "response_length", "kl": "kl_penalty"}
-# Metric, label and format of the progress line, in its order.
-PROGRESS_METRICS = (
-    ("reward", "reward", "{:.3f}"),
-    ("accuracy", "accuracy", "{:.3f}"),
-    ("response_length", "length", "{:.1f}"),
-    ("kl_penalty", "KL", "{:.4f}"),
-    ("token_mult_prob_error", "prob error", "{:.6f}"),
-)
-ETA_STEPS = 20  # latest steps from whose mean time the remaining time is estimated
 
 
 def make_sample_row(prompt: str, trajectory: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,52 +75,6 @@ def select_first_of_groups(rows: Iterator[dict[str, Any]], count: int) -> list[d
     return list(first_rows.values())
 
 
-class ProgressDisplay:
-    """A live line on a terminal, a plain line per step elsewhere."""
-
-    def __init__(self, total_steps: int, *, live: bool, console: Console | None = None) -> None:
-        self.total_steps = total_steps
-        self._console = console or Console(highlight=False)
-        self._recent_s: deque[float] = deque(maxlen=ETA_STEPS)
-        self._live: Live | None = None
-        if live and self._console.is_terminal:
-            self._live = Live(console=self._console, refresh_per_second=4)
-            self._live.start()
-
-    def show_step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
-        """Show a finished step: PROGRESS_METRICS and the seconds of its phases."""
-        self._recent_s.append(timing[TOTAL])
-        eta = format_duration(fmean(self._recent_s) * (self.total_steps - step))
-        figures = [f"{label} {form.format(metrics[name])}" for name, label, form in PROGRESS_METRICS if name in metrics]
-        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in timing.items() if name != TOTAL)
-        times = f"{timing[TOTAL]:.2f} s ({phases})" if phases else f"{timing[TOTAL]:.2f} s"
-        if self._live is None:
-            self.print_line("  ".join([f"step {step}/{self.total_steps}", *figures, times, f"ETA {eta}"]))
-            return
-        bar = ProgressBar(total=self.total_steps, completed=step, width=24)
-        head = Table.grid(padding=(0, 2))
-        head.add_row(f"[bold]step {step}/{self.total_steps}[/bold]", bar, f"ETA {eta}", times)
-        self._live.update(Group(head, Text("  ".join(figures), style="cyan")))
-
-    def print_line(self, text: str) -> None:
-        """Print a line, above the live one."""
-        # Lines with prompts and responses may be any text, also text that the console cannot encode.
-        with tolerant_output(of_run=True):
-            self._console.print(Text(format_record(text)), soft_wrap=True)
-
-    def close(self) -> None:
-        """Leave the terminal as it was; idempotent."""
-        if self._live is not None:
-            self._live.stop()
-
-
-def format_duration(seconds: float) -> str:
-    """2:05 for 125 s, 1:00:00 for an hour."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
 class RunLogger:
     """Reports a run to its directory, to trackers and to the terminal."""
 
@@ -167,6 +104,8 @@ class RunLogger:
         if config.logger.swanlab.enabled:
             self._trackers.append(SwanlabTracker(self.run_dir, config))
         self._progress = ProgressDisplay(config.training_loop.max_num_steps, live=config.logger.progress)
+        self._usual_s = 0.0  # seconds of the last step
+        self._notices = WaitNotices(lambda text: self._progress.print_line(f"waiting: {text}"))
         self._noted_kinds: set[str] = set()
         self._environment_figures: set[str] = set()
         self._vocabulary: TokenBytes | None = None
@@ -220,6 +159,8 @@ class RunLogger:
         self._track(step, "train", metrics)
         self._track(step, "timing", timing)
         self._track(step, "throughput", throughput)
+        self._usual_s = timing[TOTAL]
+        self._notices.restart(self._usual_s)
         self._progress.show_step(step, metrics, timing)
         logger.info("step %d took %.3f s", step, timing[TOTAL])
         self._logging_s += time.perf_counter() - begin
@@ -243,6 +184,7 @@ class RunLogger:
         self._track(step, "validation", metrics)
         self._track(step, "validation/timing", timing)
         figures = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+        self._notices.restart(self._usual_s)
         self._progress.print_line(f"validation after step {step}: {figures}")
 
     def show_samples(self, prompts: Sequence[DatumSpec], trajectories: Sequence[Trajectory]) -> None:
@@ -279,6 +221,7 @@ class RunLogger:
 
     def note(self, text: str) -> None:
         """Print a line, and write it into the driver's log."""
+        self._notices.restart(self._usual_s)
         self._progress.print_line(text)
         logger.info(text)
 
@@ -313,6 +256,7 @@ class RunLogger:
 
     def close(self, *, failed: bool = False) -> None:
         """Close every file and tracker; idempotent."""
+        self._notices.close()
         self._progress.close()
         for file in (self._metrics, self._validations):
             with suppress(OSError):  # a full disk, which has ended the run, refuses the last line

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from megatron_grpo.cluster.wait_notices import announce_waits
 from megatron_grpo.config.command_line import silence_packages
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.paths import is_hub_name
@@ -31,7 +32,7 @@ def check_fit(config: Config) -> Iterator[Problem]:
         return
     subject = f"cluster.gpu={config.cluster.gpu}"
     try:
-        with silence_packages(), start_trace_pool() as pool:
+        with silence_packages(), announce_waits(), start_trace_pool() as pool:
             plan = submit_plan(config, shape, pool, brief=True).wait(time.monotonic() + config.plan.timeout_s)
             plan = with_advice(plan, pool, brief=True)
     except ConfigError as error:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_grpo.cluster.phases import phase
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
@@ -242,7 +243,8 @@ class PendingTrace:
         """
         where = f"the dry run of rank {self.rank} (pipeline stage {self.stage})"
         try:
-            reports = [future.result(max(0.0, deadline - time.monotonic())) for future in self.futures]
+            with phase(where):
+                reports = [future.result(max(0.0, deadline - time.monotonic())) for future in self.futures]
         except TimeoutError:
             raise LateError(f"{where} is not done in time; plan.timeout_s is its deadline") from None
         except Exception as error:  # whatever the rank's code raises: the layout does not build

@@ -42,6 +42,8 @@ def split_lessons(name: str) -> Split:
     recipe = RECIPES[name]
     if name == "calculator":
         return _split_randomly(_make_products(), recipe)
+    if name == "preference":
+        return _split_randomly(_make_pairs(recipe["seed"]), recipe)
     if name == "addition_text":
         return _split_text_sums(recipe)
     if name != "two_tasks":
@@ -72,6 +74,16 @@ def _make_sums() -> Iterator[Lesson]:
     for a, b in product(range(10, 100), repeat=2):
         answer = f"{a + b:0{ANSWER_DIGITS}}"
         yield Lesson({"prompt": f"{a}+{b}=", "answer": answer, "task_name": "addition"}, ((answer, True),))
+
+
+def _make_pairs(seed: int) -> Iterator[Lesson]:
+    """Make the sums, each with a wrong answer: one digit of the right one is another."""
+    randomness = random.Random(seed)
+    for lesson in _make_sums():
+        digits = list(lesson.row["answer"])
+        place = randomness.randrange(ANSWER_DIGITS)
+        digits[place] = randomness.choice([digit for digit in "0123456789" if digit != digits[place]])
+        yield Lesson({**lesson.row, "wrong": "".join(digits)}, lesson.turns)
 
 
 def _split_text_sums(recipe: Mapping[str, Any]) -> Split:

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_grpo.batch.special_tokens import StopConditions, find_stop_conditions
+from megatron_grpo.cluster.phases import phase
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.tokenizer import load_tokenizer
@@ -169,6 +170,7 @@ class Examination:
             self._evidence = replace(self._evidence, rollouts=[rollout for rollout in after if len(rollout.indices)])
             self.diagnosis.remarks.append(f"{omitted} tokens were left out: {reason}")
 
+    @phase("the trainer's log-probabilities")
     def _compute_trainer_logprobs(self) -> tuple[int, Tensor]:
         """Find the trainer's version and its log-probabilities, recorded or computed again.
 
@@ -307,8 +309,9 @@ class Examination:
 
     def _reach_verdict(self, side: Side, dtype: str, version: int) -> Iterator[Finding]:
         """Explain a side's difference if it is beyond rounding."""
-        base = side.predict()
-        rounding = self._causes.measure_rounding(side, base, dtype, version)
+        with phase(f"transformers' log-probabilities for the {side.name}"):
+            base = side.predict()
+            rounding = self._causes.measure_rounding(side, base, dtype, version)
         distance = Distance.measure(side.recorded, base)
         self.diagnosis.sides[side.name] = distance, rounding
         if distance.is_within(rounding):
@@ -318,7 +321,8 @@ class Examination:
             if stop is not None:
                 yield stop
                 return
-        yield from self._causes.explain(side, base, version, rounding, self._stops)
+        with phase(f"causes of the {side.name}'s difference"):
+            yield from self._causes.explain(side, base, version, rounding, self._stops)
 
     @property
     def _rounding(self) -> float:

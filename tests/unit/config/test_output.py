@@ -16,7 +16,7 @@ import yaml
 
 from megatron_grpo.config.command_line import MISTAKE, as_command
 from megatron_grpo.config.output import TolerantStream, tolerant_output
-from megatron_grpo.observability.run_logger import ProgressDisplay
+from megatron_grpo.observability.progress import ProgressDisplay
 from megatron_grpo.run.lifetime import record_end
 
 TEXT = "日本 → ½ 😀 \u2028 é"

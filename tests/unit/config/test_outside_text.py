@@ -45,8 +45,8 @@ from megatron_grpo.environments.mcp_results import format_result
 from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment
 from megatron_grpo.environments.verifiers import VerifiersProcess
 from megatron_grpo.generation.teacher_client import TeacherServer, pack_row
+from megatron_grpo.observability.progress import ProgressDisplay
 from megatron_grpo.observability.run_files import format_json_line
-from megatron_grpo.observability.run_logger import ProgressDisplay
 from megatron_grpo.rollouts.failures import RolloutFailure, describe_failures
 from tests.support.trajectories import make_trajectory
 

@@ -1,6 +1,5 @@
 """Files and trackers of a run, what its logger writes about its end, and what it tells the log."""
 
-import io
 import json
 import time
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
-from rich.console import Console
 
 from megatron_grpo.batch.rollout_files import locate_rollouts_file, write_rollouts
 from megatron_grpo.batch.trajectory import Span, Trajectory
@@ -20,7 +18,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.run_files import read_lines, write_json
-from megatron_grpo.observability.run_logger import ProgressDisplay, RunLogger, format_duration
+from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.summary import RunEnd, write_summary
 from megatron_grpo.observability.timing import StepTimer
 from tests.support.trajectories import with_learnt
@@ -262,35 +260,6 @@ def test_a_run_that_starts_anew_hides_the_events_of_the_one_before(tmp_path: Pat
     events.Reload()
     assert [event.step for event in events.Scalars("train/reward")] == [1, 2]
     assert [event.step for event in events.Scalars("validation/val_accuracy")] == [0, 2]
-
-
-def test_the_live_line_shows_what_people_watch() -> None:
-    out = io.StringIO()
-    progress = ProgressDisplay(
-        10, live=True, console=Console(file=out, force_terminal=True, width=160, highlight=False)
-    )
-    progress.show_step(4, {**metrics_of(4), "kl_penalty": 0.0123}, TIMING)
-    progress.print_line("saved")
-    progress.close()
-    progress.close()
-    shown = out.getvalue()
-    for text in ("step 4/10", "reward 1.333", "accuracy 0.571", "KL 0.0123", "ETA 0:02", "generation 0.20", "saved"):
-        assert text in shown
-
-
-def test_without_a_terminal_each_step_is_one_plain_line() -> None:
-    out = io.StringIO()
-    progress = ProgressDisplay(10, live=True, console=Console(file=out, width=40, highlight=False))
-    progress.show_step(4, metrics_of(4), TIMING)
-    progress.close()
-    assert out.getvalue().count("\n") == 1
-    assert "\x1b" not in out.getvalue()
-    assert "step 4/10  reward 1.333" in out.getvalue()
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (125, "2:05"), (3600, "1:00:00"), (59.7, "1:00")])
-def test_durations(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
 
 
 def test_the_timer_adds_up_phases() -> None:
