@@ -1,7 +1,5 @@
 """A whole run that several files compare with, made once; which files share a worker of xdist, and their order."""
 
-from __future__ import annotations
-
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any

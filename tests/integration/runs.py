@@ -1,7 +1,5 @@
 """Real training runs as a user starts them: a process of its own, watched from outside."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

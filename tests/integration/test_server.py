@@ -1,7 +1,5 @@
 """Servers of megatron_grpo.serve: engines elsewhere, and requests that are late, huge or foreign."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

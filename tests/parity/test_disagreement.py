@@ -1,7 +1,5 @@
 """Steps that ranks refuse for their probability error; tensors whose gradient is exactly zero."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import replace

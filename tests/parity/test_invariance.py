@@ -1,7 +1,5 @@
 """Losses do not depend on how a step is cut up; a rollout of segments is its calls, each alone."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Pipelines, interleaved and uneven, shared key/value heads; weights to Megatron and back, bit for bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

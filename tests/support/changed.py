@@ -6,8 +6,6 @@ a table resolves. A file that is not Python is reached by what writes its name, 
 change of what all tests share runs them all.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

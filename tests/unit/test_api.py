@@ -1,7 +1,5 @@
 """What a script gives, as the command line would have it: nothing is started here."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Names and first lines of docstrings in package and tests: what docs/extending.md asks of them, counted."""
 
-from __future__ import annotations
-
 import ast
 import re
 import statistics

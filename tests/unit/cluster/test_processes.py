@@ -1,7 +1,5 @@
 """Processes: allocators, logs of forked ones, imports, pickled values, calls of actors and with limits."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle
@@ -128,7 +126,7 @@ class FakeMethod:
     def __init__(self, **options: Any) -> None:
         self._options = options
 
-    def options(self, **options: Any) -> FakeMethod:
+    def options(self, **options: Any) -> "FakeMethod":
         return FakeMethod(**options)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,5 @@
 """Every path reads the same conversations alike: prompts, rows, pairs, reward models and the calls of agents."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Mapping

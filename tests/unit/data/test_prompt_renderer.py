@@ -1,7 +1,5 @@
 """Every turn of a conversation has the tokens that transformers' own rendering of the whole conversation has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

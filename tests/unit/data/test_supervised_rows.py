@@ -1,7 +1,5 @@
 """Tokens in the loss of a conversation are those of its assistant turns, in released templates and against TRL's."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reward functions called as TRL calls them; the functions and their worked examples are those of its documentation."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

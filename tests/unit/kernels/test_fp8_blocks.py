@@ -1,7 +1,5 @@
 """Blockwise FP8 in torch and in Triton's interpreter, against its definition in loops."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

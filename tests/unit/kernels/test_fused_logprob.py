@@ -1,7 +1,5 @@
 """The fused kernel in Triton's interpreter, against whole logits in float64."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Gemma 3 and 4, Llama 4 and gpt-oss: config.json as released and as written, sizes, costs, sinks."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

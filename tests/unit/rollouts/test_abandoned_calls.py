@@ -1,7 +1,5 @@
 """Responses of calls that OpenAI's own client gave up, with its retries, streams and protocols, are not trained on."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Calls that one rollout floods its worker with: bodies that never come, loops of calls, streams that are left."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

@@ -3,8 +3,6 @@
 Which types a field may have is read from the annotations of OpenAI's own client.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

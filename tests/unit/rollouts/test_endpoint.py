@@ -1,7 +1,5 @@
 """The endpoint as OpenAI's own client sees it, over a loopback socket; the engine writes a script."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

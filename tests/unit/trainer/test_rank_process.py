@@ -1,7 +1,5 @@
 """A rank's process: threads, temporary files, remote calls, profile, sketches of tensors."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -52,7 +50,7 @@ def test_ranks_share_the_cores_of_their_machine_with_engines_that_sample_meanwhi
 
     class Actor:
         @classmethod
-        def options(cls, **_: Any) -> type[Actor]:
+        def options(cls, **_: Any) -> "type[Actor]":
             return cls
 
         @classmethod
