@@ -27,20 +27,22 @@ LENGTHS = [3, 5, 1]
 
 def test_padding_belongs_to_no_sequence() -> None:
     layout = lay_out(LENGTHS, tensor_multiple=4)
-    found = build_membership(layout, layout.source)
-    assert found.sequence.tolist() == [0] * 3 + [1] * 5 + [2] + [3] * (layout.local_tokens - 9)
-    assert found.weight.tolist() == pytest.approx([1 / 3] * 3 + [1 / 5] * 5 + [1.0] + [0.0] * (layout.local_tokens - 9))
+    membership = build_membership(layout, layout.source)
+    assert membership.sequence.tolist() == [0] * 3 + [1] * 5 + [2] + [3] * (layout.local_tokens - 9)
+    assert membership.weight.tolist() == pytest.approx(
+        [1 / 3] * 3 + [1 / 5] * 5 + [1.0] + [0.0] * (layout.local_tokens - 9)
+    )
     assert not build_membership(layout, select_source(layout, part=0, parts=1, is_dummy=True)).weight.any()
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_share_sequences_hold_every_token_once(size: int) -> None:
     by_rank = [lay_out(LENGTHS, rank=rank, size=size, tensor_multiple=2) for rank in range(size)]
-    held = [(one, select_source(one, part=part, parts=2)) for one in by_rank for part in range(2)]
-    parts = [build_membership(one, source) for one, source in held]
+    layout_sources = [(layout, select_source(layout, part=part, parts=2)) for layout in by_rank for part in range(2)]
+    memberships = [build_membership(layout, source) for layout, source in layout_sources]
     weights = np.zeros(len(LENGTHS))
-    for one in parts:
-        for sequence, weight in zip(one.sequence.tolist(), one.weight.tolist(), strict=True):
+    for membership in memberships:
+        for sequence, weight in zip(membership.sequence.tolist(), membership.weight.tolist(), strict=True):
             if weight:
                 weights[sequence] += weight
     assert weights == pytest.approx(np.ones(len(LENGTHS)))
