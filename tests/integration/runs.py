@@ -54,7 +54,7 @@ class TrainingRun:
             stderr=subprocess.STDOUT,
             env={**os.environ, MARK: self.mark},
             start_new_session=True,
-            preexec_fn=_hear_ctrl_c,
+            preexec_fn=_restore_ctrl_c,
         )
         return self.driver
 
@@ -137,7 +137,7 @@ class TrainingRun:
             time.sleep(0.2)
 
 
-def _hear_ctrl_c() -> None:
+def _restore_ctrl_c() -> None:
     """A shell starts background jobs, these tests perhaps among them, deaf to Ctrl-C, and their children inherit it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
