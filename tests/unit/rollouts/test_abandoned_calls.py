@@ -12,8 +12,8 @@ from openai import AsyncOpenAI
 from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.rollouts.conversation import Conversation
 from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
-from tests.unit.rollouts.test_endpoint import SETTINGS, SlowEngine
-from tests.unit.rollouts.test_endpoint import model as model  # a fixture
+from tests.support.asked_endpoint import SETTINGS, SlowEngine
+from tests.support.asked_endpoint import model as model  # a fixture
 
 MESSAGES: list[Any] = [{"role": "user", "content": "ab"}]
 CALLS: dict[str, Callable[..., Awaitable[Any]]] = {

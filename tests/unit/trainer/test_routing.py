@@ -119,17 +119,17 @@ def own_choice(kind: dict[str, Any]) -> Tensor:
     return chosen.nonzero()[:, 1].view(4, TOP_K)
 
 
-def weights_of(base_overrides: Tensor, experts: Tensor, kind: dict[str, Any]) -> Tensor:
+def weights_of(scores: Tensor, experts: Tensor, kind: dict[str, Any]) -> Tensor:
     """[tokens, EXPERTS]: what chosen experts, [tokens, TOP_K], weigh, by the formulas; a bias only chooses."""
     if kind.get("moe_router_score_function") == "sigmoid":
-        chosen = base_overrides.sigmoid().gather(1, experts)
+        chosen = scores.sigmoid().gather(1, experts)
         chosen = chosen / chosen.sum(dim=1, keepdim=True) * kind.get("moe_router_topk_scaling_factor", 1.0)
     elif kind.get("moe_router_pre_softmax"):
-        chosen = (base_overrides.exp() / base_overrides.exp().sum(dim=1, keepdim=True)).gather(1, experts)
+        chosen = (scores.exp() / scores.exp().sum(dim=1, keepdim=True)).gather(1, experts)
     else:
-        chosen = base_overrides.gather(1, experts).exp()
+        chosen = scores.gather(1, experts).exp()
         chosen = chosen / chosen.sum(dim=1, keepdim=True)
-    return torch.zeros_like(base_overrides).scatter(1, experts, chosen)
+    return torch.zeros_like(scores).scatter(1, experts, chosen)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
