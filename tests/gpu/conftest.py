@@ -1,7 +1,5 @@
 """Everything here needs CUDA GPUs and says so when there are none, unless a dry run tests it without them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

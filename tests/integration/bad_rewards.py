@@ -1,7 +1,5 @@
 """Reward functions that fail: in the way that is hardest to see, loudly, and by what they do to others."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -1,7 +1,5 @@
 """A whole run that several files compare with, made once; which files share a worker of xdist, and their order."""
 
-from __future__ import annotations
-
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ def straight_run(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave tests that take turns to other commits, and put the longest files first, so that no worker ends last alone.
+    """Leave tests that take turns to other commits, and put the longest files first for even ends.
 
     A file of this folder, which waits for processes to start, is followed by one of the others, which compute.
     """

@@ -1,7 +1,5 @@
 """An environment of several turns for tests: it counts them, and says their number."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Agents of a user: functions that ask the model with OpenAI's own client."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reward functions for the addition data, as a user would write them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """A worker of vLLM whose slots for adapters go wrong when a test says so, after every message has come intact."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_grpo.weight_sync import engine_adapters

@@ -1,7 +1,5 @@
 """A worker of vLLM that receives a refit wrongly when a test says so: every message is intact, and the model is not."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A reward function that notes the texts it is given."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Real training runs as a user starts them: a process of its own, watched from outside."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -56,7 +54,7 @@ class TrainingRun:
             stderr=subprocess.STDOUT,
             env={**os.environ, MARK: self.mark},
             start_new_session=True,
-            preexec_fn=_hear_ctrl_c,
+            preexec_fn=_restore_ctrl_c,
         )
         return self.driver
 
@@ -139,7 +137,7 @@ class TrainingRun:
             time.sleep(0.2)
 
 
-def _hear_ctrl_c() -> None:
+def _restore_ctrl_c() -> None:
     """A shell starts background jobs, these tests perhaps among them, deaf to Ctrl-C, and their children inherit it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

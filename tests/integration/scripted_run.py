@@ -1,7 +1,5 @@
 """A training run of a script with TRL's reward functions, a reward model and a callback; arguments: folder, model."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

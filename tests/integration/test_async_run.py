@@ -74,7 +74,7 @@ def test_a_kill_at_any_moment_loses_and_repeats_no_prompt(straight: TrainingRun,
 
 @pytest.mark.slow
 def test_oversampling_trains_on_every_prompt_once_whatever_is_killed(tmp_path: Path) -> None:
-    """Data for as many steps as there are, so that a prompt that is lost or repeated is missing or left over."""
+    """Data for the steps and no more: a prompt that is lost or repeated is missing or left over."""
     settings = [f"data.train_path={some_rows(tmp_path / 'train.jsonl', PROMPTS * STEPS)}", "grpo.max_num_epochs=1"]
     settings += ["generation.temperature=2", "generation.max_new_tokens=40", "policy.max_total_sequence_length=64"]
     for moment in (0.1, 1.0, 2.2, 3.5, 5.2):
@@ -117,7 +117,7 @@ def some_rows(file: Path, number: int) -> Path:
 
 
 def kill_at(run: TrainingRun, moment: float) -> None:
-    """Let a run report so many whole steps, and go on for that part of the time of the last one."""
+    """Let a run report whole steps, and go on for a part of the time of the last one."""
     run.start()
     steps, part = int(moment), moment % 1
     run.wait_for(partial(has_reported, run, steps))

@@ -73,7 +73,7 @@ def pair(
 @pytest.fixture(autouse=True)
 def healthy(pair: tuple[MegatronPolicy, VllmGeneration]) -> Iterator[None]:
     yield
-    _plant(pair[1], "none")
+    _place_fault(pair[1], "none")
     ray.get(pair[0].submit(_merge_adapters, True))
     ray.get(pair[0].submit(_merge_wrongly, None))
 
@@ -109,7 +109,7 @@ def test_a_wrong_tensor_is_named_and_never_served(
     if fault == "stale":
         transport.publish(10)
         ray.get(pair[0].submit(_move_norms))
-    _plant(pair[1], fault)
+    _place_fault(pair[1], fault)
     with pytest.raises(RefitError, match=rf"generation engine 0, worker [01]: {name} differs") as failure:
         transport.publish(11)
     assert str(failure.value).count(" differs from ") <= 4, "nothing else is named"
@@ -122,14 +122,14 @@ def test_the_canary_alone_finds_it_and_the_weights_are_compared_then(
 ) -> None:
     transport = _transport(pair, weight_check_period=None)
     publish(transport, Placement(), 20, StepTimer())
-    _plant(pair[1], "swapped")
+    _place_fault(pair[1], "swapped")
     with pytest.raises(RefitError) as error:
         publish(transport, Placement(), 21, StepTimer())
     assert "generation engine 0 must not serve: with version 21 of the weights" in str(error.value)
     assert "worker 1: model.layers.1.mlp.experts.1 differs" in str(error.value)
     with pytest.raises(RuntimeError, match="version 21 of the weights has not passed the canary"):
         _answer(pair[1])
-    _plant(pair[1], "none")
+    _place_fault(pair[1], "none")
     publish(transport, Placement(), 22, StepTimer())
     _answer(pair[1])
 
@@ -140,7 +140,7 @@ def test_an_engine_that_mixes_up_the_sequences_of_a_batch_never_serves(
     """All its weights are right, and a sequence alone is computed rightly."""
     transport = _transport(pair)
     publish(transport, Placement(), 24, StepTimer())
-    _plant(pair[1], "positions")
+    _place_fault(pair[1], "positions")
     with pytest.raises(RefitError) as error:
         publish(transport, Placement(), 25, StepTimer())
     assert "generation engine 0 must not serve: with version 25 of the weights" in str(error.value)
@@ -159,7 +159,7 @@ def test_a_row_of_the_embedding_that_few_tokens_use_is_noticed(
     canary.record_noise(3e-6)
     transport._checks.canary = canary
     publish(transport, Placement(), 50, StepTimer())
-    _plant(pair[1], f"row {token}")
+    _place_fault(pair[1], f"row {token}")
     for version in versions[:-1]:
         publish(transport, Placement(), version, StepTimer())
     with pytest.raises(RefitError) as error:
@@ -204,7 +204,7 @@ def _answer(generation: VllmGeneration) -> None:
     generate(generation, [request([2, 3, 4], seed=0, max_new_tokens=2)], SamplingSettings(max_new_tokens=2))
 
 
-def _plant(generation: VllmGeneration, fault: str) -> None:
+def _place_fault(generation: VllmGeneration, fault: str) -> None:
     plant = SimpleNamespace(__name__="plant")  # FaultyWorker.plant, whose module would import vLLM here
     ray.get(generation.engines[0]._call_workers.remote(plant, fault))
 

@@ -26,10 +26,10 @@ def validations(run: TrainingRun) -> list[dict[str, Any]]:
     return without_timing(read_jsonl(run.run_dir / "validation.jsonl"))
 
 
-def same_numbers(one: TrainingRun, other: TrainingRun) -> None:
+def expect_same_numbers(first: TrainingRun, second: TrainingRun) -> None:
     """In all steps and in all validations."""
-    assert numbers(one) == numbers(other)
-    assert validations(one) == validations(other)
+    assert numbers(first) == numbers(second)
+    assert validations(first) == validations(second)
 
 
 def phases(run: TrainingRun) -> list[set[str]]:
@@ -37,7 +37,7 @@ def phases(run: TrainingRun) -> list[set[str]]:
     return [set(row["timing"]) for row in run.metrics()]
 
 
-def finished(run: TrainingRun) -> TrainingRun:
+def finish(run: TrainingRun) -> TrainingRun:
     assert run.finish() == 0, run.log()
     run.assert_nothing_left()
     return run
@@ -45,7 +45,7 @@ def finished(run: TrainingRun) -> TrainingRun:
 
 def test_a_run_that_was_apart_goes_on_in_turn_with_the_same_numbers(straight_run: TrainingRun, tmp_path: Path) -> None:
     resume = f"checkpointing.resume={straight_run.run_dir}/checkpoints/step_3"
-    together = finished(TrainingRun(tmp_path / "run", *SHORT, COLOCATED, resume))
+    together = finish(TrainingRun(tmp_path / "run", *SHORT, COLOCATED, resume))
     assert numbers(together) == numbers(straight_run)[3:]
     assert validations(together) == validations(straight_run)[-1:]
     assert together.rollouts(6) == straight_run.rollouts(6)
@@ -55,17 +55,17 @@ def test_a_run_that_was_apart_goes_on_in_turn_with_the_same_numbers(straight_run
 
 def test_killed_and_continued_in_turn_a_run_has_the_same_numbers(straight_run: TrainingRun, tmp_path: Path) -> None:
     kill_after(TrainingRun(tmp_path / "run", *SHORT, COLOCATED), 3)
-    second = finished(TrainingRun(tmp_path / "run", *SHORT, COLOCATED))
+    second = finish(TrainingRun(tmp_path / "run", *SHORT, COLOCATED))
     assert "resumed after step 3" in second.log()
-    same_numbers(second, straight_run)
+    expect_same_numbers(second, straight_run)
 
 
 def test_a_value_model_shares_the_devices_too(tmp_path: Path) -> None:
     """PPO with a reference policy that moves, both models saved in the background."""
     options = (*(option.replace("grpo.", "ppo.") for option in SHORT), *OPTIONS["a_value_model_shares_the_devices_too"])
-    apart = finished(TrainingRun(tmp_path / "apart", *options, recipe="quickstart_ppo"))
-    together = finished(TrainingRun(tmp_path / "together", *options, COLOCATED, recipe="quickstart_ppo"))
-    same_numbers(together, apart)
+    apart = finish(TrainingRun(tmp_path / "apart", *options, recipe="quickstart_ppo"))
+    together = finish(TrainingRun(tmp_path / "together", *options, COLOCATED, recipe="quickstart_ppo"))
+    expect_same_numbers(together, apart)
     again = TrainingRun(
         tmp_path / "again",
         *options,
@@ -73,12 +73,12 @@ def test_a_value_model_shares_the_devices_too(tmp_path: Path) -> None:
         f"checkpointing.resume={together.run_dir}/checkpoints/step_3",
         recipe="quickstart_ppo",
     )
-    assert numbers(finished(again)) == numbers(apart)[3:]
+    assert numbers(finish(again)) == numbers(apart)[3:]
 
 
 def test_half_precision_optimizer_state_of_its_own_moves_too(tmp_path: Path) -> None:
     """With bfloat16 weights the optimizer has float32 copies, and two replicas each a part of its state."""
     options = (*SHORT, "policy.precision=bfloat16", "policy.parallel.pipeline=1", "policy.parallel.data=2")
-    apart = finished(TrainingRun(tmp_path / "apart", *options))
-    together = finished(TrainingRun(tmp_path / "together", *options, COLOCATED))
-    same_numbers(together, apart)
+    apart = finish(TrainingRun(tmp_path / "apart", *options))
+    together = finish(TrainingRun(tmp_path / "together", *options, COLOCATED))
+    expect_same_numbers(together, apart)

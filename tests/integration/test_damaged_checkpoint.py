@@ -40,8 +40,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
 
 def copy_of(run: TrainingRun, run_dir: Path, *steps: int) -> Path:
     """The run's folder with these checkpoints only; the folder of its checkpoints."""
-    others = [f"step_{step}" for step in range(1, STEPS + 1) if step not in steps]
-    shutil.copytree(run.run_dir, run_dir, ignore=shutil.ignore_patterns(*others), symlinks=True)
+    other_steps = [f"step_{step}" for step in range(1, STEPS + 1) if step not in steps]
+    shutil.copytree(run.run_dir, run_dir, ignore=shutil.ignore_patterns(*other_steps), symlinks=True)
     return run_dir / "checkpoints"
 
 

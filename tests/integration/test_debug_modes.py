@@ -24,14 +24,16 @@ OF_LEARNING = ("advantages", "prev_logprobs")
 
 def replay(recorded: TrainingRun, *overrides: str, name: str = "replay") -> TrainingRun:
     """A run with the settings of a recorded one, which trains on its recording."""
-    given = [one for one in recorded.overrides if not one.startswith(("run_dir=", "+exp=", "logger.progress"))]
-    recipe = next(one for one in recorded.overrides if one.startswith("+exp=")).removeprefix("+exp=")
+    recorded_overrides = [
+        override for override in recorded.overrides if not override.startswith(("run_dir=", "+exp=", "logger.progress"))
+    ]
+    recipe = next(override for override in recorded.overrides if override.startswith("+exp=")).removeprefix("+exp=")
     source = f"debug.rollouts_from={recorded.run_dir}"
     run_dir = recorded.run_dir.with_name(name)
-    return TrainingRun(run_dir, *given, "data.val_path=null", source, *overrides, recipe=recipe)
+    return TrainingRun(run_dir, *recorded_overrides, "data.val_path=null", source, *overrides, recipe=recipe)
 
 
-def learnt(run: TrainingRun) -> list[dict[str, Any]]:
+def read_training_metrics(run: TrainingRun) -> list[dict[str, Any]]:
     """All metrics of training: those of refits and validations are of engines."""
     rows = without_timing(run.metrics())
     return [{k: v for k, v in row.items() if k not in OF_REFITS and not k.startswith("val_")} for row in rows]
@@ -44,7 +46,7 @@ def processes(run: TrainingRun) -> set[str]:
 
 def assert_replayed(replayed: TrainingRun, recorded: TrainingRun) -> None:
     """Every figure and every rollout is the same, and there was no engine."""
-    assert learnt(replayed) == learnt(recorded)
+    assert read_training_metrics(replayed) == read_training_metrics(recorded)
     assert all("recording" in row["timing"] and "refit" not in row["timing"] for row in replayed.metrics())
     assert not any(set(OF_REFITS) & row.keys() for row in replayed.metrics())
     for row in recorded.metrics():
@@ -93,12 +95,12 @@ def test_sampling_without_training(recorded: TrainingRun) -> None:
 @pytest.mark.slow
 def test_what_was_sampled_without_training_can_be_trained_on(recorded: TrainingRun, tmp_path: Path) -> None:
     sampled = complete(TrainingRun(tmp_path / "sampled", *SHORT, "debug.train=false", "grpo.val_at_start=false"))
-    given = [one for one in sampled.overrides if one.startswith(("grpo.", "policy."))]
+    overrides = [override for override in sampled.overrides if override.startswith(("grpo.", "policy."))]
     source = f"debug.rollouts_from={sampled.run_dir / 'rollouts'}"
-    run = complete(TrainingRun(tmp_path / "trained", *given, source, "data.val_path=null", "checkpointing=none"))
+    run = complete(TrainingRun(tmp_path / "trained", *overrides, source, "data.val_path=null", "checkpointing=none"))
     ours, theirs = run.metrics(), sampled.metrics()
     assert [row["reward"] for row in ours] == [row["reward"] for row in theirs]
-    assert learnt(run)[0] == learnt(recorded)[0], "the first step is on policy"
+    assert read_training_metrics(run)[0] == read_training_metrics(recorded)[0], "the first step is on policy"
     assert [row["weight_version"] for row in ours] == [0, 0, 0]
 
 
@@ -112,10 +114,10 @@ def test_a_run_goes_on_where_its_recording_ends(recorded: TrainingRun, tmp_path:
     begun = complete(replay(recorded, f"debug.rollouts_from={first_two}", name="continued"))
     assert f"the recording is used up: {first_two} ends with step 2" in begun.log()
     assert json.loads((begun.run_dir / "summary.json").read_text())["outcome"] == "data_used_up"
-    assert learnt(begun) == learnt(recorded)[:2]
+    assert read_training_metrics(begun) == read_training_metrics(recorded)[:2]
     run = complete(TrainingRun(begun.run_dir, *SHORT))
     assert "resumed after step 2" in run.log()
-    assert learnt(run) == learnt(recorded)
+    assert read_training_metrics(run) == read_training_metrics(recorded)
     assert run.rollouts(3) == recorded.rollouts(3)
 
 
@@ -152,7 +154,7 @@ def test_the_recording_of_an_asynchronous_run_teaches_the_same(tmp_path: Path) -
     first = complete(TrainingRun(tmp_path / "run", *SHORT, recipe="quickstart_async"))
     assert any(row["trajectory_age"] > 0 for row in first.metrics()), first.metrics()
     second = complete(replay(first, "grpo.async_grpo.enabled=false"))
-    ours, theirs = learnt(second), learnt(first)
+    ours, theirs = read_training_metrics(second), read_training_metrics(first)
     assert len(ours) == len(theirs) == 3
     for our, their in zip(ours, theirs, strict=True):
         assert {"loss", "grad_norm", "reward", "approx_entropy", "gen_kl_error"} <= our.keys()
@@ -163,7 +165,7 @@ def test_the_recording_of_an_asynchronous_run_teaches_the_same(tmp_path: Path) -
 @pytest.mark.slow
 def test_another_loss_on_the_same_rollouts(recorded: TrainingRun) -> None:
     run = complete(replay(recorded, "checkpointing=none", "loss_fn.token_level_loss=false", name="other_loss"))
-    ours, theirs = learnt(run), learnt(recorded)
+    ours, theirs = read_training_metrics(run), read_training_metrics(recorded)
     assert [row["reward"] for row in ours] == [row["reward"] for row in theirs]
     assert ours[1]["grad_norm"] != theirs[1]["grad_norm"]
 

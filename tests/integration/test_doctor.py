@@ -19,7 +19,7 @@ from megatron_grpo.verification.doctor.diagnosis import Diagnosis
 from megatron_grpo.verification.doctor.examination import examine_run
 from megatron_grpo.verification.doctor.prompts import TEMPLATES
 from tests.support.one_engine import ask
-from tests.support.recorded_runs import EOS, PROMPTS, SAMPLES, RecordedRun, edited_copy, make_run, moved, rollout
+from tests.support.recorded_runs import EOS, PROMPTS, SAMPLES, RecordedRun, edited_copy, make_run, move_weights, rollout
 
 pytestmark = pytest.mark.slow
 
@@ -114,7 +114,7 @@ def test_healthy_runs(weights: Path, answers: Answers, tmp_path: Path) -> None:
     colder = make_run(tmp_path / "colder", weights, "generation.temperature=0.6")
     colder.write(1, answers.rollouts(answers.cold, version=0))
     assert verdict(colder, tmp_path / "b")[0] == []
-    later = make_run(tmp_path / "later", moved(weights, tmp_path / "before", seed=5))
+    later = make_run(tmp_path / "later", move_weights(weights, tmp_path / "before", seed=5))
     later.add_version(weights)
     later.write(2, answers.rollouts(answers.plain, version=1))
     assert verdict(later, tmp_path / "c")[0] == []
@@ -131,7 +131,7 @@ def test_filters_and_penalties(weights: Path, answers: Answers, tmp_path: Path) 
 
 def test_tensors_and_versions(weights: Path, answers: Answers, tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.o_proj.weight"
-    other_folder = moved(weights, tmp_path / "other", seed=6)
+    other_folder = move_weights(weights, tmp_path / "other", seed=6)
     engine_tensor, policy_tensor = (
         load_file(next(folder.glob("*.safetensors")))[name] for folder in (weights, other_folder)
     )

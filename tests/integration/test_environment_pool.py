@@ -45,7 +45,7 @@ def job(*responses: str, answer: str = "025") -> list[EnvironmentRequest]:
     ]
 
 
-def scored(handle: EnvironmentHandle, jobs: Sequence[list[EnvironmentRequest]]) -> list[list[ScoreOrError]]:
+def score_jobs(handle: EnvironmentHandle, jobs: Sequence[list[EnvironmentRequest]]) -> list[list[ScoreOrError]]:
     async def scene() -> list[list[ScoreOrError]]:
         client = EnvironmentClient(handle, RolloutClock())
         await client.start()
@@ -57,7 +57,8 @@ def scored(handle: EnvironmentHandle, jobs: Sequence[list[EnvironmentRequest]]) 
 def test_scores_come_in_the_order_of_the_responses_from_any_number_of_processes() -> None:
     with handles(EnvironmentConfig(type="addition", num_workers=3)) as (handle,):
         assert len(handle.actors) == 3
-        results = scored(handle, [job(*("025" if i % 3 == j % 3 else "026" for j in range(i))) for i in range(1, 8)])
+        jobs = [job(*("025" if i % 3 == j % 3 else "026" for j in range(i))) for i in range(1, 8)]
+        results = score_jobs(handle, jobs)
     for i, result in enumerate(results, start=1):
         assert result == [EnvironmentReturn(float(i % 3 == j % 3), i % 3 == j % 3) for j in range(i)]
 
@@ -76,7 +77,7 @@ def test_every_user_has_processes_of_its_own(workers: int, shares: int, expected
 
 def test_the_math_environment_works_and_keeps_its_time_limit_inside_an_actor() -> None:
     with handles(EnvironmentConfig(type="math")) as (handle,):
-        ((right, endless),) = scored(handle, [job("\\boxed{\\frac{50}{2}}", "\\boxed{9^{9^{9^{9}}}}", answer="25")])
+        ((right, endless),) = score_jobs(handle, [job("\\boxed{\\frac{50}{2}}", "\\boxed{9^{9^{9^{9}}}}", answer="25")])
     assert right == EnvironmentReturn(1.0, True)
     assert endless == EnvironmentReturn(0.0, False)
 
@@ -84,7 +85,7 @@ def test_the_math_environment_works_and_keeps_its_time_limit_inside_an_actor() -
 def test_a_response_without_an_answer_names_the_environment_and_the_cause() -> None:
     nothing = [EnvironmentRequest(prompt="", response="1", stop_reason="stop", extra_env_info={})]
     with handles(EnvironmentConfig(type="addition")) as (handle,):
-        ((message,),) = scored(handle, [nothing])
+        ((message,),) = score_jobs(handle, [nothing])
         assert re.fullmatch(r"environment task: KeyError: '<reference>' \(tasks.py:\d+\)", str(message))
 
 
@@ -114,7 +115,7 @@ class Starting(Environment):
 def test_what_an_environment_started_ends_with_its_process(end: str) -> None:
     mark = f"1{os.getpid()}{time.monotonic_ns() % 10**6:06}"
     with handles(EnvironmentConfig(type=f"{__name__}:Starting")) as (handle,):
-        ((score,),) = scored(handle, [job(mark)])
+        ((score,),) = score_jobs(handle, [job(mark)])
         assert isinstance(score, EnvironmentReturn)
         pid = int(score.reward or 0)
         forked = psutil.Process(pid).children()

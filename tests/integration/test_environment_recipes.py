@@ -20,8 +20,8 @@ PAGE = ROOT / "docs" / "environments.md"
 @pytest.mark.slow  # tests/unit/environments/test_documented_environment.py runs the page's code with every `make test`
 def test_an_environment_of_the_working_folder_runs_under_the_launcher(tmp_path: Path) -> None:
     """The page's own, on the quickstart's sums: each prompt has a number to guess."""
-    (shown,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    (tmp_path / "guessing.py").write_text(shown)
+    (source,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    (tmp_path / "guessing.py").write_text(source)
     rows = "".join(f'{{"prompt": "{10 + row}+10=", "number": {row}}}\n' for row in range(64))
     (tmp_path / "rows.jsonl").write_text(rows)
     overrides = (
@@ -31,8 +31,8 @@ def test_an_environment_of_the_working_folder_runs_under_the_launcher(tmp_path: 
     )
     environment = {**os.environ, "PYTHON": sys.executable, "RUN_DIR": str(tmp_path / "run"), "PYTHONPATH": str(ROOT)}
     command = [str(ROOT / "launchers" / "local.sh"), *overrides]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+    assert process.returncode == 0, process.stdout + process.stderr
     (step,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert step["failed_rollouts"] == 0
 

@@ -18,7 +18,7 @@ SHORT = OPTIONS["short"]
 FILTERS = ("generation.top_p=0.9", "generation.top_k=20")
 
 
-def finished(run: TrainingRun) -> list[dict[str, Any]]:
+def finish(run: TrainingRun) -> list[dict[str, Any]]:
     assert run.finish() == 0, run.log()
     rows: list[dict[str, Any]] = run.metrics()
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -29,7 +29,7 @@ def finished(run: TrainingRun) -> list[dict[str, Any]]:
 def test_an_asynchronous_run_filters(tmp_path: Path) -> None:
     """In the first step sampler and trainer have equal weights: their log-probabilities agree, kept token by token."""
     options = ("policy.parallel.tensor=2", "policy.parallel.pipeline=1", "generation.temperature=1.5")
-    rows = finished(TrainingRun(tmp_path / "run", *SHORT, *FILTERS, *options, recipe="quickstart_async"))
+    rows = finish(TrainingRun(tmp_path / "run", *SHORT, *FILTERS, *options, recipe="quickstart_async"))
     assert rows[0]["token_mult_prob_error"] < 1.001
     assert rows[0]["sampling_importance_ratio"] == pytest.approx(1, abs=1e-3)
     assert all(row["outside_filter_fraction"] < 0.05 for row in rows)
@@ -37,9 +37,9 @@ def test_an_asynchronous_run_filters(tmp_path: Path) -> None:
 
 
 def test_filters_beside_what_compares_and_a_reference(tmp_path: Path) -> None:
-    """With min-p, a KL in the reward, the pass before the step, a threshold for responses, and a replay of the step."""
+    """With min-p, a KL in the reward, the pass before the step, a threshold and a replay."""
     options = OPTIONS["filters_beside_what_compares_and_a_reference"]
-    for row in finished(TrainingRun(tmp_path / "run", *SHORT, *FILTERS, *options)):
+    for row in finish(TrainingRun(tmp_path / "run", *SHORT, *FILTERS, *options)):
         assert row["token_mult_prob_error"] < 1.001
         assert row["max_seq_mult_prob_error"] < 1.01
         assert row["num_masked_seqs"] == 0

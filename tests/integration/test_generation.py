@@ -70,11 +70,11 @@ def generation(model: Path) -> Iterator[VllmGeneration]:
 @pytest.mark.slow  # test_run.py looks for what a killed run leaves in every `.ci/run`
 def test_a_killed_driver_leaves_no_vllm_process_behind(killed_driver: dict[str, Any]) -> None:
     assert len(killed_driver["processes"]) >= 4, "the engine's actor, its core and two workers"
-    left = set(killed_driver["processes"])
-    while left and time.monotonic() < killed_driver["killed_at"] + 20:
-        left = {pid for pid in left if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"}
+    remaining = set(killed_driver["processes"])
+    while remaining and time.monotonic() < killed_driver["killed_at"] + 20:
+        remaining = {pid for pid in remaining if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"}
         time.sleep(0.2)
-    assert not left
+    assert not remaining
 
 
 @pytest.mark.slow
@@ -94,11 +94,11 @@ def test_logprobs_are_those_of_the_tempered_distribution(generation: VllmGenerat
 
 
 def test_a_sample_does_not_depend_on_its_neighbours(generation: VllmGeneration) -> None:
-    wanted = request(PROMPT, seed=5, max_new_tokens=10)
+    sample = request(PROMPT, seed=5, max_new_tokens=10)
     settings = SamplingSettings(max_new_tokens=10)
-    (alone,) = generate(generation, [wanted], settings)
-    others = [request([3] * (1 + i), seed=i, max_new_tokens=10) for i in range(20)]
-    among_others = generate(generation, [*others, wanted], settings)[-1]
+    (alone,) = generate(generation, [sample], settings)
+    neighbours = [request([3] * (1 + i), seed=i, max_new_tokens=10) for i in range(20)]
+    among_others = generate(generation, [*neighbours, sample], settings)[-1]
     assert among_others.token_ids.tolist() == alone.token_ids.tolist()
     assert among_others.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
 
@@ -110,8 +110,8 @@ def test_a_call_that_fails_leaves_nothing_to_sample(generation: VllmGeneration) 
     ray.get(generation.engines[0].take_counts.remote())
     with pytest.raises(Exception, match="out of vocabulary"):
         _ask_at_once(generation, [*fine, request([10**6], seed=3, max_new_tokens=10)], settings)
-    (found,) = generate(generation, fine[:1], settings)
-    assert (found.token_ids.tolist(), found.logprobs.tolist()) == (
+    (output,) = generate(generation, fine[:1], settings)
+    assert (output.token_ids.tolist(), output.logprobs.tolist()) == (
         expected[0].token_ids.tolist(),
         pytest.approx(expected[0].logprobs.tolist(), abs=1e-5),
     )
@@ -163,7 +163,7 @@ def test_stop_reasons(generation: VllmGeneration, oracle: Oracle) -> None:
     text = LETTERS[token - 2]
     (output,) = _greedy(generation, SamplingSettings(max_new_tokens=12, temperature=0.0, stop_strings=(text,)))
     assert (output.token_ids.tolist(), output.stop_reason) == (cut, "stop")
-    assert output.text == "".join(LETTERS[one - 2] for one in cut)
+    assert output.text == "".join(LETTERS[token_id - 2] for token_id in cut)
 
 
 def test_end_of_text_ends_a_response(generation: VllmGeneration) -> None:

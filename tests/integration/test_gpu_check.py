@@ -29,19 +29,19 @@ def dry_run(folder: Path, *options: str, **variables: str) -> dict[str, Any]:
     environment = {**os.environ, **variables}
     ended = subprocess.run([*command, *options], capture_output=True, text=True, check=False, env=environment)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    found: dict[str, Any] = json.loads((folder / "dry.json").read_text())["checks"]
-    return found
+    checks: dict[str, Any] = json.loads((folder / "dry.json").read_text())["checks"]
+    return checks
 
 
 def test_every_check_goes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     rows = {check.name: check for check in import_module("gpu_checks").CHECKS}
-    found = dry_run(tmp_path)
-    assert {name: check["verdict"] for name, check in found.items()} == {
+    checks = dry_run(tmp_path)
+    assert {name: check["verdict"] for name, check in checks.items()} == {
         name: "dry" if row.dry else "not run" for name, row in rows.items()
     }
-    assert len(found["kernels"]["tests"]) > 20
-    numbers = found["logprob kernels, hidden 1024"]["numbers"]
+    assert len(checks["kernels"]["tests"]) > 20
+    numbers = checks["logprob kernels, hidden 1024"]["numbers"]
     assert numbers["chunked"]["loss"] == pytest.approx(numbers["materialised"]["loss"], rel=1e-4)
 
 
@@ -49,8 +49,8 @@ def test_what_a_machine_lacks_is_not_run(tmp_path: Path) -> None:
     """Checks of kernels, shared memory and NCCL run there; checks of a model on ranks lack packages, and say which."""
     absent = ["ray", "vllm", "megatron", "hydra", "omegaconf", "antlr4", "pydantic", "datasets", "torchdata"]
     (tmp_path / "sitecustomize.py").write_text(LITTLE.format(names=absent))
-    found = dry_run(tmp_path, "--part", "torch_only", PYTHONPATH=str(tmp_path))
-    ran = {name for name, check in found.items() if check["verdict"] == "dry"}
+    checks = dry_run(tmp_path, "--part", "torch_only", PYTHONPATH=str(tmp_path))
+    ran = {name for name, check in checks.items() if check["verdict"] == "dry"}
     assert ran == {
         "kernels",
         "logprob kernels, hidden 1024",
@@ -59,5 +59,5 @@ def test_what_a_machine_lacks_is_not_run(tmp_path: Path) -> None:
         "NCCL",
         "shared memory",
     }
-    assert found["losses"]["why"] == "needs pydantic"
-    assert found["gradients"]["why"] == "needs megatron.core, pydantic, hydra, omegaconf, antlr4"
+    assert checks["losses"]["why"] == "needs pydantic"
+    assert checks["gradients"]["why"] == "needs megatron.core, pydantic, hydra, omegaconf, antlr4"

@@ -69,7 +69,7 @@ def test_a_run_ends_with_its_data(tmp_path: Path) -> None:
 
 
 def test_what_dynamic_sampling_has_when_the_data_ends_is_there_when_the_run_goes_on(tmp_path: Path) -> None:
-    """Of twelve prompts four have an answer that nobody gives: ten of them never fill a step of ten, twenty do."""
+    """Four of twelve prompts have an answer that nobody gives: ten never fill a step of ten, twenty do."""
     rows = [{"prompt": f"{n}+{n}=", "answer": f"{2 * n:03d}" if n < 18 else "987"} for n in range(10, 22)]
     data = tmp_path / "twelve.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -88,7 +88,7 @@ def test_what_dynamic_sampling_has_when_the_data_ends_is_there_when_the_run_goes
 
 
 def test_a_reward_function_that_breaks_costs_no_step(tmp_path: Path) -> None:
-    """It fails in step 3, long before a checkpoint is due; with it repaired the run goes on as if nothing had been."""
+    """It fails in step 3, long before a checkpoint is due; once it is repaired the run goes on."""
     rows = [{"prompt": f"{n}+{n}=", "answer": f"{2 * n:03d}", "broken": n >= 28} for n in range(10, 42)]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

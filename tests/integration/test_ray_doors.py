@@ -47,12 +47,12 @@ print(json.dumps([sorted(listening), modes, left, path, os.getcwd()]))
 
 
 def test_ray_is_reached_by_the_user_alone(tmp_path: Path) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
-    assert done.returncode == 0, done.stderr
-    listening, modes, left, path, folder = json.loads(done.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr
+    listening, modes, remaining_files, path, folder = json.loads(process.stdout.splitlines()[-1])
     assert listening == []
     assert 0 in modes.values(), "one of the folders around the session is the user's alone"
-    assert left == []
+    assert remaining_files == []
     assert path.index(folder) > path.index(os.path.dirname(os.__file__)), "the standard library's come first"

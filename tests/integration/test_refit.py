@@ -98,7 +98,7 @@ def test_a_corrupted_bucket_is_refused_and_the_next_refit_heals(
     transport = make_transport(policy, generation, REFIT, Path())
     transport.connect()
     transport.publish(10)
-    ray.get(policy.submit(_corrupt_next_refit))
+    ray.get(policy.submit(_damage_next_refit))
     with pytest.raises(RefitError, match=r"message \d+ from policy rank 1: checksum .* differs"):
         transport.publish(11)
     with pytest.raises(RuntimeError, match="refit of version 11 was not committed"):
@@ -150,7 +150,7 @@ def assert_serves(generation: VllmGeneration, oracle: Oracle, version: int) -> N
         assert output.spans == [Span(0, len(token_ids), version)]
 
 
-def _corrupt_next_refit(rank: Any) -> None:
+def _damage_next_refit(rank: Any) -> None:
     """On the rank that sends stage 1: flip one bit of the first message after its checksum is written, once."""
     if torch.distributed.get_rank() != 1:
         return

@@ -57,5 +57,5 @@ def test_three_steps_see_the_texts_of_the_rows(tmp_path: Path, monkeypatch: pyte
             assert ROWS[row["prompt_idx"]] in prompt
             is_ended = ids[-1] == R1_LLAMA.id(R1_LLAMA.end)
             sampled[R1_LLAMA.truth.decode(ids[begin : len(ids) - is_ended], skip_special_tokens=False)] += 1
-    seen = Counter(json.loads(line)["completion"] for line in notes.read_text().splitlines())
-    assert seen == sampled
+    counter = Counter(json.loads(line)["completion"] for line in notes.read_text().splitlines())
+    assert counter == sampled

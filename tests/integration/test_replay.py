@@ -30,15 +30,15 @@ def test_a_recorded_step_comes_out_the_same(tmp_path: Path, capsys: pytest.Captu
     assert sorted(path.name for path in (run.run_dir / "checkpoints").iterdir()) == ["step_1", "step_3", "step_5"]
     assert list(find_recorded_steps(run.run_dir)) == [2, 4]
     assert all(locate_figures_file(run.run_dir, step).is_file() for step in (2, 4))
-    code, (same,) = results(run, capsys)
-    assert code == 0, same
-    largest = {one["quantity"]: one["difference"] for one in same["differences"]}
+    code, (comparison,) = results(run, capsys)
+    assert code == 0, comparison
+    largest = {entry["quantity"]: entry["difference"] for entry in comparison["differences"]}
     assert largest.keys() == set(TOLERANCES["float32"])
     assert largest["weights"] == 0, "the checkpoint holds the weights that the step began with"
     assert all(difference <= 1e-6 for difference in largest.values()), largest
     code, comparisons = results(run, capsys, "policy.parallel.data=1", "policy.parallel.pipeline=2")
     assert code == 0, comparisons
-    assert [(one["first"], one["second"]) for one in comparisons] == [
+    assert [(entry["first"], entry["second"]) for entry in comparisons] == [
         ("replayed", "recorded"),
         ("changed", "recorded"),
         ("changed", "replayed"),

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_grpo.observability.page.write import write_report
 from tests.support.chromium import PROGRAM, Page, chromium
-from tests.support.report_runs import PROMPT, byte_tokenizer, make_run, spoken
+from tests.support.report_runs import PROMPT, byte_tokenizer, make_answer, make_run
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="this machine has no Chromium (apt-get install chromium)")
 
@@ -41,9 +41,9 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hostile")
     tokenizer = byte_tokenizer(folder / "model")
     rows = [
-        spoken(tokenizer, HOSTILE, reward_parts={HOSTILE: 1.0}, sample=0),
-        spoken(tokenizer, "wrong", sample=1, reward=0.0, correct=False),
-        spoken(tokenizer, "plain", sample=2, failure=HOSTILE, reward=None, correct=None),
+        make_answer(tokenizer, HOSTILE, reward_parts={HOSTILE: 1.0}, sample=0),
+        make_answer(tokenizer, "wrong", sample=1, reward=0.0, correct=False),
+        make_answer(tokenizer, "plain", sample=2, failure=HOSTILE, reward=None, correct=None),
     ]
     run = make_run(folder / "run <script>owned=1<", steps=3, model=folder / "model", trajectories=rows)
     summary = {"outcome": "failed", "reason": HOSTILE}
@@ -63,7 +63,7 @@ def errors(page: Page) -> list[str]:
     return [json.dumps(event["params"]) for event in page.events if event.get("method") in kinds]
 
 
-def requested(page: Page) -> set[str]:
+def find_foreign_requests(page: Page) -> set[str]:
     """Addresses that the page asked for, besides its own."""
     sent = (
         event["params"]["request"]["url"] for event in page.events if event["method"] == "Network.requestWillBeSent"
@@ -79,7 +79,7 @@ def text_of(page: Page, selector: str) -> Any:
 def test_500_steps_of_256_trajectories_open_within_a_second(page: Page, tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(tmp_path / "model")
     answer = "The sum of two and two is four, as everybody knows. "
-    rows = [spoken(tokenizer, answer * 3, group=n // 8, sample=n % 8, prompt_idx=n // 8) for n in range(256)]
+    rows = [make_answer(tokenizer, answer * 3, group=n // 8, sample=n % 8, prompt_idx=n // 8) for n in range(256)]
     file = write_report([make_run(tmp_path / "run", steps=500, model=tmp_path / "model", trajectories=rows)])
     assert min(page.open(file) for _ in range(3)) <= OPENS_WITHIN_S
     assert "128,000 of the 128,000 rollouts" in text_of(page, "#view-Trajectories .note")
@@ -104,7 +104,7 @@ def test_what_a_model_wrote_is_text(page: Page, hostile: Path) -> None:
     )
     raw = page.evaluate("document.body.innerText")
     assert not re.search("[\u202a-\u202e\u2066-\u2069\u200e\u200f]", raw), "nothing turns the text around it"
-    assert (errors(page), requested(page)) == ([], set())
+    assert (errors(page), find_foreign_requests(page)) == ([], set())
 
 
 def test_the_first_step_in_which_training_and_generation_disagree_stands_in_the_head(
@@ -126,7 +126,7 @@ def test_the_first_step_in_which_training_and_generation_disagree_stands_in_the_
 
 
 def test_a_megabyte_of_text_is_shown_piece_by_piece(page: Page, tmp_path: Path) -> None:
-    rows = [spoken(byte_tokenizer(tmp_path / "model"), LONG)]
+    rows = [make_answer(byte_tokenizer(tmp_path / "model"), LONG)]
     page.open(write_report([make_run(tmp_path / "run", steps=1, model=tmp_path / "model", trajectories=rows)]))
     open_trajectories(page)
     assert text_of(page, ".part.model h4 span") == "1,000,000 tokens"
@@ -188,7 +188,7 @@ def test_a_column_sorts_and_says_so(page: Page, hostile: Path) -> None:
 def test_two_runs_stand_side_by_side(page: Page, tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(tmp_path / "model")
     runs = [
-        make_run(tmp_path / name, steps=steps, model=tmp_path / "model", trajectories=[spoken(tokenizer, name)])
+        make_run(tmp_path / name, steps=steps, model=tmp_path / "model", trajectories=[make_answer(tokenizer, name)])
         for name, steps in (("first", 4), ("second", 2))
     ]
     file = write_report(runs)

@@ -53,7 +53,7 @@ PROMPTS = [[2 + i, 3, 5 + i, 7] for i in range(6)]
     "case", [*CASES.values(), *(pytest.param(c, marks=pytest.mark.slow) for c in RARE.values())], ids=[*CASES, *RARE]
 )
 def test_the_engine_holds_the_same_bits_as_after_a_broadcast_and_as_from_a_folder(case: Case, tmp_path: Path) -> None:
-    """One engine is enough: the bits that it began with have to come back when the policy has the folder's weights."""
+    """The bits that the engine began with come back once the policy has the folder's weights."""
     family = case.family
     base = make_model(tmp_path / "base", seed=0, family=family)
     trained = make_model(tmp_path / "trained", seed=1, family=family)
@@ -78,7 +78,7 @@ def test_the_engine_holds_the_same_bits_as_after_a_broadcast_and_as_from_a_folde
 
 @pytest.mark.turns
 def test_engines_beside_a_policy_on_two_nodes_get_what_only_the_other_node_has(tmp_path: Path) -> None:
-    """Each stage of the policy counts as a node, so that an engine's halves come from a rank and through it."""
+    """Each stage of the policy counts as a node: an engine's halves come from and through a rank."""
     base, trained = (make_model(tmp_path / name, seed=seed) for seed, name in enumerate(("base", "trained")))
     policy = start_policy(trained, ParallelConfig(pipeline=2))
     try:
@@ -174,5 +174,5 @@ def after(mode: RefitMode, policy: MegatronPolicy, generation: VllmGeneration, v
 def answers(generation: VllmGeneration) -> np.ndarray:
     """[prompts, tokens]: log-probabilities of greedy responses, which depend on every weight."""
     requests = [request(prompt, seed=0, max_new_tokens=6) for prompt in PROMPTS]
-    found = generate(generation, requests, SamplingSettings(max_new_tokens=6, temperature=0.0))
-    return np.array([np.resize(one.logprobs, 6) for one in found])
+    outputs = generate(generation, requests, SamplingSettings(max_new_tokens=6, temperature=0.0))
+    return np.array([np.resize(output.logprobs, 6) for output in outputs])

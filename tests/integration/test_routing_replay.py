@@ -45,9 +45,9 @@ PROPOSED = {"speculative": SpeculativeConfig(method="ngram", num_speculative_tok
 
 def moe(**sizes: object) -> PretrainedConfig:
     """A Qwen3-MoE whose second layer, and second pipeline stage's first, has no experts."""
-    more = {"num_hidden_layers": 4, "mlp_only_layers": [1, 2], "max_position_embeddings": 256}
+    further_sizes = {"num_hidden_layers": 4, "mlp_only_layers": [1, 2], "max_position_embeddings": 256}
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-    return Qwen3MoeConfig(**{**sizes, **more, **experts})
+    return Qwen3MoeConfig(**{**sizes, **further_sizes, **experts})
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +72,9 @@ def expect_own_routing(path: Path, prompt: list[int], output: GenerationOutput) 
     ids = torch.tensor([*prompt, *output.token_ids.tolist()])
     expected = own_routing(model, ids)[:-1].sort(dim=-1).values.numpy()
     assert output.routed is not None
-    found = np.sort(form_of(path).unpack(output.routed), axis=-1)
-    assert found.shape == (len(ids) - 1, 2, 2)
-    np.testing.assert_array_equal(found, expected)
+    routed = np.sort(form_of(path).unpack(output.routed), axis=-1)
+    assert routed.shape == (len(ids) - 1, 2, 2)
+    np.testing.assert_array_equal(routed, expected)
 
 
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2}, PROPOSED], ids=["one rank", "tp2", "speculation"])
@@ -83,15 +83,15 @@ def test_recorded_experts_are_those_of_transformers(layout: dict[str, Any], mode
     assert form == RoutedForm(layers=(0, 3), top_k=2, experts=8)
     settings = SamplingSettings(max_new_tokens=20)
     with engines(model, routed=form, max_length=MAX_LENGTH, **layout) as generation:
-        asked = [*PROMPTS, LONG, LONG, [*LONG, 3]]  # the last ones begin alike
-        requests = [request(prompt, seed=number, max_new_tokens=20) for number, prompt in enumerate(asked)]
+        prompts = [*PROMPTS, LONG, LONG, [*LONG, 3]]  # the last ones begin alike
+        requests = [request(prompt, seed=number, max_new_tokens=20) for number, prompt in enumerate(prompts)]
         for _ in range(2):
-            for prompt, output in zip(asked, generate(generation, requests, settings), strict=True):
+            for prompt, output in zip(prompts, generate(generation, requests, settings), strict=True):
                 expect_own_routing(model, prompt, output)
         stop = SamplingSettings(max_new_tokens=20, stop_strings=("a", "b", "c", "d"))
         outputs = generate(generation, requests, stop)
         assert any(output.stop_reason == "stop" for output in outputs)
-        for prompt, output in zip(asked, outputs, strict=True):
+        for prompt, output in zip(prompts, outputs, strict=True):
             expect_own_routing(model, prompt, output)
 
 
@@ -111,8 +111,8 @@ def logprobs_on_rank(
         sampled=torch.from_numpy(np.concatenate(sampled)),
         routed_experts=torch.from_numpy(rank.routing.select_layers(routed)) if replay else None,
     )
-    found = rank.compute_logprobs(TokenBatch(lengths, fields), [list(range(len(lengths)))])
-    return found[fields.sampled].numpy()
+    logprobs = rank.compute_logprobs(TokenBatch(lengths, fields), [list(range(len(lengths)))])
+    return logprobs[fields.sampled].numpy()
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -175,7 +175,7 @@ def test_a_killed_rank_ends_the_run_with_one_message_that_says_what_is_left(tmp_
     assert "policy rank 1" in message
     assert "Traceback" not in run.log(), run.log()
     run.assert_nothing_left()
-    saved = sorted(int(one.name.removeprefix("step_")) for one in (run.run_dir / "checkpoints").glob("step_*"))
+    saved = sorted(int(path.name.removeprefix("step_")) for path in (run.run_dir / "checkpoints").glob("step_*"))
     assert f"checkpoints/step_{saved[-1]} is the last one" in message
 
 
@@ -195,6 +195,6 @@ def test_ctrl_c_leaves_nothing_behind(when: str, tmp_path: Path) -> None:
 
 
 def test_a_run_directory_is_for_one_run_at_a_time(straight_run: TrainingRun) -> None:
-    other = TrainingRun(straight_run.run_dir, *SHORT, "grpo.seed=7")
-    assert other.finish() == 2
-    assert "holds another run: its grpo.seed is 42, this one's is 7" in other.log()
+    other_run = TrainingRun(straight_run.run_dir, *SHORT, "grpo.seed=7")
+    assert other_run.finish() == 2
+    assert "holds another run: its grpo.seed is 42, this one's is 7" in other_run.log()

@@ -1,7 +1,5 @@
 """A run of a script: what its functions, its reward model and its callbacks were told, in one run of two steps."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Servers of megatron_grpo.serve: engines elsewhere, and requests that are late, huge or foreign."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time
@@ -119,12 +117,12 @@ def _sample(generation: VllmGeneration) -> list[Any]:
 def _check_sampled(generation: VllmGeneration, oracle: Oracle, version: int) -> None:
     """What is drawn depends on the seeds alone, and comes with the log-probabilities that it was drawn with."""
     first, again = _sample(generation), _sample(generation)
-    assert len({tuple(one.token_ids.tolist()) for one in first}) > 6
-    for one, other in zip(first, again, strict=True):
-        token_ids = one.token_ids.tolist()
-        assert token_ids == other.token_ids.tolist()
-        assert one.logprobs.tolist() == pytest.approx(oracle.logprobs(PROMPT, token_ids, 0.7), abs=1e-4)
-        assert one.spans == [Span(0, len(token_ids), version)]
+    assert len({tuple(output.token_ids.tolist()) for output in first}) > 6
+    for output, repeated in zip(first, again, strict=True):
+        token_ids = output.token_ids.tolist()
+        assert token_ids == repeated.token_ids.tolist()
+        assert output.logprobs.tolist() == pytest.approx(oracle.logprobs(PROMPT, token_ids, 0.7), abs=1e-4)
+        assert output.spans == [Span(0, len(token_ids), version)]
 
 
 HOST, JSON = "Host: 127.0.0.1", "Content-Type: application/json"
@@ -143,11 +141,11 @@ def test_requests_that_are_late_huge_or_foreign_are_refused(tmp_path: Path) -> N
             421: ["Host: evil.example", key, JSON],
             431: [HOST, key, JSON, *HUGE],
         }
-        found = {
+        answers = {
             status: _status(server.port, lines, (BODY_BYTES + 1) * (status == 413))
             for status, lines in statuses.items()
         }
-        assert found == {status: status for status in statuses}
+        assert answers == {status: status for status in statuses}
         begun = time.monotonic()
         with socket.create_connection(("127.0.0.1", server.port), timeout=60) as late:
             late.sendall(b"POST /pause HTTP/1.1\r\n")

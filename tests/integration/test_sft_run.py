@@ -36,10 +36,10 @@ def validations(run: TrainingRun) -> list[dict[str, float]]:
 
 
 def test_the_loss_falls_and_validation_samples(straight: TrainingRun) -> None:
-    rows, found = straight.metrics(), validations(straight)
-    assert [row["step"] for row in found] == [0, 3, 6]
-    assert found[-1]["val_loss"] < found[0]["val_loss"]
-    assert all(0 <= row["val_accuracy"] <= 1 and row["val_response_length"] > 0 for row in found)
+    rows, validation_rows = straight.metrics(), validations(straight)
+    assert [row["step"] for row in validation_rows] == [0, 3, 6]
+    assert validation_rows[-1]["val_loss"] < validation_rows[0]["val_loss"]
+    assert all(0 <= row["val_accuracy"] <= 1 and row["val_response_length"] > 0 for row in validation_rows)
     assert all(row["valid_tokens"] == 16 * 4 for row in rows), "three digits and the end of 16 answers"
     assert undocumented(rows[-1].keys() - {"step", "timing", "throughput"}) == set()
 
@@ -115,9 +115,9 @@ def test_pairs_are_learnt_and_resumed(algorithm: str, accuracy: str, tmp_path: P
     losses = [row["loss"] for row in straight.metrics()]
     assert losses[0] == pytest.approx(0.6931, abs=1e-3), "log 2: the policy is still the reference, or scores are 0"
     assert losses[-1] < losses[0]
-    found = validations(straight)
-    assert found[-1]["val_loss"] < found[0]["val_loss"]
-    assert found[-1][accuracy] > 0.8
+    validation_rows = validations(straight)
+    assert validation_rows[-1]["val_loss"] < validation_rows[0]["val_loss"]
+    assert validation_rows[-1][accuracy] > 0.8
     assert undocumented(straight.metrics()[-1].keys() - {"step", "timing", "throughput"}) == set()
     kill_after(pair_run(tmp_path, algorithm, "run"), 3)
     second = complete(pair_run(tmp_path, algorithm, "run"))

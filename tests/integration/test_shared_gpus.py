@@ -36,7 +36,7 @@ def test_engines_see_their_own_gpus_first_and_then_those_of_the_others(cluster: 
     actor: Any = ray.remote(Process)
     cluster.reserve_shared(ranks=4, guests=[0, 2, 0, 1])
     ranks = [actor.options(**cluster.build_policy_options(rank)).remote() for rank in range(4)]
-    devices = [device for found in ray.get([rank.gpus.remote() for rank in ranks], timeout=60) for device in found]
+    devices = [device for gpus in ray.get([rank.gpus.remote() for rank in ranks], timeout=60) for device in gpus]
     assert len(set(devices)) == 4, "each rank has one of its own"
     cluster.share(devices, ranks_per_engine=2)
     engines = [actor.options(**cluster.build_engine_options(engine)).remote() for engine in range(2)]
@@ -63,13 +63,13 @@ def test_on_several_nodes_an_engine_has_gpus_of_its_ranks_node(two_nodes: RayClu
     actor: Any = ray.remote(Process)
     two_nodes.reserve_shared(ranks=8, guests=[0, 2, 4, 6])
     ranks = [actor.options(**two_nodes.build_policy_options(rank)).remote() for rank in range(8)]
-    devices = [device for found in ray.get([rank.gpus.remote() for rank in ranks], timeout=60) for device in found]
+    devices = [device for gpus in ray.get([rank.gpus.remote() for rank in ranks], timeout=60) for device in gpus]
     assert sorted(devices[:4]) == sorted(devices[4:]) == ["0", "1", "2", "3"]
     two_nodes.share(devices, ranks_per_engine=2)
     engines = [actor.options(**two_nodes.build_engine_options(engine)).remote() for engine in range(4)]
-    places = ray.get([process.node.remote() for process in (*ranks, *engines)], timeout=60)
-    assert places[0] != places[4]
-    assert [places[8 + engine] for engine in range(4)] == [places[2 * engine] for engine in range(4)]
+    nodes = ray.get([process.node.remote() for process in (*ranks, *engines)], timeout=60)
+    assert nodes[0] != nodes[4]
+    assert [nodes[8 + engine] for engine in range(4)] == [nodes[2 * engine] for engine in range(4)]
     visible = [text.split(",") for text in ray.get([engine.visible.remote() for engine in engines], timeout=60)]
     assert [gpus[:2] for gpus in visible] == [devices[2 * engine : 2 * engine + 2] for engine in range(4)]
     assert all(sorted(gpus) == ["0", "1", "2", "3"] for gpus in visible)

@@ -33,9 +33,9 @@ class Slurm:
 
     def call(self, *command: str) -> str:
         """Output of a Slurm command."""
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
-        return done.stdout.strip()
+        process = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60)
+        assert process.returncode == 0, f"{' '.join(command)}: {process.stderr}"
+        return process.stdout.strip()
 
     def state(self, job: str) -> str:
         """State of a job, "COMPLETED" for example."""
@@ -108,15 +108,15 @@ def submit(slurm: Slurm, folder: Path, *overrides: str) -> str:
 
 def processes_with(word: str) -> list[str]:
     """Command lines of running processes that contain the word; ray_1 is not in ray_1k8t."""
-    found = []
+    lines = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:  # it has just ended
             continue
         if re.search(rf"\b{re.escape(word)}\b", line):
-            found.append(line)
-    return found
+            lines.append(line)
+    return lines
 
 
 def traces(job: str) -> list[str]:

@@ -86,8 +86,8 @@ def make_bigram_model(path: Path, seed: int, family: str) -> Path:
 def find_proposals(model: Path, layers: Path) -> list[int]:
     """The token that is proposed after each one, with the embedding and head of one folder and layers of another."""
     tensors, norms = load_file(model / "model.safetensors"), load_file(layers / "model.safetensors")
-    own = norms.get(f"{FURTHER}shared_head.norm.weight")
-    scale = 1 + norms["mtp.norm.weight"] if own is None else own
+    norm = norms.get(f"{FURTHER}shared_head.norm.weight")
+    scale = 1 + norms["mtp.norm.weight"] if norm is None else norm
     states = torch.nn.functional.rms_norm(tensors["model.embed_tokens.weight"], (HIDDEN,)) * scale
     proposals: list[int] = (states @ tensors["lm_head.weight"].T).argmax(dim=-1).tolist()
     return proposals

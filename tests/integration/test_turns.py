@@ -75,7 +75,7 @@ def make_datum(idx: int, prompt: str, token_ids: list[int], task: str, **info: s
     }
 
 
-def collected(generation: VllmGeneration, model: Path, max_turns: int) -> list[Trajectory]:
+def collect(generation: VllmGeneration, model: Path, max_turns: int) -> list[Trajectory]:
     prompts = [make_datum(idx, "", ids, "counting") for idx, ids in enumerate(PROMPTS)]
     root = Path(__file__).parents[2]
     settings = EnvironmentSettings(tokenizer=str(model), import_folders=(str(root),))
@@ -105,7 +105,7 @@ def test_three_turns_are_what_was_sampled_and_nothing_else_is_learnt_from(
     generation: VllmGeneration, model: Path
 ) -> None:
     """Each turn is asked for again, alone, by its seed; transformers gives the log-probabilities of the whole."""
-    trajectories = collected(generation, model, max_turns=TURNS)
+    trajectories = collect(generation, model, max_turns=TURNS)
     assert sum(trajectory.reward == TURNS for trajectory in trajectories) >= len(trajectories) // 2
     oracle = Oracle(model)
     for trajectory in trajectories:
@@ -135,7 +135,7 @@ def test_three_turns_are_what_was_sampled_and_nothing_else_is_learnt_from(
 
 
 def test_turns_end_a_rollout_too(generation: VllmGeneration, model: Path) -> None:
-    trajectories = collected(generation, model, max_turns=2)
+    trajectories = collect(generation, model, max_turns=2)
     assert {trajectory.reward for trajectory in trajectories} <= {1.0, 2.0}
     assert all(trajectory.spans[-1].end == len(trajectory.token_ids) for trajectory in trajectories), (
         "nothing follows the last turn"

@@ -68,7 +68,7 @@ class Versions:
 
     def __init__(self, folder: Path, family: Callable[..., PretrainedConfig] = longer) -> None:
         self.folders = [make_model(folder / str(seed), seed, family) for seed in range(MODELS)]
-        self.models = [AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32).eval() for one in self.folders]
+        self.models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in self.folders]
         self.number = {0: 0}
         """By version, the number of its model."""
         self._next = cycle([1, 2, 0])
@@ -86,9 +86,9 @@ class Versions:
     def recomputed(self, token_ids: Sequence[int], span: Span) -> Tensor:
         """[tokens of the span]: log-probabilities by the model of the span alone, over everything before."""
         table = self._of(span).forward(torch.tensor([list(token_ids)])).logits[0].log_softmax(-1)
-        return _chosen(table[span.start - 1 : span.end - 1], token_ids[span.start : span.end])
+        return _select_entries(table[span.start - 1 : span.end - 1], token_ids[span.start : span.end])
 
-    def kept(self, token_ids: Sequence[int], spans: Sequence[Span], prompt: Span) -> Tensor:
+    def recompute_cached(self, token_ids: Sequence[int], spans: Sequence[Span], prompt: Span) -> Tensor:
         """[tokens of all spans]: by each span's model over the cache that the models before it have filled.
 
         Args:
@@ -96,15 +96,15 @@ class Versions:
             spans: those of the response.
             prompt: the beginning of the prompt that is already in the cache, and by which version; it may be empty.
         """
-        cache, done, rows = DynamicCache(), prompt.end, []
-        if done:
-            self._of(prompt).forward(torch.tensor([list(token_ids[:done])]), past_key_values=cache, use_cache=True)
+        cache, position, rows = DynamicCache(), prompt.end, []
+        if position:
+            self._of(prompt).forward(torch.tensor([list(token_ids[:position])]), past_key_values=cache, use_cache=True)
         for span in spans:  # the last token that a model draws goes through the next one
-            fed = torch.tensor([list(token_ids[done : span.end - 1])])
+            fed = torch.tensor([list(token_ids[position : span.end - 1])])
             logits = self._of(span).forward(fed, past_key_values=cache, use_cache=True).logits[0]
-            rows.append(logits[span.start - 1 - done :].log_softmax(-1))
-            done = span.end - 1
-        return _chosen(torch.cat(rows), token_ids[spans[0].start :])
+            rows.append(logits[span.start - 1 - position :].log_softmax(-1))
+            position = span.end - 1
+        return _select_entries(torch.cat(rows), token_ids[spans[0].start :])
 
     def _of(self, span: Span) -> Any:
         return self.models[self.number[span.version]]
@@ -112,9 +112,9 @@ class Versions:
 
 @pytest.fixture
 def versions(tmp_path: Path) -> Iterator[Versions]:
-    found = Versions(tmp_path)
-    yield found
-    found.policy.shutdown()
+    published = Versions(tmp_path)
+    yield published
+    published.policy.shutdown()
 
 
 @pytest.mark.slow  # every layout starts engines and ranks of its own
@@ -130,24 +130,24 @@ def test_every_token_was_drawn_by_the_version_that_its_span_names(name: str, ver
             versions.policy, generation, RefitConfig(mode="broadcast", bucket_mib=0.05, timeout_s=60.0), Path()
         )
         transport.connect()
-        most = 0
+        most_spans = 0
         for _ in range(ROUNDS):
             before = max(versions.number)
             publish = _publish_asleep if name.startswith("asleep") else _publish
             outputs = _while_publishing(generation, requests, partial(publish, generation, versions, transport))
-            for one, output in zip(requests, outputs, strict=True):
-                _assert_drawn(one, output, versions, None if recompute else before)
-                most = max(most, len(output.spans))
-            if most > 2:
+            for sample_request, output in zip(requests, outputs, strict=True):
+                _assert_drawn(sample_request, output, versions, None if recompute else before)
+                most_spans = max(most_spans, len(output.spans))
+            if most_spans > 2:
                 break
-        assert most > 2, "no response met two updates"
+        assert most_spans > 2, "no response met two updates"
 
         version = versions.publish(transport)  # prompts that are cached under other weights are not prompts of these
         oracle = Oracle(versions.folders[versions.number[version]])
         greedy = SamplingSettings(max_new_tokens=6, temperature=0.0)
-        asked = [request(prompt, seed=0, max_new_tokens=6) for prompt in prompts]
+        greedy_requests = [request(prompt, seed=0, max_new_tokens=6) for prompt in prompts]
         _prefix_hits(generation)
-        outputs = generate(generation, asked, greedy)
+        outputs = generate(generation, greedy_requests, greedy)
         assert _prefix_hits(generation) == 0
         for prompt, output in zip(prompts, outputs, strict=True):
             assert output.token_ids.tolist() == oracle.greedy(prompt, 6)
@@ -155,7 +155,7 @@ def test_every_token_was_drawn_by_the_version_that_its_span_names(name: str, ver
                 oracle.logprobs(prompt, output.token_ids.tolist()), abs=1e-4
             )
             assert output.spans == [Span(0, len(output.token_ids), version)]
-        generate(generation, asked, greedy)
+        generate(generation, greedy_requests, greedy)
         assert bool(_prefix_hits(generation)) == (not recompute), "a cache that is kept is found under its own weights"
 
 
@@ -172,29 +172,33 @@ def test_tokens_keep_the_experts_of_the_version_that_drew_the_next_one(tmp_path:
             refit = RefitConfig(mode="broadcast", bucket_mib=0.05, timeout_s=60.0)
             transport = make_transport(versions.policy, generation, refit, Path())
             transport.connect()
-            most = 0
+            most_spans = 0
             for _ in range(ROUNDS):
                 publish = partial(_publish, generation, versions, transport)
-                for asked, output in zip(requests, _while_publishing(generation, requests, publish), strict=True):
-                    most = max(most, len(output.spans))
-                    assert_recorded(form.unpack(output.routed), asked, output, versions)
-                if most > 2:
+                for sample_request, output in zip(
+                    requests, _while_publishing(generation, requests, publish), strict=True
+                ):
+                    most_spans = max(most_spans, len(output.spans))
+                    assert_recorded(form.unpack(output.routed), sample_request, output, versions)
+                if most_spans > 2:
                     break
-            assert most > 2, "no response met two updates"
+            assert most_spans > 2, "no response met two updates"
     finally:
         versions.policy.shutdown()
 
 
-def assert_recorded(chosen: Any, asked: GenerationRequest, output: GenerationOutput, versions: Versions) -> None:
-    prompt = len(asked.prompt_ids)
-    token_ids = torch.tensor([*asked.prompt_ids.tolist(), *output.token_ids.tolist()])
+def assert_recorded(
+    chosen: Any, sample_request: GenerationRequest, output: GenerationOutput, versions: Versions
+) -> None:
+    prompt = len(sample_request.prompt_ids)
+    token_ids = torch.tensor([*sample_request.prompt_ids.tolist(), *output.token_ids.tolist()])
     assert len(chosen) == len(token_ids) - 1
     first = 0
     for span in output.spans:  # the prompt's tokens are those of the first span
         last = prompt + span.end - 1
         expected = own_routing(versions.models[versions.number[span.version]], token_ids)[first:last]
-        found = torch.from_numpy(chosen[first:last]).sort(dim=-1).values
-        assert torch.equal(found.long(), expected.sort(dim=-1).values.long()), span
+        experts = torch.from_numpy(chosen[first:last]).sort(dim=-1).values
+        assert torch.equal(experts.long(), expected.sort(dim=-1).values.long()), span
         first = last
 
 
@@ -203,18 +207,20 @@ def _prefix_hits(generation: VllmGeneration) -> int:
     return sum(counts.prefix_hits for counts in ray.get(generation.submit(Engine.take_counts)))
 
 
-def _assert_drawn(asked: GenerationRequest, output: GenerationOutput, versions: Versions, before: int | None) -> None:
+def _assert_drawn(
+    sample_request: GenerationRequest, output: GenerationOutput, versions: Versions, before: int | None
+) -> None:
     """Every token was drawn by its span's version.
 
     Args:
-        asked: the request for one response.
-        output: the response to `asked`.
+        sample_request: the request for one response.
+        output: the response.
         versions: the models, and the version that each was published as.
         before: the version that was served when the first was asked, where the cache is kept: a prompt that waits for
             its turn while the weights change begins with what that version, or one until its turn, has cached of it.
     """
-    start = len(asked.prompt_ids)
-    token_ids = [*asked.prompt_ids.tolist(), *output.token_ids.tolist()]
+    start = len(sample_request.prompt_ids)
+    token_ids = [*sample_request.prompt_ids.tolist(), *output.token_ids.tolist()]
     assert [span.start for span in output.spans] == [0, *(span.end for span in output.spans[:-1])]
     assert output.spans[-1].end == len(output.token_ids)
     assert [span.version for span in output.spans] == sorted({span.version for span in output.spans})
@@ -223,7 +229,7 @@ def _assert_drawn(asked: GenerationRequest, output: GenerationOutput, versions: 
         possible = [torch.cat([versions.recomputed(token_ids, span) for span in spans])]
     else:
         cached = [Span(0, BLOCK, version) for version in range(before, spans[0].version)]
-        possible = [versions.kept(token_ids, spans, prompt) for prompt in [Span(0, 0, before), *cached]]
+        possible = [versions.recompute_cached(token_ids, spans, prompt) for prompt in [Span(0, 0, before), *cached]]
     logprobs = output.logprobs.tolist()
     assert any(logprobs == pytest.approx(expected.tolist(), abs=1e-4) for expected in possible), (output.spans, before)
 
@@ -254,7 +260,7 @@ def _while_publishing(
     async def scene() -> list[GenerationOutput]:
         pool = Engines([EngineClient(engine, index, "test") for index, engine in enumerate(generation.engines)])
         placed = zip(pool.assign([1] * len(requests)), requests, strict=True)
-        calls = [client.generate(one, SETTINGS) for client, one in placed]
+        calls = [client.generate(sample_request, SETTINGS) for client, sample_request in placed]
         first = asyncio.gather(*calls[::2])
         await asyncio.sleep(0.1)
         publishing = asyncio.create_task(asyncio.to_thread(publish))
@@ -271,7 +277,7 @@ def _while_publishing(
     return asyncio.run(scene())
 
 
-def _chosen(table: Tensor, token_ids: Sequence[int]) -> Tensor:
+def _select_entries(table: Tensor, token_ids: Sequence[int]) -> Tensor:
     """[tokens]: of each row of [tokens, vocabulary] the entry of its token."""
     return table.gather(1, torch.tensor(list(token_ids))[:, None])[:, 0]
 

@@ -128,10 +128,10 @@ def _meeting_files() -> set[Path]:
 
 
 def _wait_until_gone(files: set[Path]) -> None:
-    """Wait until none of these files is left; those of an engine that another test starts go once it has started."""
+    """Wait until none of these files is left; an engine that another test starts removes its own."""
     deadline = time.monotonic() + START_S
-    while left := files & _meeting_files():
-        assert time.monotonic() < deadline, f"an engine has started and left {left} behind"
+    while remaining := files & _meeting_files():
+        assert time.monotonic() < deadline, f"an engine has started and left {remaining} behind"
         time.sleep(0.5)
 
 
@@ -228,9 +228,11 @@ def generate(
     async def ask() -> list[GenerationOutput]:
         pool = Engines([EngineClient(engine, index, "test") for index, engine in enumerate(generation.engines)])
         placed = pool.assign([1] * len(requests))
-        asked = (client.generate(one, settings) for client, one in zip(placed, requests, strict=True))
+        calls = (
+            client.generate(sample_request, settings) for client, sample_request in zip(placed, requests, strict=True)
+        )
         async with asyncio.timeout(timeout_s):
-            return await asyncio.gather(*asked)
+            return await asyncio.gather(*calls)
 
     return asyncio.run(ask())
 
@@ -251,7 +253,7 @@ def worker_pids(generation: VllmGeneration, engine: int = 0) -> list[int]:
     The engine's actor itself looks for them, and by kinship: nothing else is as many generations away from it.
     """
     workers = ray.get(generation.engines[engine].__ray_call__.remote(_youngest_generation))
-    assert workers, [(one.pid, one.ppid(), one.name()) for one in psutil.process_iter()]
+    assert workers, [(process.pid, process.ppid(), process.name()) for process in psutil.process_iter()]
     return workers
 
 

@@ -1,7 +1,5 @@
 """Parity tests compute what they compare with in one thread, which is faster on their small tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

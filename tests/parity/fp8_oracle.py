@@ -15,7 +15,7 @@ from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from tests.parity.on_rank import TEMPERATURE, expect_gradients
 from tests.parity.policy_training import make_engine, whole_gradients
 from tests.parity.ranks import Layout
-from tests.parity.training import merged, step_counts
+from tests.parity.training import merge, step_counts
 from tests.support.tiny_models import VOCAB, TinyModel, logprobs_of_logits
 
 Scales = Callable[[Tensor], Tensor]
@@ -33,11 +33,14 @@ def e4m3(values: Tensor) -> Tensor:
 
 
 def block_scales(values: Tensor, rows: int, columns: int, power_of_two: bool) -> Tensor:
-    """At every number, what its block is multiplied by (the largest power of two that keeps it within 448), or else
-    divided by (its largest number / 448)."""
+    """The scale of the block of every number.
+
+    Multiplied by it: the largest power of two that keeps the block within 448. Else divided by it: the block's largest
+    number / 448.
+    """
     scales = torch.ones_like(values)
-    for top, left in product(range(0, values.shape[0], rows), range(0, values.shape[1], columns)):
-        block = (slice(top, top + rows), slice(left, left + columns))
+    for top, begin in product(range(0, values.shape[0], rows), range(0, values.shape[1], columns)):
+        block = (slice(top, top + rows), slice(begin, begin + columns))
         largest = values[block].abs().max()
         if largest:
             scales[block] = 2.0 ** math.floor(math.log2(448 / largest.item())) if power_of_two else largest / 448
@@ -54,10 +57,10 @@ class _Rounded(torch.autograd.Function):
         return gradient, None, None
 
 
-def rounded(values: Tensor, recipe: str, weight: bool, shared: list[Tensor]) -> Tensor:
+def round_matrix(values: Tensor, recipe: str, weight: bool, shared: list[Tensor]) -> Tensor:
     """A matrix, [rows, columns], as the recipe rounds it; `shared` are all matrices that have its scale."""
     if recipe == "tensorwise":
-        largest = max(one.detach().abs().max().item() for one in shared)
+        largest = max(matrix.detach().abs().max().item() for matrix in shared)
         scale = torch.full_like(values, 448 / torch.tensor(largest).item())
     else:
         side = 32 if recipe == "mxfp8" else 128
@@ -80,8 +83,8 @@ def simulate(model: torch.nn.Module, recipe: str, layers: list[int]) -> torch.nn
 
             def forward(values: Tensor, linear: torch.nn.Linear = linear, mates: list[Tensor] = mates) -> Tensor:
                 flat = values.flatten(0, -2)
-                inputs = rounded(flat, recipe, weight=False, shared=[flat])
-                weight = rounded(linear.weight, recipe, weight=True, shared=mates)
+                inputs = round_matrix(flat, recipe, weight=False, shared=[flat])
+                weight = round_matrix(linear.weight, recipe, weight=True, shared=mates)
                 return F.linear(inputs, weight).unflatten(0, values.shape[:-1])
 
             linear.forward = forward
@@ -142,6 +145,6 @@ def measure_in_transformers(model: torch.nn.Module) -> tuple[Tensor, dict[str, T
 
 
 def expect_equal(by_rank: list[Measured], logprobs: Tensor, gradients: dict[str, Tensor]) -> None:
-    (reported,) = [found for found, _, _ in by_rank if found is not None]
+    (reported,) = [part for part, _, _ in by_rank if part is not None]
     torch.testing.assert_close(reported, logprobs, atol=2e-5 / TEMPERATURE, rtol=0)
-    expect_gradients(merged([found for _, _, found in by_rank]), gradients)
+    expect_gradients(merge([part for _, _, part in by_rank]), gradients)

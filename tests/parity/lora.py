@@ -36,7 +36,7 @@ def own_parts(rank: PolicyRank, gradients: bool) -> dict[str, Tensor]:
     }
 
 
-def joined(by_rank: list[dict[str, Tensor]], layout: Layout) -> dict[str, Tensor]:
+def join(by_rank: list[dict[str, Tensor]], layout: Layout) -> dict[str, Tensor]:
     """Whole A and B from what every rank has: tensor-parallel neighbours are consecutive, other copies are equal."""
     full_tensors: dict[str, Tensor] = {}
     for begin in range(0, layout.ranks, layout.tensor):
@@ -80,15 +80,15 @@ def peft_oracle(model: TinyModel, full_tensors: dict[str, Tensor]) -> PeftModel:
     targets = [matrix.rpartition(".")[2] for matrices in MATRICES.values() for matrix in matrices]
     config = PeftConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=targets, task_type="CAUSAL_LM")
     oracle = get_peft_model(model.load(), config)
-    for name, of_a, of_b, matrix in places(oracle, full_tensors):
+    for name, of_a, of_b, matrix in list_matrices(oracle, full_tensors):
         assert of_a.shape == full_tensors[f"{name}.lora_a"].shape
         of_a.data.copy_(full_tensors[f"{name}.lora_a"])
         of_b.data.copy_(rows_of(model, matrix, full_tensors[f"{name}.lora_b"]))
     return oracle
 
 
-def places(oracle: PeftModel, full_tensors: dict[str, Tensor]) -> list[tuple[str, Tensor, Tensor, str]]:
-    """For every matrix of transformers: the adapted layer that it belongs to, its A and B in peft, and its name."""
+def list_matrices(oracle: PeftModel, full_tensors: dict[str, Tensor]) -> list[tuple[str, Tensor, Tensor, str]]:
+    """For every matrix of transformers: its adapted layer, its A and B in peft, and its name."""
     parameters = dict(oracle.named_parameters())
     weights = []
     for name in sorted({key.rpartition(".")[0] for key in full_tensors}):

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_grpo.batch.token_batch import TokenBatch
 from tests.parity.policy_training import make_batch, make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.training import merged, whole_tensors
+from tests.parity.training import merge, whole_tensors
 from tests.support.tiny_models import logprobs_of_logits
 
 Weights = dict[str, Tensor]
@@ -72,18 +72,18 @@ def expect_continuation(
     To the bit in the layout that wrote the checkpoint, to rounding in others.
     """
     folder.mkdir(exist_ok=True)
-    expected = merged(run_on_ranks(written_by, save, model, folder, settings or {}))
+    expected = merge(run_on_ranks(written_by, save, model, folder, settings or {}))
     for layout in (written_by, *read_by):
-        actual = merged(run_on_ranks(layout, load, model, folder, settings or {}))
+        actual = merge(run_on_ranks(layout, load, model, folder, settings or {}))
         tolerance = (0.0, 0.0) if layout == written_by else (atol, rtol)
-        expect_close(actual, expected, *tolerance, place=str(layout))
+        expect_close(actual, expected, *tolerance, where=str(layout))
     return expected
 
 
-def expect_close(actual: Weights, expected: Weights, atol: float = 2e-6, rtol: float = 1e-4, place: str = "") -> None:
+def expect_close(actual: Weights, expected: Weights, atol: float = 2e-6, rtol: float = 1e-4, where: str = "") -> None:
     """Up to rounding of float32."""
     for name, tensor in expected.items():
-        message = f"{place} {name}: "
+        message = f"{where} {name}: "
         torch.testing.assert_close(actual[name], tensor, atol=atol, rtol=rtol, msg=lambda text, m=message: m + text)
 
 
@@ -104,7 +104,7 @@ def expect_logprobs(
 ) -> None:
     """Those of every sequence of the batch, from one replica, are those of transformers."""
     batch = make_batch()
-    reported = sorted((number, values) for found in by_rank for number, values in found.items())
+    reported = sorted((number, values) for part in by_rank for number, values in part.items())
     assert [number for number, _ in reported] == list(range(len(batch)))
     sequences = batch.fields.token_ids.long().split(batch.lengths)
     for ids, (_, logprobs) in zip(sequences, reported, strict=True):

@@ -19,8 +19,8 @@ from megatron_grpo.verification.tolerances import LEAST_SHARE
 from tests.parity.ranks import Layout
 from tests.parity.training import (
     LENGTHS,
-    fetched,
-    merged,
+    fetch,
+    merge,
     parameters_of,
     random_mask,
     rank_share,
@@ -109,7 +109,7 @@ def gradients_on_rank(
     for model in models:
         engine = make_engine(layout, model, distributed=False, packing=packing, **(settings or {}))
         share, microbatches, loss_fn, counts = train_arguments(layout)
-        engine.compute_gradients(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
+        engine.compute_gradients(fetch(engine, share, loss_fn), microbatches, loss_fn, counts)
         gradients = whole_gradients(engine)
         results.append((gradients, engine.optimizer.compute_grad_norm()))
     return results
@@ -140,7 +140,7 @@ def expect_gradients_of_transformers(
         # transformers stacks experts, and its files, whose names `actual` has, do not.
         gradients = {name: parameter.grad for name, parameter in model.named_parameters() if ".indexer." not in name}
         expected = revert_weight_conversion(model, gradients)
-        actual = merged([results[index][0] for results in by_rank])
+        actual = merge([results[index][0] for results in by_rank])
         # Biases of expert selection and indexers are exported, and have no gradient.
         without = {name for name in actual if name.endswith("e_score_correction_bias") or ".indexer." in name}
         without |= dict(model.named_buffers()).keys()

@@ -1,7 +1,5 @@
 """Running a function on ranks, over gloo on a CPU and over NCCL with one GPU a rank: one body, every layout."""
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

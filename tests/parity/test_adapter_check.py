@@ -49,7 +49,7 @@ def planted(kind: Any, name: str, value: Any) -> Iterator[None]:
         setattr(kind, name, original)
 
 
-def merged(layer: AdaptedLinear, factor: float) -> Tensor:
+def merge_product(layer: AdaptedLinear, factor: float) -> Tensor:
     """The weight with the adapter's product times a factor."""
     return (layer.weight.float() + factor * (layer.lora_b.float() @ layer.lora_a.float())).to(layer.weight.dtype)
 
@@ -62,10 +62,10 @@ def merges(rank: PolicyRank, stale: dict[str, Tensor]) -> dict[str, Merge]:
     names = {id(layer): name for name, layer in adapted_layers(rank).items()}
     return {
         "left out": lambda layer: layer.weight.detach(),
-        "twice": lambda layer: merged(layer, 2 * layer.scale),
-        "scale missing": lambda layer: merged(layer, 1.0),
+        "twice": lambda layer: merge_product(layer, 2 * layer.scale),
+        "scale missing": lambda layer: merge_product(layer, 1.0),
         "previous version": lambda layer: stale[names[id(layer)]],
-        "first layer alone": lambda layer: merged(layer, layer.scale if names[id(layer)] == FIRST else 0.0),
+        "first layer alone": lambda layer: merge_product(layer, layer.scale if names[id(layer)] == FIRST else 0.0),
     }
 
 

@@ -18,11 +18,11 @@ from megatron_grpo.trainer.checkpoint import ResultsFile
 from tests.parity.on_rank import expect_close, load_on_rank
 from tests.parity.policy_training import make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.training import merged, whole_tensors
+from tests.parity.training import merge, whole_tensors
 from tests.support.tiny_models import TinyModel
 
 
-def gathering(*_: Any, **__: Any) -> None:
+def refuse_gather(*_: Any, **__: Any) -> None:
     raise AssertionError("a rank gathers the optimizer state of others")
 
 
@@ -33,7 +33,7 @@ def save_on_rank(layout: Layout, model: TinyModel, folder: Path, background: boo
         engine.train(*train_arguments(layout))
     original, DistributedOptimizer.get_parameter_state_dp_zero = (
         DistributedOptimizer.get_parameter_state_dp_zero,
-        gathering,
+        refuse_gather,
     )
     try:
         engine.checkpoint.save(str(folder), background=background)
@@ -53,12 +53,12 @@ def test_every_replica_writes_its_part_while_training_goes_on(
     for background in (False, True):
         folder = tmp_path / f"background_{background}"
         folder.mkdir()
-        expected = merged(run_on_ranks(layout, save_on_rank, model, folder, background))
+        expected = merge(run_on_ranks(layout, save_on_rank, model, folder, background))
         written = [sum(file.stat().st_size for file in folder.glob(f"__{rank}_*.distcp")) for rank in range(2)]
         assert min(written) > 0.4 * sum(written)
-        actual = merged(run_on_ranks(layout, load_on_rank, model, folder, {}))
+        actual = merge(run_on_ranks(layout, load_on_rank, model, folder, {}))
         assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
-    expect_close(merged(run_on_ranks(Layout(), load_on_rank, model, folder, {})), expected)
+    expect_close(merge(run_on_ranks(Layout(), load_on_rank, model, folder, {})), expected)
 
 
 def copies_on_rank(layout: Layout, model: TinyModel, folder: Path) -> tuple[bool, bool]:
@@ -66,12 +66,12 @@ def copies_on_rank(layout: Layout, model: TinyModel, folder: Path) -> tuple[bool
     copies: list[weakref.ref[Tensor]] = []
 
     def copy_buckets(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
-        made = [
+        copied_buckets = [
             (file, key, (objects, [(item, tensor.clone()) for item, tensor in tensors]))
             for file, key, (objects, tensors) in write_buckets
         ]
-        copies.extend(weakref.ref(tensor) for _, _, (_, tensors) in made for _, tensor in tensors)
-        return made
+        copies.extend(weakref.ref(tensor) for _, _, (_, tensors) in copied_buckets for _, tensor in tensors)
+        return copied_buckets
 
     engine = make_engine(layout, model)
     engine.train(*train_arguments(layout))
@@ -95,7 +95,7 @@ def test_copies_are_held_until_the_background_process_has_ended(
     assert run_on_ranks(Layout(), copies_on_rank, tiny_models["qwen3_tied"], tmp_path) == [(True, True)]
 
 
-def hanging(*_: Any) -> None:
+def sleep_long(*_: Any) -> None:
     time.sleep(60)
 
 
@@ -105,7 +105,7 @@ def killed_on_rank(layout: Layout, model: TinyModel, folder: Path) -> bool:
     kill = torch.distributed.get_rank() == 1
     original = ResultsFile.put
     try:
-        ResultsFile.put = hanging if kill else original  # type: ignore[method-assign]
+        ResultsFile.put = sleep_long if kill else original  # type: ignore[method-assign]
         engine.checkpoint.save(str(folder), background=True)
     finally:
         ResultsFile.put = original  # type: ignore[method-assign]

@@ -130,7 +130,7 @@ def test_a_pack_shows_what_a_sequence_alone_does_not(layout: Layout, tmp_path: P
 
 
 def _of_folder(tiny: TinyModel, boxes: list[Box]) -> dict[str, Fingerprint]:
-    """Fingerprints of the tensors in the folder that a rank of an engine keeps, and of the outputs of its experts."""
+    """Fingerprints of a folder's tensors that a rank of an engine keeps, and of its experts' outputs."""
     tensors, fingerprints = tiny.tensors(), dict[str, Fingerprint]()
     experts: defaultdict[str, list[Tensor]] = defaultdict(list)
     for box in filter(lambda box: box.tensor, boxes):

@@ -20,7 +20,7 @@ from tests.parity.policy_training import (
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.test_invariance import AS_IT_COMES, whole_steps
 from tests.parity.test_rank_logprobs import expect_logprobs, logprobs_on_rank
-from tests.parity.training import fetched, merged, step_counts
+from tests.parity.training import fetch, merge, step_counts
 from tests.support.loss_oracle import CONFIGS
 from tests.support.rare import rare
 from tests.support.tiny_models import VOCAB, TinyModel, make_tiny_model
@@ -38,9 +38,9 @@ LAYOUTS = [
 def test_ranks_report_the_logprobs_of_transformers(layout: Layout, tiny_models: dict[str, TinyModel]) -> None:
     model = tiny_models["llama_untied"]
     by_rank = run_on_ranks(layout, logprobs_on_rank, model)
-    reported = [found for found, _ in by_rank if found]
+    reported = [result for result, _ in by_rank if result]
     assert len(reported) == layout.data, "the ranks that share a sequence report it once"
-    expect_logprobs([found[0] for found in reported], model.load())
+    expect_logprobs([result[0] for result in reported], model.load())
 
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
@@ -89,9 +89,9 @@ def make_long_batch() -> TokenBatch:
 def train_on_rank(layout: Layout, model: TinyModel) -> tuple[Tensor | None, float, dict[str, Tensor], float]:
     """Log-probabilities, this rank's share of the loss, gradients and their norm."""
     engine, batch = make_engine(layout, model, distributed=False), make_long_batch()
-    logprobs = engine.compute_logprobs(fetched(engine, batch, None), [[0]])
+    logprobs = engine.compute_logprobs(fetch(engine, batch, None), [[0]])
     loss_fn = ClippedPGLossFn(LossConfig(reference_policy_kl_penalty=0.0))
-    metrics = engine.compute_gradients(fetched(engine, batch, loss_fn), [[0]], loss_fn, step_counts(batch))
+    metrics = engine.compute_gradients(fetch(engine, batch, loss_fn), [[0]], loss_fn, step_counts(batch))
     return logprobs, float(metrics[0]["loss"]), whole_gradients(engine), engine.optimizer.compute_grad_norm()
 
 
@@ -104,9 +104,9 @@ def test_context_parallel_ranks_compute_what_one_rank_does(tmp_path: Path) -> No
     (logprobs,) = (values for values, *_ in by_rank if values is not None)
     torch.testing.assert_close(logprobs, expected, atol=2e-5, rtol=0)
     assert sum(share for _, share, *_ in by_rank) == pytest.approx(loss, abs=2e-6)
-    for name, gradient in merged([parts for *_, parts, _ in by_rank]).items():
+    for name, gradient in merge([parts for *_, parts, _ in by_rank]).items():
         assert (gradient - gradients[name]).norm() < 1e-4 * max(float(gradients[name].norm()), 1e-3 * norm), name
-    assert [found[3] for found in by_rank] == pytest.approx([norm] * 2, rel=1e-4)
+    assert [result[3] for result in by_rank] == pytest.approx([norm] * 2, rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(context=2)], ids=str)

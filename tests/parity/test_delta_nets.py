@@ -18,7 +18,7 @@ from tests.parity.policy_training import (
     train_arguments,
 )
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.training import merged, whole_tensors
+from tests.parity.training import merge, whole_tensors
 from tests.support.hf_configs import read_configs
 from tests.support.rare import rare
 from tests.support.tiny_models import TinyModel
@@ -104,19 +104,19 @@ def load_on_rank(layout: Layout, model: TinyModel, folder: str, lora: LoraConfig
 @pytest.mark.parametrize("lora", [LoraConfig(), LORA], ids=["weights", "adapters"])
 def test_a_checkpoint_loads_in_other_layouts(lora: LoraConfig, models: dict[str, TinyModel], tmp_path: Path) -> None:
     model, saving = models["next"], Layout(tensor=2, sequence=True)
-    saved = merged(run_on_ranks(saving, save_on_rank, model, str(tmp_path), lora, timeout_s=600.0))
+    saved = merge(run_on_ranks(saving, save_on_rank, model, str(tmp_path), lora, timeout_s=600.0))
     changed = {name for name, tensor in saved.items() if not torch.equal(tensor, model.tensors()[name])}
     assert any("in_proj_qkvz" in name for name in changed)
     assert any("conv1d" in name for name in changed) != bool(lora.rank)
     for layout in (Layout(), Layout(pipeline=2, context=2)):
-        loaded = merged(run_on_ranks(layout, load_on_rank, model, str(tmp_path), lora, timeout_s=600.0))
+        loaded = merge(run_on_ranks(layout, load_on_rank, model, str(tmp_path), lora, timeout_s=600.0))
         assert loaded.keys() == saved.keys()
         for name, tensor in saved.items():
             assert torch.equal(loaded[name], tensor), name
 
 
 def test_the_decay_stays_in_float32(models: dict[str, TinyModel]) -> None:
-    weights = merged(run_on_ranks(Layout(data=2), train_on_rank, models["first"], {"precision": "bfloat16"}))
+    weights = merge(run_on_ranks(Layout(data=2), train_on_rank, models["first"], {"precision": "bfloat16"}))
     before = models["first"].tensors()
     for name, tensor in weights.items():
         assert tensor.dtype == (torch.float32 if name.endswith("A_log") else torch.bfloat16), name

@@ -1,7 +1,5 @@
 """Steps that ranks refuse for their probability error; tensors whose gradient is exactly zero."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import replace
@@ -24,7 +22,7 @@ from tests.parity.on_rank import expect_close
 from tests.parity.policy_training import OPTIMIZER, make_batch, make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.test_training import adamw_steps
-from tests.parity.training import fetched, merged, whole_tensors
+from tests.parity.training import fetch, merge, whole_tensors
 from tests.support.tiny_models import VOCAB, TinyModel, logprobs_of_logits
 
 Found = tuple[list[bool], dict[str, Tensor], dict[str, Tensor], list[dict[str, float]]]
@@ -34,10 +32,10 @@ def refusals_on_rank(layout: Layout, model: TinyModel, limits: list[float | None
     """Which limits refuse a step, the weights before and after refused ones, and the metrics of the last of them."""
     engine = make_engine(layout, model)
     share, microbatches, loss_fn, counts = train_arguments(layout)
-    batch = fetched(engine, share, loss_fn)
+    batch = fetch(engine, share, loss_fn)
     before = whole_tensors(engine)
     answers = [engine.train(batch, microbatches, loss_fn, counts, limit) for limit in limits]
-    return [one.is_refused for one in answers], before, whole_tensors(engine), answers[-1].metrics or []
+    return [answer.is_refused for answer in answers], before, whole_tensors(engine), answers[-1].metrics or []
 
 
 def refused_then_trained(layout: Layout, model: TinyModel) -> dict[str, Tensor]:
@@ -72,15 +70,15 @@ def test_all_ranks_refuse_the_same_steps(layout: Layout, tiny_models: dict[str, 
     assert without_worst < error
     limits = [without_worst * 0.999, 1.001]
     by_rank = run_on_ranks(layout, refusals_on_rank, model, limits)
-    assert all(found[0] == [True, True] for found in by_rank)
-    before, after = (merged([found[place] for found in by_rank]) for place in (1, 2))
+    assert all(result[0] == [True, True] for result in by_rank)
+    before, after = (merge([result[index] for result in by_rank]) for index in (1, 2))
     for name, tensor in before.items():
         torch.testing.assert_close(after[name], tensor, atol=0, rtol=0)
-    shares = [one for found in by_rank for one in found[3]]
-    assert sum(one["token_mult_prob_error"] for one in shares) == pytest.approx(error, rel=1e-4)
-    assert all(math.isfinite(one["loss"]) for one in shares)
+    shares = [share for result in by_rank for share in result[3]]
+    assert sum(share["token_mult_prob_error"] for share in shares) == pytest.approx(error, rel=1e-4)
+    assert all(math.isfinite(share["loss"]) for share in shares)
     accepted = run_on_ranks(layout, refusals_on_rank, model, [(without_worst + error) / 2])
-    assert all(found[0] == [False] for found in accepted), "the worst token does not count"
+    assert all(result[0] == [False] for result in accepted), "the worst token does not count"
 
 
 @pytest.mark.parametrize("layout", [Layout(data=2), Layout(tensor=2, pipeline=2)], ids=str)
@@ -88,7 +86,7 @@ def test_a_refused_step_leaves_no_trace(layout: Layout, tiny_models: dict[str, T
     """The step after it is that of torch's AdamW from the same weights, with the first learning rate."""
     model = tiny_models["qwen3_tied"]
     by_rank = run_on_ranks(layout, refused_then_trained, model)
-    expect_close(merged(by_rank), adamw_steps(model, [(replace(OPTIMIZER), 0.5e-2)]))
+    expect_close(merge(by_rank), adamw_steps(model, [(replace(OPTIMIZER), 0.5e-2)]))
 
 
 TEMPERATURE = 0.8
@@ -152,12 +150,12 @@ def test_they_are_those_of_transformers(layout: Layout, tmp_path: Path) -> None:
     models = [make_blocked(family, tmp_path / family, *BLOCKED[family]) for family in families]
     by_rank = run_on_ranks(layout, find_on_rank, models)
     for number, model in enumerate(models):
-        held = Counter(name for rank in by_rank for name in rank[number][0])
+        counter = Counter(name for rank in by_rank for name in rank[number][0])
         zero = Counter(name for rank in by_rank for name in rank[number][1])
-        assert set(held) == set(model.tensors())
+        assert set(counter) == set(model.tensors())
         expected = list_zeros_of_transformers(model)
         assert {f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"} <= expected
-        assert {name for name, count in zero.items() if count == held[name]} == expected
+        assert {name for name, count in zero.items() if count == counter[name]} == expected
 
 
 def find_adapters_on_rank(layout: Layout, model: TinyModel, lora: LoraConfig) -> list[tuple[str, ...]]:
@@ -184,8 +182,8 @@ def test_every_family_has_them_where_transformers_has_them(layout: Layout, tmp_p
     models = [make_blocked(family, tmp_path / family) for family in families]
     by_rank = run_on_ranks(layout, find_on_rank, models, timeout_s=300.0)
     for number, model in enumerate(models):
-        held = Counter(name for rank in by_rank for name in rank[number][0])
+        counter = Counter(name for rank in by_rank for name in rank[number][0])
         zero = Counter(name for rank in by_rank for name in rank[number][1])
-        assert set(held) <= set(model.tensors())
+        assert set(counter) <= set(model.tensors())
         expected = list_zeros_of_transformers(model)
-        assert {name for name, count in zero.items() if count == held[name]} == expected & set(held), model.name
+        assert {name for name, count in zero.items() if count == counter[name]} == expected & set(counter), model.name

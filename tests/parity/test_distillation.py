@@ -20,7 +20,7 @@ from tests.parity.policy_training import (
     whole_gradients,
 )
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.training import LENGTHS, fetched, rank_share, step_counts
+from tests.parity.training import LENGTHS, fetch, rank_share, step_counts
 from tests.support.fp8_oracle import expected_divergence, with_tail
 from tests.support.rare import rare
 from tests.support.tiny_models import VOCAB, TinyModel, make_tiny_model
@@ -58,7 +58,7 @@ def outputs_on_rank(layout: Layout, teachers: list[TinyModel], top_k: int | None
         teacher.memory.offload(weights=True)  # as on GPUs that engines share
         teacher.memory.onload()
         share, microbatches, order = rank_share(make_batch(), layout)
-        values = teacher.compute_outputs(fetched(teacher, share, None), microbatches)
+        values = teacher.compute_outputs(fetch(teacher, share, None), microbatches)
         pieces = None if values is None else values.split(share.lengths)
         outputs.append(None if pieces is None else dict(zip(order, pieces, strict=True)))
     return outputs
@@ -100,7 +100,7 @@ def gradients_on_rank(
     )
     batch, loss_fn = distilled_batch(outputs, len(teachers)), DistillationLossFn(loss)
     share, microbatches, _ = rank_share(batch, layout)
-    tokens = fetched(engine, share, loss_fn)
+    tokens = fetch(engine, share, loss_fn)
     tokens = TokenBatch(tokens.lengths, replace(tokens.fields, teacher=share.fields.teacher))
     shares = engine.compute_gradients(tokens, microbatches, loss_fn, step_counts(make_batch()))
     value = sum(float(share["loss"]) for share in shares) if engine._has_loss else 0.0

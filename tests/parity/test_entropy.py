@@ -11,7 +11,7 @@ from megatron_grpo_kernels.logprob import linear_logprobs
 from tests.parity.on_rank import expect_gradients
 from tests.parity.policy_training import hf_loss, make_batch, make_engine, train_arguments, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.training import merged
+from tests.parity.training import merge
 from tests.support.tiny_models import TinyModel
 
 TOKENS, HIDDEN, VOCAB, PADDED, TEMPERATURE = 10, 6, 11, 16, 0.7
@@ -34,16 +34,16 @@ def results_on_rank(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities and entropies, this rank's part of the hidden states' gradient, and that of its rows."""
     group = parallel_state.get_tensor_model_parallel_group()
     hidden, weight, targets, factors = problem()
-    own = weight.chunk(group.size())[group.rank()].clone().requires_grad_()
+    rows = weight.chunk(group.size())[group.rank()].clone().requires_grad_()
     hidden.requires_grad_()
-    start = group.rank() * len(own)
-    columns = min(len(own), VOCAB - start)
+    start = group.rank() * len(rows)
+    columns = min(len(rows), VOCAB - start)
     both = torch.stack(
         linear_logprobs(
-            hidden, own, targets, start=start, columns=columns, group=group, scale=1 / TEMPERATURE, chunk_tokens=3
+            hidden, rows, targets, start=start, columns=columns, group=group, scale=1 / TEMPERATURE, chunk_tokens=3
         )
     )
-    gradients = torch.autograd.grad((both * factors).sum(), (hidden, own))
+    gradients = torch.autograd.grad((both * factors).sum(), (hidden, rows))
     return both.detach(), *gradients
 
 
@@ -70,7 +70,7 @@ def bonus_on_rank(layout: Layout, model: TinyModel) -> tuple[float, dict[str, Te
     batch, microbatches, _, counts = train_arguments(layout)
     loss_fn = ClippedPGLossFn(LossConfig(reference_policy_kl_penalty=0.0, entropy_coef=BONUS))
     metrics = engine.compute_gradients(batch, microbatches, loss_fn, counts)
-    return sum(float(one["entropy"]) for one in metrics), whole_gradients(engine)
+    return sum(float(metric["entropy"]) for metric in metrics), whole_gradients(engine)
 
 
 def hf_entropy(model: torch.nn.Module, temperature: float) -> Tensor:
@@ -95,7 +95,7 @@ def test_the_bonus_is_the_entropy_that_tokens_are_sampled_with(
     assert (entropy - hf_entropy(model, 1.0)).abs() > 0.05, "the temperature has to matter"
     (hf_loss(model) - BONUS * entropy).backward()
     by_rank = run_on_ranks(layout, bonus_on_rank, tiny)
-    for found, _ in by_rank:
-        assert found == pytest.approx(entropy.item(), rel=1e-4)
+    for value, _ in by_rank:
+        assert value == pytest.approx(entropy.item(), rel=1e-4)
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    expect_gradients(merged([gradients for _, gradients in by_rank]), expected)
+    expect_gradients(merge([gradients for _, gradients in by_rank]), expected)

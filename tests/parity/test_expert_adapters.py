@@ -27,7 +27,7 @@ from tests.parity.fused_layers import use_grouped_experts
 from tests.parity.on_rank import expect_close, expect_logprobs
 from tests.parity.policy_training import hf_loss, make_batch, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.training import fetched, merged, rank_share, whole_tensors
+from tests.parity.training import fetch, merge, rank_share, whole_tensors
 from tests.support.rare import rare
 from tests.support.tiny_models import TinyModel, logprobs_of_logits, make_tiny_model
 
@@ -68,8 +68,10 @@ def fill_b(rank: PolicyRank) -> None:
         splits = adapter.split_matrix == "lora_b"
         size, part = (get_pg_size(adapter.tp_group), get_pg_rank(adapter.tp_group)) if splits else (1, 0)
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
-        whole = 0.3 * torch.randn(len(adapter.lora_b) * size, LORA.rank, generator=torch.Generator().manual_seed(seed))
-        matrices = whole.chunk(2) if "fc1" in name else (whole,)
+        full_matrix = 0.3 * torch.randn(
+            len(adapter.lora_b) * size, LORA.rank, generator=torch.Generator().manual_seed(seed)
+        )
+        matrices = full_matrix.chunk(2) if "fc1" in name else (full_matrix,)
         adapter.lora_b.data.copy_(torch.cat([matrix.chunk(size)[part] for matrix in matrices]))
 
 
@@ -80,7 +82,7 @@ def whole_adapters(rank: PolicyRank, value: Any = Tensor.detach) -> dict[str, Te
 
 
 class MergedModel:
-    """The model in transformers whose weights are W + (alpha / rank) B A, in float64, with A and B as leaves."""
+    """The model in transformers with the weights W + (alpha / rank) B A, float64; A and B are leaves."""
 
     def __init__(self, model: TinyModel, adapters: dict[str, Tensor]) -> None:
         self.model = model.load().double()
@@ -125,7 +127,7 @@ def gradients_on_rank(
     assert any(isinstance(module, AdaptedGroupedLinear) for module in modules) == (is_grouped and has_experts)
     fill_b(rank)
     share, microbatches, loss_fn, counts = train_arguments(layout)
-    rank.compute_gradients(fetched(rank, share, loss_fn), microbatches, loss_fn, counts)
+    rank.compute_gradients(fetch(rank, share, loss_fn), microbatches, loss_fn, counts)
     faults = check_adapters(rank.gather_chunks(), rank.shape).faults
     gradients = whole_adapters(rank, attrgetter("main_grad"))
     return whole_adapters(rank), gradients, rank.optimizer.compute_grad_norm(), faults
@@ -138,7 +140,7 @@ def test_gradients_equal_those_through_merged_weights(
     layout: Layout, is_grouped: bool, name: str, models: dict[str, TinyModel]
 ) -> None:
     by_rank = run_on_ranks(layout, gradients_on_rank, models[name], is_grouped)
-    values, gradients = (merged([found[part] for found in by_rank]) for part in (0, 1))
+    values, gradients = (merge([result[part] for result in by_rank]) for part in (0, 1))
     assert any(".experts.3." in key for key in values)
     assert any("shared_experts" in key for key in values) == (name == "deepseek_v3")
     oracle = MergedModel(models[name], values)
@@ -146,17 +148,17 @@ def test_gradients_equal_those_through_merged_weights(
     squares, shared = 0.0, {}
     for key, leaf in oracle.leaves.items():
         if key.endswith("lora_A.weight"):  # merged matrices share A
-            place = key.replace("gate_proj", "fc1").replace("up_proj", "fc1")
-            shared[place] = shared.get(place, 0) + leaf.grad
+            shared_key = key.replace("gate_proj", "fc1").replace("up_proj", "fc1")
+            shared[shared_key] = shared.get(shared_key, 0) + leaf.grad
             continue
         error = (gradients[key].double() - leaf.grad).norm() / leaf.grad.norm()
         assert error < 1e-4, f"{key}: relative error {error:.1e}"
         squares += float(leaf.grad.square().sum())
-    for place, expected in shared.items():
-        error = (gradients[place.replace("fc1", "gate_proj")].double() - expected).norm() / expected.norm()
-        assert error < 1e-4, f"{place}: relative error {error:.1e}"
+    for shared_key, expected in shared.items():
+        error = (gradients[shared_key.replace("fc1", "gate_proj")].double() - expected).norm() / expected.norm()
+        assert error < 1e-4, f"{shared_key}: relative error {error:.1e}"
         squares += float(expected.square().sum())
-    assert [found[2] for found in by_rank] == pytest.approx([squares**0.5] * layout.ranks, rel=1e-4)
+    assert [result[2] for result in by_rank] == pytest.approx([squares**0.5] * layout.ranks, rel=1e-4)
     assert not any(faults for _, _, _, faults in by_rank)
 
 
@@ -166,7 +168,7 @@ def steps_on_rank(
     """Two steps and a checkpoint, or the checkpoint; then a step. Weights, and log-probabilities of both policies."""
     with use_grouped_experts(is_grouped):
         rank = make_lora_rank(layout, model, LORA)
-    found: dict[str, Any] = {"start": whole_adapters(rank)}
+    results: dict[str, Any] = {"start": whole_adapters(rank)}
     if loads:
         rank.checkpoint.load(str(folder))
     else:
@@ -176,11 +178,11 @@ def steps_on_rank(
             rank.checkpoint.save(str(folder))
     rank.train(*train_arguments(layout))
     share, microbatches, order = rank_share(make_batch(), layout)
-    batch = fetched(rank, share, None)
+    batch = fetch(rank, share, None)
     reference = rank.compute_reference_logprobs(batch, microbatches)
     if reference is not None:
-        found["reference"] = dict(zip(order, reference.split(batch.lengths), strict=True))
-    return found | {"end": whole_adapters(rank), "weights": whole_tensors(rank)}
+        results["reference"] = dict(zip(order, reference.split(batch.lengths), strict=True))
+    return results | {"end": whole_adapters(rank), "weights": whole_tensors(rank)}
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[4], *rare([LAYOUTS[1], LAYOUTS[3], LAYOUTS[5]])], ids=str)
@@ -191,20 +193,20 @@ def test_steps_are_those_of_one_rank_and_the_reference_is_the_base_model(
     model = models["deepseek_v3"]
     by_rank = run_on_ranks(layout, steps_on_rank, model, layout.expert == 2, None, False)
     for key, tensors in (("start", alone[0]["start"]), ("end", alone[0]["end"]), ("weights", alone[0]["weights"])):
-        actual = merged([found[key] for found in by_rank])
+        actual = merge([result[key] for result in by_rank])
         assert actual.keys() == tensors.keys()
         expect_close(actual, tensors, *((0.0, 0.0) if key == "start" else ()))
-    expect_logprobs([found.get("reference", {}) for found in by_rank], model.load(), 3e-5)
+    expect_logprobs([result.get("reference", {}) for result in by_rank], model.load(), 3e-5)
 
 
 @pytest.fixture(scope="module")
 def alone(models: dict[str, TinyModel]) -> list[dict[str, Any]]:
     """Three steps on one rank."""
-    found = run_on_ranks(Layout(), steps_on_rank, models["deepseek_v3"], False, None, False)
+    results = run_on_ranks(Layout(), steps_on_rank, models["deepseek_v3"], False, None, False)
     base = models["deepseek_v3"].tensors()
-    changed = {name for name, tensor in found[0]["weights"].items() if not torch.equal(tensor, base[name])}
-    assert {f"{name.rpartition('.lora_')[0]}.weight" for name in found[0]["end"]} == changed
-    return found
+    changed = {name for name, tensor in results[0]["weights"].items() if not torch.equal(tensor, base[name])}
+    assert {f"{name.rpartition('.lora_')[0]}.weight" for name in results[0]["end"]} == changed
+    return results
 
 
 def test_a_checkpoint_continues_in_every_layout_and_form_of_experts(
@@ -219,9 +221,9 @@ def test_a_checkpoint_continues_in_every_layout_and_form_of_experts(
     assert any(".experts.experts.linear_fc1.lora_b" in name for name in weights)
     assert all(name.endswith(("lora_a", "lora_b")) for name in weights)
     for layout, is_grouped in ((written_by, True), (Layout(), False), (LAYOUTS[5], False), (Layout(pipeline=2), True)):
-        found = run_on_ranks(layout, steps_on_rank, model, is_grouped, folder, True)
-        actual = merged([values["end"] for values in found])
-        expect_close(actual, alone[0]["end"], place=str(layout))
+        results = run_on_ranks(layout, steps_on_rank, model, is_grouped, folder, True)
+        actual = merge([values["end"] for values in results])
+        expect_close(actual, alone[0]["end"], where=str(layout))
 
 
 def export_on_rank(layout: Layout, model: TinyModel, folder: Path) -> dict[str, Tensor]:
@@ -241,9 +243,9 @@ def test_peft_loads_what_is_exported(name: str, models: dict[str, TinyModel], tm
     (tmp_path / "merged").mkdir()
     save_file(weights, tmp_path / "merged" / "model.safetensors", {"format": "pt"})
     copy(model.path / "config.json", tmp_path / "merged")
-    whole = TinyModel("merged", tmp_path / "merged")
+    merged_model = TinyModel("merged", tmp_path / "merged")
     token_ids = make_batch().fields.token_ids.long().split(make_batch().lengths)[3][None]
     with torch.no_grad():
         actual = logprobs_of_logits(loaded(token_ids).logits, token_ids)
-    torch.testing.assert_close(actual, whole.logprobs(token_ids), atol=2e-5, rtol=0)
+    torch.testing.assert_close(actual, merged_model.logprobs(token_ids), atol=2e-5, rtol=0)
     assert (actual - model.logprobs(token_ids)).abs().max() > 1e-2

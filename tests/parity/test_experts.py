@@ -15,7 +15,7 @@ from megatron_grpo.trainer.model.experts import mark_experts
 from tests.parity.on_rank import expect_close, expect_continuation, train_on_rank
 from tests.parity.policy_training import hf_loss, make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.training import fetched, merged, whole_tensors
+from tests.parity.training import fetch, merge, whole_tensors
 from tests.support.rare import rare
 from tests.support.tiny_models import TinyModel, make_tiny_model
 
@@ -41,10 +41,10 @@ def step_on_rank(
     """What a step reports, how often each expert was chosen by layer, and the weights after it."""
     engine = make_engine(layout, model, moe=MOE, **(settings or {}))
     share, microbatches, loss_fn, counts = train_arguments(layout)
-    told = engine.train(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
+    report = engine.train(fetch(engine, share, loss_fn), microbatches, loss_fn, counts)
     chosen = engine.routing.sum_counts()
     layers = [router.layer_number - 1 for router in engine.routing.routers]
-    metrics = next((one for one in told.metrics or [] if "moe_aux_loss" in one), {})
+    metrics = next((entry for entry in report.metrics or [] if "moe_aux_loss" in entry), {})
     return metrics, {f"{layer}": row for layer, row in zip(layers, chosen, strict=True)}, whole_tensors(engine)
 
 
@@ -56,14 +56,14 @@ def alone(model: TinyModel) -> tuple[dict[str, float], dict[str, Tensor], dict[s
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
 def test_a_step_tells_the_same_of_its_experts_in_every_layout(layout: Layout, model: TinyModel, alone: Any) -> None:
     by_rank = run_on_ranks(layout, step_on_rank, model)
-    told = [metrics for metrics, _, _ in by_rank if metrics]
-    assert len(told) == 1, "metrics are added up over ranks: one tells them"
+    reports = [metrics for metrics, _, _ in by_rank if metrics]
+    assert len(reports) == 1, "metrics are added up over ranks: one tells them"
     for name in ("moe_load_highest", "moe_load_lowest", "moe_aux_loss", "moe_z_loss"):
-        assert told[0][name] == pytest.approx(alone[0][name], rel=1e-5), name
+        assert reports[0][name] == pytest.approx(alone[0][name], rel=1e-5), name
     for _, chosen, _ in by_rank:
         for layer, counts in chosen.items():
             assert torch.equal(counts, alone[1][layer])
-    expect_close(merged([tensors for _, _, tensors in by_rank]), alone[2])
+    expect_close(merge([tensors for _, _, tensors in by_rank]), alone[2])
 
 
 def test_a_step_moves_the_bias_of_each_expert_towards_those_that_are_chosen_too_rarely(
@@ -86,7 +86,7 @@ def frozen_on_rank(layout: Layout, model: TinyModel) -> tuple[dict[str, Tensor],
     engine = make_engine(layout, model, moe=MoeConfig(freeze_router=True))
     start = {name: tensor.clone() for name, tensor in whole_tensors(engine).items()}
     share, microbatches, loss_fn, counts = train_arguments(layout)
-    engine.train(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
+    engine.train(fetch(engine, share, loss_fn), microbatches, loss_fn, counts)
     return start, whole_tensors(engine)
 
 
@@ -127,7 +127,7 @@ def norm_on_rank(layout: Layout, model: TinyModel, distributed: bool, as_on_gpus
     finally:
         build.mark_experts = mark_experts
     share, microbatches, loss_fn, counts = train_arguments(layout)
-    engine.compute_gradients(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
+    engine.compute_gradients(fetch(engine, share, loss_fn), microbatches, loss_fn, counts)
     return engine.optimizer.compute_grad_norm()
 
 
@@ -142,9 +142,9 @@ NORM_LAYOUTS = [
 @pytest.mark.parametrize("as_on_gpus", [False, True], ids=["torch layers", "marks of GPUs"])
 @pytest.mark.parametrize("layout", [*NORM_LAYOUTS[:3], *rare(NORM_LAYOUTS[3:])], ids=str)
 def test_the_gradient_norm_counts_every_expert_once(layout: Layout, as_on_gpus: bool, model: TinyModel) -> None:
-    whole = model.load()
-    hf_loss(whole).backward()
-    gradients = [parameter.grad for parameter in whole.parameters() if parameter.grad is not None]
+    full_model = model.load()
+    hf_loss(full_model).backward()
+    gradients = [parameter.grad for parameter in full_model.parameters() if parameter.grad is not None]
     expected = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
     for distributed in (False, True):
         norms = run_on_ranks(layout, norm_on_rank, model, distributed, as_on_gpus)
@@ -157,7 +157,7 @@ def test_the_gradient_norm_counts_every_expert_once(layout: Layout, as_on_gpus: 
 def test_recomputed_activations_count_tokens_once(settings: dict[str, Any], model: TinyModel, alone: Any) -> None:
     """The layers of one microbatch are computed again after those of the next have passed."""
     by_rank = run_on_ranks(Layout(pipeline=2), train_on_rank, model, {"moe": MOE, **settings})
-    expect_close(merged(by_rank), alone[2])
+    expect_close(merge(by_rank), alone[2])
 
 
 def test_sending_while_computing_changes_nothing(model: TinyModel) -> None:

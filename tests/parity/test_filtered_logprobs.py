@@ -19,7 +19,7 @@ from megatron_grpo_kernels.token_filter import TokenFilter
 from tests.parity.on_rank import expect_gradients
 from tests.parity.policy_training import make_batch, make_engine, train_arguments, whole_gradients
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
-from tests.parity.training import fetched, merged, rank_share
+from tests.parity.training import fetch, merge, rank_share
 from tests.support.tiny_models import TinyModel
 
 TOKENS, HIDDEN = 12, 6
@@ -42,27 +42,27 @@ def results_on_rank(layout: Layout, vocab: int, name: str, candidates: int) -> t
     """Results, this rank's part of the hidden states' gradient, and that of its rows."""
     group = parallel_state.get_tensor_model_parallel_group()
     hidden, weight, targets, factors = problem()
-    own = weight.chunk(group.size())[group.rank()].clone().requires_grad_()
+    rows = weight.chunk(group.size())[group.rank()].clone().requires_grad_()
     hidden.requires_grad_()
-    start = group.rank() * len(own)
+    start = group.rank() * len(rows)
     filtered_logprob.find_kept_bounds = partial(find_kept_bounds, candidates=candidates)
     try:
-        found = filtered_logprobs(
+        results = filtered_logprobs(
             hidden,
-            own,
+            rows,
             targets,
             FILTERS[name],
             start=start,
-            columns=max(0, min(len(own), vocab - start)),
+            columns=max(0, min(len(rows), vocab - start)),
             group=group if group.size() > 1 else None,
             scale=1.3,
             chunk_tokens=5,
         )
     finally:
         filtered_logprob.find_kept_bounds = find_kept_bounds
-    logprobs = found.logprobs.masked_fill(found.logprobs.isneginf(), 0.0)
-    both = torch.autograd.grad((torch.stack([logprobs, *found[1:]]) * factors).sum(), (hidden, own))
-    return torch.stack(found).detach(), *both
+    logprobs = results.logprobs.masked_fill(results.logprobs.isneginf(), 0.0)
+    both = torch.autograd.grad((torch.stack([logprobs, *results[1:]]) * factors).sum(), (hidden, rows))
+    return torch.stack(results).detach(), *both
 
 
 @pytest.mark.parametrize("candidates", [1024, 2], ids=["all sorted", "few candidates"])
@@ -73,8 +73,8 @@ def test_the_split_vocabulary_is_the_whole_one(name: str, vocab: int, candidates
     by_rank = run_on_ranks(Layout(tensor=2), results_on_rank, vocab, name, candidates)
     assert expected[0].isneginf().any()
     assert expected[0].isfinite().any()
-    for found, _, _ in by_rank:
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for results, _, _ in by_rank:
+        torch.testing.assert_close(results, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(sum(part for _, part, _ in by_rank), of_hidden, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(torch.cat([rows for *_, rows in by_rank]), of_weight, atol=1e-4, rtol=1e-4)
 
@@ -97,16 +97,16 @@ def trained_on_rank(
     """Log-probabilities of policy (over kept and over all tokens) and reference; metrics; gradients."""
     engine = with_reference(layout, model)
     share, microbatches, order = rank_share(make_batch(), layout)
-    batch = fetched(engine, share, None)
+    batch = fetch(engine, share, None)
     methods = engine.compute_logprobs, engine.compute_unfiltered_logprobs, engine.compute_reference_logprobs
-    found = [method(batch, microbatches) for method in methods]
-    values = [dict(zip(order, one.split(share.lengths), strict=True)) for one in found if one is not None]
+    outputs = [method(batch, microbatches) for method in methods]
+    values = [dict(zip(order, output.split(share.lengths), strict=True)) for output in outputs if output is not None]
     share, microbatches, _, counts = train_arguments(layout)
     share.fields.reference_logprobs = -torch.ones(sum(share.lengths))
     loss_fn = ClippedPGLossFn(CONFIG)
-    shares = engine.compute_gradients(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
+    shares = engine.compute_gradients(fetch(engine, share, loss_fn), microbatches, loss_fn, counts)
     names = ("loss", "outside_filter_fraction", "kl_penalty", "entropy")
-    metrics = {name: sum(float(one[name]) for one in shares) for name in names}
+    metrics = {name: sum(float(part[name]) for part in shares) for name in names}
     return values, metrics, whole_gradients(engine)
 
 
@@ -116,8 +116,8 @@ def kept_logits(logits: Tensor) -> Tensor:
     for row in logits:
         values, order = row.sort(descending=True)
         before = values[:40].softmax(0).cumsum(0) - values[:40].softmax(0)
-        kept = order[:40][before < 0.9]
-        rows.append(torch.full_like(row, -torch.inf).index_put((kept,), row[kept]))
+        kept_tokens = order[:40][before < 0.9]
+        rows.append(torch.full_like(row, -torch.inf).index_put((kept_tokens,), row[kept_tokens]))
     return torch.stack(rows)
 
 
@@ -130,13 +130,15 @@ def expected_of_transformers(model: torch.nn.Module) -> tuple[list[Tensor], list
     columns = (tokens.token_ids.long(), tokens.loss_mask, tokens.advantages)
     for ids, mask, advantages in zip(*(column.split(batch.lengths) for column in columns), strict=True):
         logits = model(ids[None]).logits[0, :-1] / 0.8
-        kept, whole = (one.log_softmax(-1).gather(1, ids[1:, None])[:, 0] for one in (kept_logits(logits), logits))
-        kept_all.append(torch.cat([torch.zeros(1), kept]).detach())
-        whole_all.append(torch.cat([torch.zeros(1), whole]).detach())
-        inside = (mask[1:] > 0) & kept.isfinite()
+        filtered, unfiltered = (
+            scores.log_softmax(-1).gather(1, ids[1:, None])[:, 0] for scores in (kept_logits(logits), logits)
+        )
+        kept_all.append(torch.cat([torch.zeros(1), filtered]).detach())
+        whole_all.append(torch.cat([torch.zeros(1), unfiltered]).detach())
+        inside = (mask[1:] > 0) & filtered.isfinite()
         entropy = torch.distributions.Categorical(logits=kept_logits(logits).clamp(min=-1e9)).entropy()
-        kl = torch.expm1(-1 - whole) + whole + 1
-        surrogate = (kept - kept.detach())[inside].exp() * advantages[1:][inside]  # at ratio 1
+        kl = torch.expm1(-1 - unfiltered) + unfiltered + 1
+        surrogate = (filtered - filtered.detach())[inside].exp() * advantages[1:][inside]  # at ratio 1
         total = total - surrogate.sum() + KL * kl[inside].sum() - 0.1 * (entropy * mask[1:]).sum()
         sums["outside_filter_fraction"] += float(mask[1:].sum() - inside.sum())
         sums["kl_penalty"] += float(kl[inside].sum())
@@ -150,19 +152,19 @@ def test_every_layout_trains_on_the_kept_tokens(layout: Layout, tiny_models: dic
     """Random tokens, of which the filter removes most: they leave the loss and count in its denominator."""
     tiny = tiny_models["qwen3_tied"]
     model = tiny.load()
-    kept, whole, metrics, loss = expected_of_transformers(model)
+    filtered, unfiltered, metrics, loss = expected_of_transformers(model)
     assert 0.1 < metrics["outside_filter_fraction"] < 0.9
     loss.backward()
     by_rank = run_on_ranks(layout, trained_on_rank, tiny)
     for values, _, _ in by_rank:
         for number in values[0] if values else ():
-            torch.testing.assert_close(values[0][number], kept[number], atol=3e-5, rtol=0)
-            torch.testing.assert_close(values[1][number], whole[number], atol=3e-5, rtol=0)
-            torch.testing.assert_close(values[2][number], whole[number], atol=3e-5, rtol=0)
+            torch.testing.assert_close(values[0][number], filtered[number], atol=3e-5, rtol=0)
+            torch.testing.assert_close(values[1][number], unfiltered[number], atol=3e-5, rtol=0)
+            torch.testing.assert_close(values[2][number], unfiltered[number], atol=3e-5, rtol=0)
     last = layout.pipeline > 1
-    losses = [found for _, found, _ in by_rank if found["loss"] or not last]
+    losses = [reported for _, reported, _ in by_rank if reported["loss"] or not last]
     replicas = losses[:: layout.tensor]
     for name, expected in {**metrics, "loss": loss.item()}.items():
-        assert sum(one[name] for one in replicas) == pytest.approx(expected, rel=1e-4), name
+        assert sum(replica[name] for replica in replicas) == pytest.approx(expected, rel=1e-4), name
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    expect_gradients(merged([gradients for *_, gradients in by_rank]), expected, 2e-4)
+    expect_gradients(merge([gradients for *_, gradients in by_rank]), expected, 2e-4)

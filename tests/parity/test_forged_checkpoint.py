@@ -33,7 +33,7 @@ class Canary:
         return os.mkdir, (str(self.folder),)
 
 
-def saved(value: Any) -> bytes:
+def save_object(value: Any) -> bytes:
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
@@ -53,14 +53,14 @@ def forge_inside_metadata(folder: Path, canary: Canary) -> str:
 
 def forge_common(folder: Path, canary: Canary) -> str:
     """Write the file of Megatron-Core before 0.19, which is read where it exists."""
-    (folder / "common.pt").write_bytes(saved({"layout": canary}))
+    (folder / "common.pt").write_bytes(save_object({"layout": canary}))
     return f"{folder}/common.pt names posix.mkdir"
 
 
-def forge_objects(folder: Path, canary: Canary, *, common: bool) -> None:
-    """Put the canary in the place of the entry that ranks share, or of every other object that is not a tensor."""
+def replace_objects(folder: Path, canary: Canary, *, common: bool) -> None:
+    """Put the canary in place of the entry that ranks share, or of every other object but tensors."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
-    content = saved([canary])
+    content = save_object([canary])
     for index, info in metadata.storage_data.items():
         is_object = isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata)
         if is_object and index.fqn.startswith("common_state") is common:
@@ -72,19 +72,19 @@ def forge_objects(folder: Path, canary: Canary, *, common: bool) -> None:
 
 
 def forge_common_entry(folder: Path, canary: Canary) -> str:
-    forge_objects(folder, canary, common=True)
+    replace_objects(folder, canary, common=True)
     return "its entry common_state/shard_0_1 names posix.mkdir"
 
 
 def forge_object(folder: Path, canary: Canary) -> str:
-    forge_objects(folder, canary, common=False)
+    replace_objects(folder, canary, common=False)
     return "names posix.mkdir"
 
 
 def forge_tensor(folder: Path, canary: Canary) -> str:
     """Put the canary in the place of every tensor."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
-    content = saved(canary)
+    content = save_object(canary)
     for index, info in metadata.storage_data.items():
         if not isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
             file = folder / info.relative_path
@@ -170,13 +170,13 @@ def recipes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def packed(value: Any) -> torch.Tensor:
+def pack_object(value: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
 def test_the_state_of_a_layer_is_what_was_pickled(recipes: ModuleType) -> None:
     state = {"recipe": recipes.DelayedScaling(), "scale_fwd": torch.rand(3), "extra_fp8_variables": {"num_gemms": 1}}
-    again = pickle.loads(check_layer_state("a", packed(state)).numpy().tobytes())
+    again = pickle.loads(check_layer_state("a", pack_object(state)).numpy().tobytes())
     assert type(again["recipe"]) is recipes.DelayedScaling
     assert torch.equal(again["scale_fwd"], state["scale_fwd"])
     assert again["extra_fp8_variables"] == {"num_gemms": 1}
@@ -207,7 +207,7 @@ def test_the_state_of_a_layer_runs_no_code(
     with monkeypatch.context() as patch:
         if older:
             patch.setattr(torch.storage, "_load_from_bytes", load_from_bytes)
-        state = packed({"scale_fwd": kind(tmp_path / "canary")})
+        state = pack_object({"scale_fwd": kind(tmp_path / "canary")})
     with pytest.raises((RunError, pickle.UnpicklingError), match=r"posix\.mkdir"):
         check_layer_state("decoder.layers.0._extra_state", state)
     assert not (tmp_path / "canary").exists()

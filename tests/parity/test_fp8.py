@@ -39,8 +39,8 @@ def test_rounding_equals_arithmetic(dtype: torch.dtype) -> None:
     values = (torch.randn(256, 384, generator=generator) * spread).to(dtype)
     values[:2] = 0
     exact = values.float()
-    whole = 448 / exact.abs().max()
-    assert torch.equal(round_tensor(values), (e4m3(exact * whole) / whole).to(dtype))
+    scale = 448 / exact.abs().max()
+    assert torch.equal(round_tensor(values), (e4m3(exact * scale) / scale).to(dtype))
     for rows, columns in ((1, 128), (128, 128)):
         scales = block_scales(exact, rows, columns, power_of_two=False)
         rounded = round_blocks(values, rows, columns, power_of_two=False)
@@ -66,12 +66,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     torch.manual_seed(5)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": VOCAB}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}
-    made = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=False, max_position_embeddings=64))
+    qwen3 = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=False, max_position_embeddings=64))
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in qwen3.named_parameters():
             parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(0, 0.1)
     path = tmp_path_factory.mktemp("fp8") / "model"
-    made.save_pretrained(path)
+    qwen3.save_pretrained(path)
     return TinyModel("fp8", path)
 
 

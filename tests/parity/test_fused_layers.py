@@ -10,7 +10,7 @@ from tests.parity.fused_layers import UNFUSED, NormColumnLinear, use_fused_layer
 from tests.parity.on_rank import expect_close, load_on_rank, save_on_rank
 from tests.parity.policy_training import expect_gradients_of_transformers, gradients_on_rank, make_engine
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.training import merged
+from tests.parity.training import merge
 from tests.support.tiny_models import TinyModel, make_tiny_model
 
 SETTINGS = {"megatron": UNFUSED}
@@ -65,6 +65,6 @@ def test_layers_of_both_forms_read_each_others_checkpoints(
     (tmp_path / "checkpoint").mkdir()
     folder, layout = tmp_path / "checkpoint", Layout(tensor=2, sequence=True)
     save, load = (save_fused_on_rank, load_on_rank) if is_back else (save_on_rank, load_fused_on_rank)
-    expected = merged(run_on_ranks(layout, save, models[1], folder, SETTINGS))
-    actual = merged(run_on_ranks(Layout(), load, models[1], folder, SETTINGS))
+    expected = merge(run_on_ranks(layout, save, models[1], folder, SETTINGS))
+    actual = merge(run_on_ranks(Layout(), load, models[1], folder, SETTINGS))
     expect_close(actual, expected)

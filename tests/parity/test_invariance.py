@@ -1,7 +1,5 @@
 """Losses do not depend on how a step is cut up; a rollout of segments is its calls, each alone."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any
@@ -29,7 +27,7 @@ from megatron_grpo.rollouts.rollout import GroupRollout
 from tests.parity.on_rank import expect_gradients
 from tests.parity.policy_training import make_batch, make_engine, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.training import LENGTHS, fetched, merged, step_counts
+from tests.parity.training import LENGTHS, fetch, merge, step_counts
 from tests.support.loss_oracle import CONFIGS
 from tests.support.rare import rare
 from tests.support.tiny_models import TinyModel, logprobs_of_logits
@@ -67,14 +65,14 @@ def gradients_on_rank(layout: Layout, model: TinyModel, cuts: dict[str, Cut]) ->
         plan = SequencePadder(microbatch_tokens, 1).assign_microbatches(batch.lengths, layout.data)
         share = plan[parallel_state.get_data_parallel_rank()]
         loss_fn, counts = ClippedPGLossFn(CONFIGS[name]), step_counts(batch)
-        metrics = engine.compute_gradients(fetched(engine, batch, loss_fn), share, loss_fn, counts)
+        metrics = engine.compute_gradients(fetch(engine, batch, loss_fn), share, loss_fn, counts)
         results[name] = sum(float(metric["loss"]) for metric in metrics), whole_gradients(engine)
     return results
 
 
 def whole_steps(layout: Layout, model: TinyModel, cuts: dict[str, Cut]) -> dict[str, tuple[float, Gradients]]:
     by_rank = run_on_ranks(layout, gradients_on_rank, model, cuts)
-    return {name: (sum(r[name][0] for r in by_rank), merged([r[name][1] for r in by_rank])) for name in cuts}
+    return {name: (sum(r[name][0] for r in by_rank), merge([r[name][1] for r in by_rank])) for name in cuts}
 
 
 @pytest.fixture(scope="module")

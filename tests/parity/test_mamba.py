@@ -16,7 +16,7 @@ from tests.parity.on_rank import expect_close, expect_continuation, load_on_rank
 from tests.parity.policy_training import expect_gradients_of_transformers, gradients_on_rank, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.test_routing_replay import expect_equal, of_transformers, other_record, replayed_on_rank
-from tests.parity.training import merged, whole_tensors
+from tests.parity.training import merge, whole_tensors
 from tests.support.hf_configs import read_configs
 from tests.support.tiny_models import TinyModel
 
@@ -108,10 +108,10 @@ def test_adapters_are_published_and_continue_in_other_layouts(
     folder.mkdir()
     by_rank = run_on_ranks(written_by, save_adapters_on_rank, models[name], folder, lora)
     assert all(check == AdapterCheck([], has_moved=True) for _, check in by_rank)
-    expected, before = merged([weights for weights, _ in by_rank]), models[name].tensors()
+    expected, before = merge([weights for weights, _ in by_rank]), models[name].tensors()
     changed = {key for key, tensor in expected.items() if not torch.equal(tensor, before[key])}
     assert {key.rpartition("mixer.")[2] for key in changed} >= {"in_proj.weight", "out_proj.weight", "q_proj.weight"}
-    actual = merged(run_on_ranks(Layout(), load_adapters_on_rank, models[name], folder, {"lora": lora}))
+    actual = merge(run_on_ranks(Layout(), load_adapters_on_rank, models[name], folder, {"lora": lora}))
     expect_close(actual, expected, atol=5e-6)
 
 

@@ -15,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from tests.parity.on_rank import expect_continuation
 from tests.parity.policy_training import MAX_GRAD_NORM, OPTIMIZER, hf_loss, make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.training import merged, whole_tensors
+from tests.parity.training import merge, whole_tensors
 from tests.support.tiny_models import TinyModel, make_tiny_model
 
 MUON = replace(OPTIMIZER, name="muon", warmup_steps=0)
@@ -53,8 +53,8 @@ def muon_steps(tiny: TinyModel) -> Iterator[dict[str, Tensor]]:
     model = tiny.load()
     matrices = list(list_matrices(model))
     stored = {id(part if part._base is None else part._base) for parts in matrices for part in parts}
-    others = [parameter for parameter in model.parameters() if id(parameter) not in stored]
-    decay = [p for p in others if p.ndim > 1], [p for p in others if p.ndim == 1]
+    other_parameters = [parameter for parameter in model.parameters() if id(parameter) not in stored]
+    decay = [p for p in other_parameters if p.ndim > 1], [p for p in other_parameters if p.ndim == 1]
     settings = {"lr": MUON.lr, "betas": (MUON.adam_beta1, MUON.adam_beta2), "eps": MUON.adam_eps}
     groups = [
         {"params": group, "weight_decay": rate} for group, rate in zip(decay, (MUON.weight_decay, 0.0), strict=True)
@@ -155,7 +155,7 @@ def test_one_and_ten_steps_equal_plain_muon(
 ) -> None:
     by_rank = run_on_ranks(layout, steps_on_rank, models[name], settings)
     for index, tolerance in enumerate((2e-6, 2e-5)):
-        actual = merged([weights[index] for weights in by_rank])
+        actual = merge([weights[index] for weights in by_rank])
         for key, weight in expected(name)[index].items():
             error = (actual[key] - weight).abs().max().item()
             assert error < tolerance, f"{key}: {error:.1e}"

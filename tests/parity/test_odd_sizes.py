@@ -16,7 +16,7 @@ from tests.parity.on_rank import expect_continuation, expect_logprobs, split_by_
 from tests.parity.policy_training import expect_gradients_of_transformers, gradients_on_rank, make_batch
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.test_value import fresh_on_rank
-from tests.parity.training import fetched, merged, rank_share, whole_tensors
+from tests.parity.training import fetch, merge, rank_share, whole_tensors
 from tests.support.hf_configs import read_configs
 from tests.support.rare import rare
 from tests.support.tiny_models import TinyModel
@@ -110,7 +110,7 @@ def adapted_on_rank(layout: Layout, models: list[TinyModel]) -> list[tuple[dict[
         fill_b(rank)
         share, microbatches, order = rank_share(make_batch(), layout)
         batch = TokenBatch(share.lengths, replace(share.fields, loss_mask=None))
-        logprobs = rank.compute_logprobs(fetched(rank, batch, None), microbatches)
+        logprobs = rank.compute_logprobs(fetch(rank, batch, None), microbatches)
         results.append((split_by_sequence(logprobs, share, order), whole_tensors(rank)))
     return results
 
@@ -123,7 +123,7 @@ def test_adapters_are_merged_into_what_is_exported(
     chosen = choose(models, *FAMILIES)
     by_rank = run_on_ranks(layout, adapted_on_rank, chosen, timeout_s=600.0)
     for index, tiny in enumerate(chosen):
-        exported = merged([results[index][1] for results in by_rank])
+        exported = merge([results[index][1] for results in by_rank])
         assert any(not torch.equal(exported[name], weight) for name, weight in tiny.tensors().items())
         folder = tmp_path / tiny.name
         write_hf_folder(exported.items(), tiny.path, folder)
@@ -137,6 +137,6 @@ def test_a_policy_becomes_a_value_model(models: dict[str, list[TinyModel]]) -> N
         model = models[family][0]
         by_rank = run_on_ranks(Layout(tensor=2, sequence=True), fresh_on_rank, model.path)
         assert all((values == 0).all() for results in by_rank for values in (results[0] or {}).values())
-        weights, stored = merged([weights for _, weights in by_rank]), model.tensors()
+        weights, stored = merge([weights for _, weights in by_rank]), model.tensors()
         assert weights.keys() - {"score.weight", "score.bias"} == stored.keys() - {"lm_head.weight"}
         assert all(torch.equal(weights[name], stored[name]) for name in weights.keys() & stored.keys())

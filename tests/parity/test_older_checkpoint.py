@@ -12,7 +12,7 @@ from megatron_grpo.export import main
 from tests.parity.on_rank import expect_close
 from tests.parity.policy_training import make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.training import merged, whole_tensors
+from tests.parity.training import merge, whole_tensors
 from tests.support.older_checkpoint import make_older_run
 from tests.support.tiny_models import TinyModel
 
@@ -32,7 +32,7 @@ def resume_on_rank(layout: Layout, model: TinyModel, folder: Path) -> tuple[dict
 def test_a_checkpoint_of_an_earlier_version_is_resumed(layout: Layout, tmp_path: Path) -> None:
     run = make_older_run(tmp_path)
     by_rank = run_on_ranks(layout, resume_on_rank, run.model, run.checkpoint / "megatron")
-    loaded, later = (merged([tensors[index] for tensors in by_rank]) for index in (0, 1))
+    loaded, later = (merge([tensors[index] for tensors in by_rank]) for index in (0, 1))
     assert loaded.keys() == run.saved.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in run.saved.items())
     expect_close(later, run.a_step_later)

@@ -1,7 +1,5 @@
 """Pipelines, interleaved and uneven, shared key/value heads; weights to Megatron and back, bit for bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,11 +56,11 @@ def test_gradients_equal_transformers(layout: Layout, packing: bool, deep: TinyM
 
 def train_with_announced_shapes(layout: Layout, tiny: TinyModel, packing: bool) -> int:
     """Make a step whose stages also announce shapes, as Megatron-Core's do; returns how many were compared."""
-    known, compared = StageCommunicator._communicate_shapes, []
+    communicate_shapes, compared = StageCommunicator._communicate_shapes, []
 
     def compare(self: StageCommunicator, *sent: Any, **receives: bool) -> tuple[list[int], list[int]]:
         announced = P2PCommunicator._communicate_shapes(self, *sent, **receives)
-        shapes = known(self, *sent, **receives)
+        shapes = communicate_shapes(self, *sent, **receives)
         assert [list(shape) for shape in announced] == list(shapes)
         compared.append(shapes)
         return shapes
@@ -103,14 +101,14 @@ Given = tuple[bool, list[tuple[str, Tensor | None]]]
 
 
 def round_trip(layout: Layout, folders: list[Path], precision: str) -> list[Given]:
-    found = []
+    results = []
     for folder in folders:
         shape = read_model_shape(folder)
         chunks = build_model(PolicyConfig(parallel=layout.parallel, precision=precision), shape)
         load_hf_weights(chunks, shape, folder)
         tensors = list(iter_hf_tensors(chunks, shape))
-        found.append((parallel_state.get_tensor_model_parallel_rank() == 0, tensors))
-    return found
+        results.append((parallel_state.get_tensor_model_parallel_rank() == 0, tensors))
+    return results
 
 
 def full_tensors(by_rank: list[list[Given]], position: int) -> dict[str, Tensor]:

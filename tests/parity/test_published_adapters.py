@@ -31,7 +31,7 @@ from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_mes
 from tests.parity.adapters import LORA, MATRICES, adapted_layers, make_lora_rank
 from tests.parity.policy_training import train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.training import merged
+from tests.parity.training import merge
 from tests.support.engine_table import table_boxes
 from tests.support.tiny_models import TinyModel
 
@@ -110,7 +110,7 @@ def test_refit_and_export_publish_the_merged_model(
     model, checkpoint = tiny_models["qwen3_tied"], tmp_path / "checkpoints" / "step_3"
     (checkpoint / "megatron").mkdir(parents=True)
     by_rank = run_on_ranks(layout, publish_on_rank, model, precision, tmp_path, timeout_s=400.0)
-    expected = merged([rank_tensors["expected"] for rank_tensors in by_rank])
+    expected = merge([rank_tensors["expected"] for rank_tensors in by_rank])
     adapted = {
         f"model.layers.{layer}.{matrix}.weight"
         for layer in range(model.shape.layers)

@@ -42,7 +42,7 @@ class _Rounded(torch.autograd.Function):
         return gradient, None
 
 
-def rounded(values: Tensor, quantization: str) -> Tensor:
+def round_weight(values: Tensor, quantization: str) -> Tensor:
     return _Rounded.apply(values, quantization)
 
 
@@ -52,7 +52,9 @@ def with_rounding(model: torch.nn.Module, quantization: str) -> torch.nn.Module:
         if isinstance(linear, torch.nn.Linear):
 
             def forward(values: Tensor, linear: torch.nn.Linear = linear) -> Tensor:
-                return F.linear(rounded(values, quantization), rounded(linear.weight, quantization), linear.bias)
+                return F.linear(
+                    round_weight(values, quantization), round_weight(linear.weight, quantization), linear.bias
+                )
 
             linear.forward = forward
     return model
@@ -132,7 +134,7 @@ def test_the_exported_folder_holds_the_model_in_8_bits(
         if name.endswith("_proj.weight"):
             assert stored[name].dtype == {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[quantization]
             scaled_back = stored[name].float() * stored.pop(f"{name}_scale")
-            torch.testing.assert_close(scaled_back, rounded(tensor, quantization), atol=0, rtol=3e-7)
+            torch.testing.assert_close(scaled_back, round_weight(tensor, quantization), atol=0, rtol=3e-7)
         else:
             assert torch.equal(stored[name], tensor), name
     assert stored.keys() == model.tensors().keys()
@@ -150,11 +152,11 @@ def test_rows_have_a_scale_each(quantization: QuantizationFormat, factor: float)
     weight[3] *= factor
     numbers, scales = quantize_rows(weight, quantization)
     bound = 127 if quantization == "int8" else 448
-    kept = [row for row in range(24) if row != 3 or weight[3].abs().max() > 1e-6]
-    assert (numbers.float().abs().amax(dim=1)[kept] == bound).all()
-    exact = rounded(weight[kept], quantization)
-    torch.testing.assert_close((numbers.float() * scales)[kept], exact, atol=0, rtol=3e-7)
-    assert (numbers.float()[3] == 0).all() == (3 not in kept)
+    scaled_rows = [row for row in range(24) if row != 3 or weight[3].abs().max() > 1e-6]
+    assert (numbers.float().abs().amax(dim=1)[scaled_rows] == bound).all()
+    exact = round_weight(weight[scaled_rows], quantization)
+    torch.testing.assert_close((numbers.float() * scales)[scaled_rows], exact, atol=0, rtol=3e-7)
+    assert (numbers.float()[3] == 0).all() == (3 not in scaled_rows)
     assert (scales > 0).all()
 
 

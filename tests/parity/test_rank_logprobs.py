@@ -19,8 +19,8 @@ from tests.parity.policy_training import (
     train_arguments,
 )
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
-from tests.parity.training import fetched, merged, rank_share, whole_tensors
-from tests.support.interpreter import interpreted
+from tests.parity.training import fetch, merge, rank_share, whole_tensors
+from tests.support.interpreter import run_interpreted
 from tests.support.tiny_models import TinyModel
 
 TEMPERATURE = 0.8
@@ -38,12 +38,12 @@ def logprobs_on_rank(
     optimizer = replace(OPTIMIZER, warmup_steps=0)
     rank = make_engine(layout, model, precision=precision, optimizer=optimizer, reference=ReferenceConfig())
     share, microbatches, order = rank_share(make_batch(), layout)
-    batch = fetched(rank, share, None)
-    found = [rank.compute_logprobs(batch, microbatches)]
+    batch = fetch(rank, share, None)
+    outputs = [rank.compute_logprobs(batch, microbatches)]
     rank.train(*train_arguments(layout))
-    found += [rank.compute_reference_logprobs(batch, microbatches), rank.compute_logprobs(batch, microbatches)]
-    assert all((values is not None) == rank.is_output_rank for values in found)
-    reported = [values for values in found if values is not None]
+    outputs += [rank.compute_reference_logprobs(batch, microbatches), rank.compute_logprobs(batch, microbatches)]
+    assert all((values is not None) == rank.is_output_rank for values in outputs)
+    reported = [values for values in outputs if values is not None]
     assert all((values.dtype, values.shape) == (torch.float32, (sum(share.lengths),)) for values in reported)
     return [split_by_sequence(values, share, order) for values in reported], whole_tensors(rank)
 
@@ -55,7 +55,7 @@ def test_ranks_report_the_logprobs_of_transformers(layout: Layout, tiny_models: 
     by_rank = run_on_ranks(layout, logprobs_on_rank, tiny)
     before, reference, after = zip(*(reported for reported, _ in by_rank if reported), strict=True)
     start, trained = tiny.load(), tiny.load()
-    trained.load_state_dict(merged([weights for _, weights in by_rank]), strict=False)
+    trained.load_state_dict(merge([weights for _, weights in by_rank]), strict=False)
     expect_logprobs(before, start)
     expect_logprobs(reference, start)
     expect_logprobs(after, trained)
@@ -74,7 +74,7 @@ def gradients_with_the_fused_head(models: list[TinyModel]) -> list[tuple[dict[st
 @pytest.mark.slow  # in Triton's interpreter; tests/unit/kernels compare the kernel with every `make test`
 def test_gradients_equal_transformers(tiny_models: dict[str, TinyModel]) -> None:
     models = [tiny_models["qwen3_tied"]]
-    expect_gradients_of_transformers([interpreted(gradients_with_the_fused_head, models)], models, tolerance=1e-4)
+    expect_gradients_of_transformers([run_interpreted(gradients_with_the_fused_head, models)], models, tolerance=1e-4)
 
 
 def ask_the_fused_head(layout: Layout, model: TinyModel) -> None:

@@ -16,7 +16,7 @@ from tests.parity import policy_training
 from tests.parity.on_rank import expect_close
 from tests.parity.policy_training import OPTIMIZER, train_arguments
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
-from tests.parity.training import merged, parameters_of, whole_tensors
+from tests.parity.training import merge, parameters_of, whole_tensors
 from tests.support.tiny_models import TinyModel
 
 ALPHA = 0.6
@@ -57,19 +57,19 @@ def resume_on_rank(layout: Layout, model: TinyModel, folder: Path) -> dict[str, 
 def test_the_reference_is_the_mixture_and_continues_from_a_checkpoint(
     tiny_models: dict[str, TinyModel], tmp_path: Path
 ) -> None:
-    """After two syncs: a (policy 2) + a (1 - a) (policy 1) + (1 - a)^2 (start), also when a restart lies between."""
+    """After two syncs, a restart between: a policy_2 + a (1 - a) policy_1 + (1 - a)^2 start."""
     model = tiny_models["qwen3_tied"]
     written_by = Layout(tensor=2, pipeline=2)
     (tmp_path / "checkpoint").mkdir()
     by_rank = run_on_ranks(written_by, sync_on_rank, model, tmp_path / "checkpoint")
-    first, second, reference = (merged([found[part] for found in by_rank]) for part in range(3))
+    first, second, reference = (merge([result[part] for result in by_rank]) for part in range(3))
     start = dict(model.load().named_parameters())
     for name, tensor in reference.items():
         expected = ALPHA * second[name] + ALPHA * (1 - ALPHA) * first[name] + (1 - ALPHA) ** 2 * start[name].detach()
         torch.testing.assert_close(tensor, expected, atol=1e-6, rtol=1e-5)
         assert not torch.equal(tensor, start[name])
     for layout in (written_by, Layout(), Layout(data=2)):
-        resumed = merged(run_on_ranks(layout, resume_on_rank, model, tmp_path / "checkpoint"))
+        resumed = merge(run_on_ranks(layout, resume_on_rank, model, tmp_path / "checkpoint"))
         expect_close(resumed, reference, *((0.0, 0.0) if layout == written_by else ()))
 
 
@@ -78,9 +78,9 @@ def plain_checkpoint_on_rank(layout: Layout, model: TinyModel, folder: Path) -> 
     engine = make_engine(layout, model)
     engine.train(*train_arguments(layout))
     engine.checkpoint.save(str(folder))
-    other = make_engine(layout, model)
-    other.checkpoint.load(str(folder))
-    return other.reference_moved, reference_tensors(other)
+    resumed = make_engine(layout, model)
+    resumed.checkpoint.load(str(folder))
+    return resumed.reference_moved, reference_tensors(resumed)
 
 
 def test_a_reference_that_never_moved_is_the_starting_model(tiny_models: dict[str, TinyModel], tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_reference_that_never_moved_is_the_starting_model(tiny_models: dict[st
     by_rank = run_on_ranks(Layout(pipeline=2), plain_checkpoint_on_rank, model, tmp_path / "checkpoint")
     assert [moved for moved, _ in by_rank] == [False, False]
     start = dict(model.load().named_parameters())
-    for name, tensor in merged([tensors for _, tensors in by_rank]).items():
+    for name, tensor in merge([tensors for _, tensors in by_rank]).items():
         assert torch.equal(tensor, start[name])
 
 
@@ -105,8 +105,8 @@ def bad_gradient_on_rank(layout: Layout, model: TinyModel) -> tuple[float, bool,
     spoilt.fields.advantages[spoilt.fields.loss_mask > 0] = float("inf")
     share = engine.train(spoilt, *rest)
     untouched = all(map(torch.equal, weights(engine), weights(undisturbed)))
-    for one in (engine, undisturbed):
-        one.train(batch, *rest)
+    for policy in (engine, undisturbed):
+        policy.train(batch, *rest)
     recovered = all(map(torch.equal, weights(engine), weights(undisturbed)))
     return share.grad_norm, untouched, [metrics["loss"] for metrics in share.metrics or []], recovered
 
@@ -123,8 +123,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing(layout: Layout, tiny_mode
 
 
 def offloaded_on_rank(layout: Layout, model: TinyModel) -> tuple[bool, int]:
-    """Whether an offloaded reference gives the numbers of one that is not, also once it has moved; and how often the
-    files of weights were opened."""
+    """Whether an offloaded reference gives the numbers of another, and how often files were opened.
+
+    The references are compared before and after they have moved; the files are those of weights.
+    """
     opened: list[str] = []
     original = HFFolderReader.__init__
 
@@ -138,18 +140,18 @@ def offloaded_on_rank(layout: Layout, model: TinyModel) -> tuple[bool, int]:
     finally:
         HFFolderReader.__init__ = original  # type: ignore[method-assign]
     batch, microbatches, _, _ = train_arguments(layout)
-    found = []
+    results = []
     for engine in engines:
         before = engine.compute_reference_logprobs(batch, microbatches)
         engine.train(*train_arguments(layout))
         engine.sync_reference(ALPHA)
-        found.append((before, engine.compute_reference_logprobs(batch, microbatches), reference_tensors(engine)))
-    one, other = found
-    same = all(one[2][name].equal(other[2][name]) for name in one[2])
-    for a, b in zip(one[:2], other[:2], strict=True):
-        same = same and (a is b is None or (a is not None and b is not None and a.equal(b)))
-    moved = one[0] is None or (one[1] is not None and not one[0].equal(one[1]))
-    return same and moved, len(opened)
+        results.append((before, engine.compute_reference_logprobs(batch, microbatches), reference_tensors(engine)))
+    resident, offloaded = results
+    is_same = all(resident[2][name].equal(offloaded[2][name]) for name in resident[2])
+    for a, b in zip(resident[:2], offloaded[:2], strict=True):
+        is_same = is_same and (a is b is None or (a is not None and b is not None and a.equal(b)))
+    moved = resident[0] is None or (resident[1] is not None and not resident[0].equal(resident[1]))
+    return is_same and moved, len(opened)
 
 
 def test_an_offloaded_reference_gives_the_same_numbers_and_reads_nothing(tiny_models: dict[str, TinyModel]) -> None:

@@ -20,7 +20,7 @@ LORA = {"policy": {"lora": {"rank": 4, "alpha": 8}}}
 STEPS = {"policy": {"train_global_batch_samples": 6, "packing": False}, "grpo": {"seq_logprob_error_threshold": 1e9}}
 
 
-def replayed(run_dir: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+def run_replay(run_dir: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
     """The exit code of a replay on the CPU, and its results."""
     code = replay.main([str(run_dir), "step=1", "device=cpu", "--json", *arguments])
     return code, json.loads(capsys.readouterr().out)
@@ -49,7 +49,7 @@ def test_layouts_agree_at_float32(
     family: str, settings: dict[str, Any], sizes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = make_recorded_run(tmp_path, family, **settings)
-    code, report = replayed(run_dir, capsys, *layout(**sizes))
+    code, report = run_replay(run_dir, capsys, *layout(**sizes))
     (compared,) = report["comparisons"]
     apart = {difference["quantity"]: difference for difference in compared["differences"]}
     assert (code, report["agrees"]) == (0, True), compared
@@ -73,14 +73,14 @@ def test_layouts_agree_at_float32(
 @pytest.mark.slow
 def test_several_optimizer_steps_and_padded_batches_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = make_recorded_run(tmp_path, prev=True, **STEPS)
-    code, report = replayed(run_dir, capsys, *layout(data=2), "policy.packing=true")
+    code, report = run_replay(run_dir, capsys, *layout(data=2), "policy.packing=true")
     of_record, _, changed = report["comparisons"]
     assert (changed["second"], changed["agrees"]) == ("replayed", True), changed
     assert (code, of_record["second"], of_record["agrees"]) == (1, "recorded", False), "the engine's were recorded"
     assert [difference["quantity"] for difference in of_record["differences"]] == ["log-probabilities"]
 
 
-def altered(run_dir: Path, tensor: str, change: torch.Tensor | float, row: int) -> str:
+def change_row(run_dir: Path, tensor: str, change: torch.Tensor | float, row: int) -> str:
     """An override that names a copy of the run's model with one row of a tensor changed."""
     source, target = run_dir.with_name("model"), run_dir.with_name("altered")
     shutil.copytree(source, target)
@@ -95,8 +95,8 @@ def test_one_changed_weight_of_one_layer_is_found(tmp_path: Path, capsys: pytest
     run_dir = make_recorded_run(tmp_path)
     change = torch.zeros(96)
     change[7] = 0.05
-    override = altered(run_dir, "model.layers.2.mlp.down_proj.weight", change, 3)
-    code, report = replayed(run_dir, capsys, override, *layout(pipeline=2))
+    override = change_row(run_dir, "model.layers.2.mlp.down_proj.weight", change, 3)
+    code, report = run_replay(run_dir, capsys, override, *layout(pipeline=2))
     (compared,) = report["comparisons"]
     assert code == 1
     assert not report["agrees"]
@@ -115,7 +115,7 @@ def test_a_changed_embedding_is_found_at_the_first_token_that_has_it(
     row = next(iter(read_rollouts(run_dir, 1)))["token_ids"]
     token_id = int(row[4])
     assert token_id not in row[:4]
-    code, report = replayed(run_dir, capsys, altered(run_dir, "model.embed_tokens.weight", 0.5, token_id))
+    code, report = run_replay(run_dir, capsys, change_row(run_dir, "model.embed_tokens.weight", 0.5, token_id))
     point = report["comparisons"][0]["place"]
     assert code == 1
     assert point["tensor"] == "model.embed_tokens.weight"
@@ -138,7 +138,7 @@ def test_healthy_bfloat16_steps_agree(
 ) -> None:
     """With experts too, of which rounding gives some tokens others."""
     run_dir = make_recorded_run(tmp_path, family, policy={"precision": "bfloat16"})
-    code, report = replayed(run_dir, capsys, *changes)
+    code, report = run_replay(run_dir, capsys, *changes)
     assert code == 0, report["comparisons"]
 
 
@@ -150,10 +150,10 @@ def test_healthy_bfloat16_steps_of_deep_models_agree(
     monkeypatch.setitem(problem.TINY, family, {"model_type": family, "num_hidden_layers": 28 + 4 * seed})
     run_dir = make_recorded_run(tmp_path, family, policy={"precision": "bfloat16"})
     for changes in (["policy.precision=float32"], layout(tensor=2, sequence=True)):
-        code, report = replayed(run_dir, capsys, *changes)
+        code, report = run_replay(run_dir, capsys, *changes)
         assert code == 0, report["comparisons"]
-    override = altered(run_dir, f"model.layers.{20 + seed}.mlp.down_proj.weight", 2.0, 3)
-    code, report = replayed(run_dir, capsys, override)
+    override = change_row(run_dir, f"model.layers.{20 + seed}.mlp.down_proj.weight", 2.0, 3)
+    code, report = run_replay(run_dir, capsys, override)
     assert (code, report["comparisons"][0]["place"]["point"]) == (1, f"layers.{20 + seed}.mlp")
 
 
@@ -161,7 +161,7 @@ def test_an_unrecorded_step_without_changes_is_compared_with_a_second_replay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = make_recorded_run(tmp_path)
-    code, report = replayed(run_dir, capsys)
+    code, report = run_replay(run_dir, capsys)
     (compared,) = report["comparisons"]
     assert (code, compared["first"], compared["second"]) == (0, "replayed again", "replayed")
     differences = {difference["quantity"]: difference["difference"] for difference in compared["differences"]}
@@ -223,7 +223,7 @@ def test_a_changed_operation_is_named_against_the_record(
     run_dir = make_recorded_run(tmp_path, family)
     add_figures(run_dir, *layout(**sizes))
     on_one_rank = [f"policy.parallel.{name}={'false' if name == 'sequence' else 1}" for name in sizes]
-    code, report = replayed(run_dir, capsys, *on_one_rank)
+    code, report = run_replay(run_dir, capsys, *on_one_rank)
     assert code == 0, report["comparisons"]
     unchanged = next(
         difference
@@ -233,7 +233,7 @@ def test_a_changed_operation_is_named_against_the_record(
     hidden = next(difference for difference in unchanged["differences"] if difference["quantity"] == "hidden states")
     assert hidden["difference"] <= 1e-6
     edit_config(run_dir, **changes)
-    code, report = replayed(run_dir, capsys)
+    code, report = run_replay(run_dir, capsys)
     (compared,) = report["comparisons"]
     location = compared["place"]
     assert (code, location["quantity"], location["tensor"], location["point"]) == (1, "hidden states", point, point)

@@ -64,11 +64,11 @@ def test_models_that_round_much_pass(tmp_path: Path) -> None:
     assert max(row.logprob for row in rows) > 5e-5, "beyond any fixed tolerance that finds small faults"
 
 
-def other_epsilon(folder: Path, family: str) -> None:
+def change_epsilon(folder: Path, family: str) -> None:
     change_entry(folder, {"nemotron_h": "layer_norm_epsilon"}.get(family, "rms_norm_eps"), lambda value: value + 1e-5)
 
 
-def other_rope_base(folder: Path, _family: str) -> None:
+def change_rope_base(folder: Path, _family: str) -> None:
     raw = json.loads((folder / "config.json").read_text())
     rope = raw["rope_parameters"]
     for part in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
@@ -77,7 +77,7 @@ def other_rope_base(folder: Path, _family: str) -> None:
     (folder / "config.json").write_text(json.dumps(raw))
 
 
-def other_scale(folder: Path, _family: str) -> None:
+def change_scale(folder: Path, _family: str) -> None:
     scale_tensor(folder, "layers.1.self_attn.o_proj.weight", 1.001)
     scale_tensor(folder, "layers.1.mixer.out_proj.weight", 1.001)
     scale_tensor(folder, "layers.1.linear_attn.out_proj.weight", 1.001)
@@ -90,9 +90,9 @@ def change_entry(folder: Path, key: str, change: Callable[[float], float]) -> No
 
 
 FAULTS: list[tuple[str, Callable[[Path, str], None]]] = [
-    *((family, other_epsilon) for family in ("qwen3", "gemma3", "qwen3_5", "nemotron_h", "olmo3", "llama4")),
-    *((family, other_rope_base) for family in ("qwen3", "llama", "gemma3", "qwen3_next", "deepseek_v3", "glm4_moe")),
-    *((family, other_scale) for family in ("qwen2", "mixtral", "gpt_oss", "qwen3_5_moe", "minimax_m2")),
+    *((family, change_epsilon) for family in ("qwen3", "gemma3", "qwen3_5", "nemotron_h", "olmo3", "llama4")),
+    *((family, change_rope_base) for family in ("qwen3", "llama", "gemma3", "qwen3_next", "deepseek_v3", "glm4_moe")),
+    *((family, change_scale) for family in ("qwen2", "mixtral", "gpt_oss", "qwen3_5_moe", "minimax_m2")),
 ]
 
 

@@ -16,7 +16,7 @@ from megatron_grpo.verification.problem import prepare_model
 from tests.parity.on_rank import expect_gradients, split_by_sequence
 from tests.parity.policy_training import make_batch, make_engine, train_arguments, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.training import fetched, merged, rank_share
+from tests.parity.training import fetch, merge, rank_share
 from tests.support.forced_routing import forced, own_routing
 from tests.support.tiny_models import TinyModel, logprobs_of_logits, make_tiny_model
 
@@ -84,13 +84,13 @@ def replayed_on_rank(
     _, _, loss_fn, counts = train_arguments(layout)
     if records is not None:
         share = with_record(tiny, share, order, records)
-    logprobs = engine.compute_logprobs(fetched(engine, replace_sampled(share), None), microbatches)
-    found = [] if logprobs is None else [dict(zip(order, logprobs.split(share.lengths), strict=True))]
-    engine.compute_gradients(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
+    logprobs = engine.compute_logprobs(fetch(engine, replace_sampled(share), None), microbatches)
+    results = [] if logprobs is None else [dict(zip(order, logprobs.split(share.lengths), strict=True))]
+    engine.compute_gradients(fetch(engine, share, loss_fn), microbatches, loss_fn, counts)
     gradients = whole_gradients(engine)
-    told = engine.train(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
-    metrics = next((one for one in told.metrics or [] if "moe_aux_loss" in one), {})
-    return found, gradients, metrics
+    report = engine.train(fetch(engine, share, loss_fn), microbatches, loss_fn, counts)
+    metrics = next((entry for entry in report.metrics or [] if "moe_aux_loss" in entry), {})
+    return results, gradients, metrics
 
 
 def replace_sampled(batch: TokenBatch) -> TokenBatch:
@@ -101,30 +101,30 @@ def replace_sampled(batch: TokenBatch) -> TokenBatch:
 def of_transformers(tiny: TinyModel, records: list[Tensor]) -> tuple[BySequence, dict[str, Tensor]]:
     """Log-probabilities by sequence, and gradients of the loss, with the routing forced to the records."""
     model, batch = tiny.load(), make_batch()
-    tokens, found, total = batch.fields, {}, torch.zeros(())
+    tokens, results, total = batch.fields, {}, torch.zeros(())
     columns = (tokens.token_ids.long(), tokens.loss_mask, tokens.advantages)
     for number, (ids, mask, advantages) in enumerate(
         zip(*(column.split(batch.lengths) for column in columns), strict=True)
     ):
         with forced(model, records[number]):
             logprobs = logprobs_of_logits(model(ids[None]).logits / TEMPERATURE, ids[None])[0]
-        found[number] = logprobs.detach()
+        results[number] = logprobs.detach()
         total = total - (logprobs * advantages * mask).sum()
     (total / tokens.loss_mask.sum()).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return found, revert_weight_conversion(model, gradients)
+    return results, revert_weight_conversion(model, gradients)
 
 
 def expect_equal(
     by_rank: list[Any], logprobs: BySequence, gradients: dict[str, Tensor], *, atol: float, rtol: float
 ) -> None:
     """What ranks found, all sequences once."""
-    found = [one for reported, _, _ in by_rank for one in reported]
-    assert sorted(number for one in found for number in one) == list(range(len(make_batch())))
-    for one in found:
-        for number, values in one.items():
+    parts = [part for reported, _, _ in by_rank for part in reported]
+    assert sorted(number for part in parts for number in part) == list(range(len(make_batch())))
+    for part in parts:
+        for number, values in part.items():
             torch.testing.assert_close(values, logprobs[number], atol=atol, rtol=0)
-    actual = merged([one for _, one, _ in by_rank])
+    actual = merge([part for _, part, _ in by_rank])
     expect_gradients(actual, gradients, rtol, floor=1e-12)
 
 
@@ -143,14 +143,16 @@ def test_replaying_the_routers_own_choice_changes_nothing(layout: Layout, model:
     records = own_record(model)
     replayed = run_on_ranks(layout, replayed_on_rank, model, records)
     plain = run_on_ranks(layout, replayed_on_rank, model, None)
-    for (logprobs, gradients, metrics), (other_logprobs, other_gradients, others) in zip(replayed, plain, strict=True):
-        assert [one.keys() for one in logprobs] == [one.keys() for one in other_logprobs]
-        for one, other in zip(logprobs, other_logprobs, strict=True):
-            assert all(torch.equal(one[number], other[number]) for number in one)
+    for (logprobs, gradients, metrics), (other_logprobs, other_gradients, other_metrics) in zip(
+        replayed, plain, strict=True
+    ):
+        assert [part.keys() for part in logprobs] == [part.keys() for part in other_logprobs]
+        for part, other_part in zip(logprobs, other_logprobs, strict=True):
+            assert all(torch.equal(part[number], other_part[number]) for number in part)
         assert gradients.keys() == other_gradients.keys()
         assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
-        assert "moe_routing_agreement" not in others
-        assert metrics == (others | {"moe_routing_agreement": 1.0} if others else {})
+        assert "moe_routing_agreement" not in other_metrics
+        assert metrics == (other_metrics | {"moe_routing_agreement": 1.0} if other_metrics else {})
 
 
 def test_agreement_is_the_share_of_recorded_experts_that_the_router_would_choose(model: TinyModel) -> None:
@@ -159,16 +161,16 @@ def test_agreement_is_the_share_of_recorded_experts_that_the_router_would_choose
     agreed = compared = 0
     for token_ids, record in zip(sequences(), records, strict=True):
         with forced(tiny, record):
-            own = own_routing(tiny, token_ids)
-        for mine, theirs in zip(own.flatten(0, 1).tolist(), record.flatten(0, 1).tolist(), strict=True):
+            routing = own_routing(tiny, token_ids)
+        for chosen, theirs in zip(routing.flatten(0, 1).tolist(), record.flatten(0, 1).tolist(), strict=True):
             if theirs[0] >= 0:
-                agreed += len(set(mine) & set(theirs))
+                agreed += len(set(chosen) & set(theirs))
                 compared += len(theirs)
     assert 0 < agreed < compared
     for layout in LAYOUTS[1:]:
-        told = [metrics for _, _, metrics in run_on_ranks(layout, replayed_on_rank, model, records) if metrics]
-        assert len(told) == 1
-        assert told[0]["moe_routing_agreement"] == pytest.approx(agreed / compared), layout
+        reports = [metrics for _, _, metrics in run_on_ranks(layout, replayed_on_rank, model, records) if metrics]
+        assert len(reports) == 1
+        assert reports[0]["moe_routing_agreement"] == pytest.approx(agreed / compared), layout
 
 
 def test_recomputed_layers_replay_the_experts_of_their_own_microbatch(model: TinyModel) -> None:
@@ -184,9 +186,9 @@ def reference_on_rank(layout: Layout, tiny: TinyModel, records: list[Tensor]) ->
     """Log-probabilities by sequence, of the policy and of the reference policy."""
     rank = make_engine(layout, tiny, moe=REPLAY, reference=ReferenceConfig())
     share, microbatches, order = rank_share(make_batch(), layout)
-    batch = fetched(rank, replace_sampled(with_record(tiny, share, order, records)), None)
+    batch = fetch(rank, replace_sampled(with_record(tiny, share, order, records)), None)
     policy, reference = rank.compute_logprobs(batch, microbatches), rank.compute_reference_logprobs(batch, microbatches)
-    return tuple(split_by_sequence(found, share, order) for found in (policy, reference))
+    return tuple(split_by_sequence(logprobs, share, order) for logprobs in (policy, reference))
 
 
 def test_the_reference_policy_chooses_for_itself(model: TinyModel) -> None:
@@ -202,7 +204,7 @@ def test_the_reference_policy_chooses_for_itself(model: TinyModel) -> None:
 def without_record_on_rank(layout: Layout, tiny: TinyModel) -> None:
     engine = make_engine(layout, tiny, moe=REPLAY)
     share, microbatches, _ = rank_share(make_batch(), layout)
-    engine.compute_logprobs(fetched(engine, share, None), microbatches)
+    engine.compute_logprobs(fetch(engine, share, None), microbatches)
 
 
 def test_a_batch_without_the_record_is_a_defect(model: TinyModel) -> None:

@@ -13,7 +13,7 @@ from tests.parity.adapters import make_lora_rank
 from tests.parity.on_rank import expect_close, expect_continuation, train_on_rank
 from tests.parity.policy_training import expect_gradients_of_transformers, gradients_on_rank
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.training import merged
+from tests.parity.training import merge
 from tests.support.hf_configs import read_configs
 from tests.support.tiny_models import TinyModel
 
@@ -71,11 +71,11 @@ def test_training_continues_and_leaves_the_indexer_as_it_is(models: dict[str, Ti
 def test_adapters_are_merged_into_what_is_published(models: dict[str, TinyModel]) -> None:
     model = models["glm_moe_dsa"]
     settings = {"lora": LoraConfig(rank=3, alpha=7.0, target_modules=["linear_proj"])}
-    one, two = (
-        merged(run_on_ranks(layout, train_on_rank, model, settings, 2, make_lora_rank))
+    first, second = (
+        merge(run_on_ranks(layout, train_on_rank, model, settings, 2, make_lora_rank))
         for layout in (Layout(), Layout(context=2))
     )
     before = model.tensors()
-    changed = {name for name in before if not torch.equal(one[name], before[name])}
+    changed = {name for name in before if not torch.equal(first[name], before[name])}
     assert changed == {name for name in before if name.endswith("o_proj.weight")}
-    expect_close(two, one, atol=1e-5)
+    expect_close(second, first, atol=1e-5)

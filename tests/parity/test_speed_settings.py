@@ -15,7 +15,7 @@ from megatron_grpo.trainer.model.attention import TorchCoreAttention
 from megatron_grpo.trainer.model.megatron_config import build_megatron_config
 from tests.parity.policy_training import make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.training import fetched, whole_tensors
+from tests.parity.training import fetch, whole_tensors
 from tests.support.tiny_models import TinyModel, make_tiny_model
 
 UNCLIPPED = {"max_grad_norm": 0.0}
@@ -33,8 +33,8 @@ def steps_on_rank(layout: Layout, model: TinyModel, settings: dict[str, Any]) ->
         piece.zero_()
     results: list[Any] = []
     for batch in (share, unlearnt, share):
-        engine.train(fetched(engine, batch, loss_fn), microbatches, loss_fn, counts)
-        results.append(engine.compute_logprobs(fetched(engine, batch, None), microbatches))
+        engine.train(fetch(engine, batch, loss_fn), microbatches, loss_fn, counts)
+        results.append(engine.compute_logprobs(fetch(engine, batch, None), microbatches))
     groups = [len(chunk.bucket_groups) for chunk in engine.optimizer.chunks]
     return [groups, *results, whole_tensors(engine)]
 

@@ -34,7 +34,7 @@ from tests.parity.pairs import (
 )
 from tests.parity.policy_training import make_batch, make_engine, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.training import fetched, merged, rank_share, step_counts
+from tests.parity.training import fetch, merge, rank_share, step_counts
 from tests.support.rare import rare
 from tests.support.tiny_models import TinyModel
 
@@ -46,8 +46,8 @@ def gradients_on_rank(layout: Layout, model: TinyModel, packing: bool) -> tuple[
     engine = make_engine(layout, model, distributed=False, packing=packing)
     share, microbatches, _ = rank_share(make_batch(), layout)
     loss_fn, counts = NLLLossFn(), step_counts(make_batch())
-    metrics = engine.compute_gradients(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
-    loss = sum(float(one["loss"]) for one in metrics) if engine._has_loss else 0.0
+    metrics = engine.compute_gradients(fetch(engine, share, loss_fn), microbatches, loss_fn, counts)
+    loss = sum(float(metric["loss"]) for metric in metrics) if engine._has_loss else 0.0
     return whole_gradients(engine), loss
 
 
@@ -62,17 +62,17 @@ def test_gradients_of_the_likelihood_equal_transformers(
     ids, masks = (column.split(batch.lengths) for column in (batch.fields.token_ids.long(), batch.fields.loss_mask))
     losses = [
         torch.nn.functional.cross_entropy(
-            model(one[None], use_cache=False).logits[0, :-1] / 0.8,  # the temperature of `make_engine`
-            one[1:].where(mask[1:] > 0, -100),
+            model(sequence[None], use_cache=False).logits[0, :-1] / 0.8,  # the temperature of `make_engine`
+            sequence[1:].where(mask[1:] > 0, -100),
             reduction="sum",
         )
-        for one, mask in zip(ids, masks, strict=True)
+        for sequence, mask in zip(ids, masks, strict=True)
     ]
     expected = torch.stack(losses).sum() / batch.fields.loss_mask.sum()
     expected.backward()
     assert sum(loss for _, loss in by_rank) == pytest.approx(expected.item(), rel=1e-5)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    expect_gradients(merged([found for found, _ in by_rank]), gradients, floor=1e-3)
+    expect_gradients(merge([exported for exported, _ in by_rank]), gradients, floor=1e-3)
 
 
 def losses_of_steps(layout: Layout, folder: Path) -> list[float]:

@@ -19,7 +19,7 @@ from tests.parity.policy_training import (
     train_arguments,
 )
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
-from tests.parity.training import merged, whole_tensors
+from tests.parity.training import merge, whole_tensors
 from tests.support.rare import rare
 from tests.support.tiny_models import TinyModel
 
@@ -27,12 +27,12 @@ TRAINING_LAYOUTS = [*LAYOUTS, Layout(data=2)]
 
 
 def steps_on_rank(layout: Layout, models: list[TinyModel], steps: int) -> list[tuple[dict[str, Tensor], list[float]]]:
-    found = []
+    results = []
     for model in models:
         engine = make_engine(layout, model)
         rates = [engine.train(*train_arguments(layout)).learning_rate for _ in range(steps)]
-        found.append((whole_tensors(engine), rates))
-    return found
+        results.append((whole_tensors(engine), rates))
+    return results
 
 
 @pytest.mark.parametrize("layout", TRAINING_LAYOUTS, ids=str)
@@ -54,7 +54,7 @@ def test_optimizer_steps_equal_torch_adamw(layout: Layout, tiny_models: dict[str
     for index, tiny in enumerate(tiny_models.values()):
         rates = [0.5e-2, 1e-2, 1e-2]
         expected = adamw_steps(tiny, [(OPTIMIZER, rate) for rate in rates])
-        expect_close(merged([found[index][0] for found in by_rank]), expected)
+        expect_close(merge([result[index][0] for result in by_rank]), expected)
         assert by_rank[0][index][1] == pytest.approx(rates)
 
 
@@ -62,8 +62,8 @@ def adamw_steps(tiny: TinyModel, steps: list[tuple[OptimizerConfig, float]]) -> 
     """The weights of transformers after steps of torch's AdamW, each with these settings at this learning rate."""
     model = tiny.load()
     matrices = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim == 1]
-    adamw = torch.optim.AdamW([{"params": matrices}, {"params": others}])
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    adamw = torch.optim.AdamW([{"params": matrices}, {"params": vectors}])
     for settings, rate in steps:
         adamw.zero_grad()
         hf_loss(model).backward()
@@ -119,7 +119,7 @@ def test_changed_optimizer_settings_take_effect_on_loading(
     expected = adamw_steps(model, [(OPTIMIZER, 0.5e-2), (OPTIMIZER, 1e-2), (OTHER_SETTINGS, 3e-3)])
     for layout in (Layout(), Layout(data=2), Layout(tensor=2, pipeline=2)):
         by_rank = run_on_ranks(layout, continue_with_other_settings, model, tmp_path / "checkpoint", distributed)
-        expect_close(merged([weights for weights, _ in by_rank]), expected)
+        expect_close(merge([weights for weights, _ in by_rank]), expected)
         assert [rate for _, rate in by_rank] == pytest.approx([3e-3] * layout.ranks)
     with pytest.raises(RuntimeError, match=r"written with policy\.optimizer\.distributed=.*, and this run has"):
         run_on_ranks(Layout(), continue_with_other_settings, model, tmp_path / "checkpoint", not distributed)

@@ -28,8 +28,8 @@ from tests.parity.on_rank import expect_continuation, expect_gradients, load_on_
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
 from tests.parity.training import (
     LENGTHS,
-    fetched,
-    merged,
+    fetch,
+    merge,
     parameters_of,
     random_mask,
     rank_share,
@@ -66,7 +66,7 @@ def reward_models(
     tiny_models: dict[str, TinyModel], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, RewardModel]:
     folder = tmp_path_factory.mktemp("reward_models")
-    made = {}
+    models = {}
     for source, kind in SOURCES.items():
         torch.manual_seed(11)
         model = kind(AutoConfig.from_pretrained(tiny_models[source].path, num_labels=1))
@@ -74,8 +74,8 @@ def reward_models(
             for name, parameter in model.named_parameters():
                 parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(0.0, 0.2)
         model.save_pretrained(folder / source)
-        made[source] = RewardModel(folder / source, kind)
-    return made
+        models[source] = RewardModel(folder / source, kind)
+    return models
 
 
 def make_batch() -> TokenBatch:
@@ -99,13 +99,13 @@ def make_engine(layout: Layout, path: Path, *, distributed: bool = True) -> Valu
 
 def values_on_rank(layout: Layout, paths: list[Path]) -> list[dict[int, Tensor]]:
     """Values by sequence for each model; {} on ranks that do not report."""
-    found = []
+    results = []
     for path in paths:
         share, microbatches, order = rank_share(make_batch(), layout)
         engine = make_engine(layout, path)
-        values = engine.compute_values(fetched(engine, share, None), microbatches)
-        found.append(split_by_sequence(values, share, order))
-    return found
+        values = engine.compute_values(fetch(engine, share, None), microbatches)
+        results.append(split_by_sequence(values, share, order))
+    return results
 
 
 def hf_values(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
@@ -131,29 +131,29 @@ def train_arguments(layout: Layout) -> tuple[TokenBatch, list[list[int]], MseVal
 
 
 def gradients_on_rank(layout: Layout, paths: list[Path]) -> list[tuple[dict[str, Tensor], float, float]]:
-    found = []
+    results = []
     for path in paths:
         engine = make_engine(layout, path, distributed=False)
         share, microbatches, loss_fn, counts = train_arguments(layout)
-        shares = engine.compute_gradients(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
+        shares = engine.compute_gradients(fetch(engine, share, loss_fn), microbatches, loss_fn, counts)
         for parameter in parameters_of(engine):
             parameter.data.copy_(parameter.main_grad)
         gradients = whole_tensors(engine)
         reported = sum(float(share["loss"]) for share in shares) if engine.is_output_rank else 0.0
-        found.append((gradients, engine.optimizer.compute_grad_norm(), reported))
-    return found
+        results.append((gradients, engine.optimizer.compute_grad_norm(), reported))
+    return results
 
 
 @pytest.mark.parametrize("layout", [*rare(LAYOUTS[:-1]), *VALUE_LAYOUTS[-2:]], ids=str)
 def test_values_equal_transformers(layout: Layout, reward_models: dict[str, RewardModel]) -> None:
     by_rank = run_on_ranks(layout, values_on_rank, [model.path for model in reward_models.values()])
     for index, (name, reward_model) in enumerate(reward_models.items()):
-        whole = {i: values for found in by_rank for i, values in found[index].items()}
+        reported = {i: values for result in by_rank for i, values in result[index].items()}
         model = reward_model.load()
         with torch.no_grad():
             for i, ids in enumerate(make_batch().fields.token_ids.long().split(LENGTHS)):
                 torch.testing.assert_close(
-                    whole[i], hf_values(model, ids), atol=2e-5, rtol=0, msg=lambda m, n=name: n + m
+                    reported[i], hf_values(model, ids), atol=2e-5, rtol=0, msg=lambda m, n=name: n + m
                 )
 
 
@@ -165,13 +165,13 @@ def test_gradients_equal_transformers(layout: Layout, reward_models: dict[str, R
         loss = hf_loss(model)
         loss.backward()
         expected = {key: parameter.grad for key, parameter in model.named_parameters()}
-        actual = merged([found[index][0] for found in by_rank])
+        actual = merge([result[index][0] for result in by_rank])
         assert actual.keys() == expected.keys() | {"score.bias"}
         expect_gradients(actual, expected)
         if "score.bias" in expected:  # without it, transformers' norm lacks the bias that ours has
             norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
-            assert all(found[index][1] == pytest.approx(norm, rel=1e-4) for found in by_rank)
-        assert sum(found[index][2] for found in by_rank) == pytest.approx(loss.item(), rel=1e-5)
+            assert all(result[index][1] == pytest.approx(norm, rel=1e-4) for result in by_rank)
+        assert sum(result[index][2] for result in by_rank) == pytest.approx(loss.item(), rel=1e-5)
 
 
 def fresh_on_rank(layout: Layout, path: Path) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
@@ -186,12 +186,12 @@ def test_a_policy_becomes_a_value_model_that_knows_nothing_yet(
     """The backbone of the (tied) model, and values that are 0."""
     model = tiny_models["qwen3_tied"]
     by_rank = run_on_ranks(layout, fresh_on_rank, model.path)
-    assert all((values == 0).all() for found in by_rank for values in found[0].values())
-    whole = merged([found[1] for found in by_rank])
+    assert all((values == 0).all() for result in by_rank for values in result[0].values())
+    exported = merge([result[1] for result in by_rank])
     on_disk = model.tensors()
-    assert whole.keys() - {"score.weight", "score.bias"} == on_disk.keys() - {"lm_head.weight"}
-    for name in whole.keys() & on_disk.keys():
-        assert torch.equal(whole[name], on_disk[name]), name
+    assert exported.keys() - {"score.weight", "score.bias"} == on_disk.keys() - {"lm_head.weight"}
+    for name in exported.keys() & on_disk.keys():
+        assert torch.equal(exported[name], on_disk[name]), name
 
 
 save = partial(save_on_rank, make=make_engine, arguments=train_arguments)

@@ -39,8 +39,8 @@ def step_counts(batch: TokenBatch) -> GlobalCounts:
     )
 
 
-def fetched(model: PolicyRank | ValueRank, batch: TokenBatch, loss_fn: LossFunction | None) -> TokenBatch:
-    """The batch with no more than this rank gets in a run: the entries that its stage uses, and what follows from them.
+def fetch(model: PolicyRank | ValueRank, batch: TokenBatch, loss_fn: LossFunction | None) -> TokenBatch:
+    """The batch as this rank gets it in a run: entries that its stage uses, and what follows from them.
 
     Args:
         model: this rank's.
@@ -75,7 +75,7 @@ def parameters_of(engine: PolicyRank | ValueRank) -> list[Any]:
     return [parameter for chunk in engine.gather_chunks() for parameter in chunk.parameters()]
 
 
-def merged(by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def merge(by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """What the ranks export together; ranks that export the same tensor export the same values."""
     tensors: dict[str, Tensor] = {}
     for rank_tensors in by_rank:

@@ -1,7 +1,5 @@
 """Limited calls in the calling process: a process for each environment of a test would import vLLM each time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

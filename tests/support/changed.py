@@ -6,8 +6,6 @@ a table resolves. A file that is not Python is reached by what writes its name, 
 change of what all tests share runs them all.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -34,7 +32,7 @@ def list_changed_files(revision: str) -> set[str]:
 
 
 def name_module(file: str) -> str:
-    """Name a file as an import does: kernels/ holds a package of its own, conf/ is a package of YAML files."""
+    """Name a file as an import does: kernels/ holds a package of its own, conf/ one of YAML files."""
     path = Path(file).with_suffix("") if file.endswith(".py") else Path(file).parent
     name = ".".join(part for part in path.parts if part not in ("kernels", "__init__"))
     return "megatron_grpo.conf" if name.partition(".")[0] == "conf" else name
@@ -57,7 +55,7 @@ def read_file(file: Path) -> tuple[frozenset[str], tuple[str, ...]]:
 
 @cache
 def list_modules(file: Path) -> frozenset[str]:
-    """List the modules that a file reaches by itself: a test also those that it names, to start them in a process."""
+    """List the modules that a file reaches by itself; a test reaches those that it names for a process."""
     modules, texts = read_file(file)
     if not file.is_relative_to(ROOT / "tests"):
         return modules
@@ -70,10 +68,10 @@ class Change:
     def __init__(self, files: set[str]) -> None:
         self._files = files
         self._is_shared = any(file.startswith(SHARED) for file in files)
-        others = [Path(file) for file in files if not file.endswith(".py")]
+        other_files = [Path(file) for file in files if not file.endswith(".py")]
         self._words = {Path(file).stem for file in files} - {"__init__"}
-        self._other_words = {file.stem for file in others}
-        self._folders = {folder for file in others for folder in file.parts[:-1]}
+        self._other_words = {file.stem for file in other_files}
+        self._folders = {folder for file in other_files for folder in file.parts[:-1]}
         paths = {path: name_module(str(path.relative_to(ROOT))) for f in FOLDERS for path in (ROOT / f).rglob("*.py")}
         pending = {name_module(file) for file in files if file.endswith(".py")}
         packages = {name_module(file) for file in files if file.endswith("/__init__.py")}

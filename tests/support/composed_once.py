@@ -1,7 +1,5 @@
 """Composing each choice of recipe and options once a process: the tests compose some thousands of command lines."""
 
-from __future__ import annotations
-
 import pickle
 from functools import cache
 

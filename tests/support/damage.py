@@ -22,7 +22,7 @@ def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
-def empty(file: Path) -> None:
+def truncate_file(file: Path) -> None:
     os.truncate(file, 0)
 
 
@@ -31,7 +31,7 @@ def extend(file: Path) -> None:
         end.write(b"\0")
 
 
-def scramble(file: Path) -> None:
+def replace_content(file: Path) -> None:
     """Other content of the same size."""
     file.write_bytes(bytes(range(256)) * (file.stat().st_size // 256) + b"x" * (file.stat().st_size % 256))
 
@@ -45,7 +45,15 @@ def make_a_folder_of_it(file: Path) -> None:
     file.mkdir()
 
 
-DAMAGES: tuple[Callable[[Path], None], ...] = (flip, truncate, empty, extend, scramble, delete, make_a_folder_of_it)
+DAMAGES: tuple[Callable[[Path], None], ...] = (
+    flip,
+    truncate,
+    truncate_file,
+    extend,
+    replace_content,
+    delete,
+    make_a_folder_of_it,
+)
 
 
 def files_of(folder: Path) -> list[str]:

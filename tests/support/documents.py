@@ -40,8 +40,8 @@ def commands(document: Path) -> Iterator[Command]:
         for line in block.replace("\\\n", " ").splitlines():
             if _COMMAND.match(line):
                 yield Command(document.name, _words(line))
-    for found in _INLINE.findall(text.replace("\n", " ")):
-        yield Command(document.name, _words(found))
+    for command in _INLINE.findall(text.replace("\n", " ")):
+        yield Command(document.name, _words(command))
 
 
 def blocks(text: str) -> Iterator[str]:
@@ -54,7 +54,7 @@ def blocks(text: str) -> Iterator[str]:
 
 
 def yaml_blocks(text: str) -> Iterator[dict[str, Any]]:
-    """The blocks of a text that are fenced as YAML, or indented and begin with a key of their own line."""
+    """The blocks of a text that are fenced as YAML, or indented and begin with a key."""
     for block in blocks(text):
         if re.match(r"\w+:\n", block):
             yield yaml.safe_load(block)
@@ -89,21 +89,21 @@ PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 def undocumented(metrics: Iterable[str]) -> set[str]:
     """Those of the metrics that the page lacks."""
-    known = "|".join(_patterns())
-    return {name for name in metrics if not re.fullmatch(known, name)}
+    pattern = "|".join(_patterns())
+    return {name for name in metrics if not re.fullmatch(pattern, name)}
 
 
 def _patterns() -> set[str]:
     """First columns of the tables: whole names, with NAME for any name, and endings of the name before them."""
     patterns = {name.replace("NAME", r"\w+") for name in re.findall(r"`(val_[\w/]+)`", PAGE.read_text())}
     for cell in re.findall(r"^\| (`.*?) \|", PAGE.read_text(), flags=re.MULTILINE):
-        whole = ""
+        first_name = ""
         for name in re.findall(r"`([\w/]+)`", cell):
             if not name.startswith("_"):
-                whole = name
+                first_name = name
                 patterns.add(name.replace("NAME", r"\w+"))
             else:
-                parts = whole.split("_")
+                parts = first_name.split("_")
                 patterns |= {"_".join(parts[:count]) + name for count in range(1, len(parts) + 1)}
     return patterns
 

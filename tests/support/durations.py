@@ -3,8 +3,6 @@
 `-p tests.support.durations` with the environment variable TEST_DURATIONS, the file that gets the line.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -71,7 +71,7 @@ class FakeRollouts:
     def __init__(self, answers: Answers = lambda *_: []) -> None:
         self.answers = answers
         self.remarks: list[str] = []
-        self.next_complete: Callable[[int], int] = lambda left: 0
+        self.next_complete: Callable[[int], int] = lambda count: 0
         """(prompts that are not complete) -> which of them is next."""
         self.complete: dict[int, SampledGroup] = {}
         """Groups by number that have arrived and are not taken."""
@@ -102,10 +102,10 @@ class FakeRollouts:
         return self.finish(self.begin(dict(enumerate(prompts)), settings), timer)
 
     def begin(self, prompts: Mapping[int, DatumSpec], settings: RolloutSettings) -> SimpleNamespace:
-        asked = {
+        options = {
             name: getattr(settings, name) for name in ("samples_per_prompt", "sampling", "run_seed", "generation_batch")
         }
-        self.asked.append({"rows": [prompt["idx"] for prompt in prompts.values()], **asked})
+        self.asked.append({"rows": [prompt["idx"] for prompt in prompts.values()], **options})
         groups = self.put(self.answers(list(prompts.values()), settings.samples_per_prompt))
         streams = dict(zip(prompts, groups, strict=False))
         return SimpleNamespace(groups=groups, streams=streams, complete=[], is_done=lambda: True)
@@ -115,26 +115,28 @@ class FakeRollouts:
             return list(under_way.groups)
 
     def list_complete(self, batches: Sequence[SimpleNamespace]) -> list[CompletePrompt]:
-        found = [number for one in batches for number in one.complete]
-        for one in batches:
-            self.complete |= {number: one.streams.pop(number) for number in one.complete}
-            one.complete = []
-        return [CompletePrompt(batch=0, number=number, worker=0) for number in found]
+        numbers = [number for batch in batches for number in batch.complete]
+        for batch in batches:
+            self.complete |= {number: batch.streams.pop(number) for number in batch.complete}
+            batch.complete = []
+        return [CompletePrompt(batch=0, number=number, worker=0) for number in numbers]
 
     def take(self, complete: Sequence[CompletePrompt]) -> list[SampledGroup]:
-        return [self.complete.pop(one.number) for one in complete]
+        return [self.complete.pop(prompt.number) for prompt in complete]
 
     def wait_for_groups(self, batches: Sequence[SimpleNamespace], since: float) -> None:
         """One more prompt is complete, whichever `next_complete` chooses of those that are left."""
-        left = [(number, one) for one in batches for number in one.streams]
-        number, chosen = left[self.next_complete(len(left))]
+        pending = [(number, batch) for batch in batches for number in batch.streams]
+        number, chosen = pending[self.next_complete(len(pending))]
         chosen.complete.append(number)
 
     def take_engine_counts(self) -> list[EngineCounts]:
         return [EngineCounts(running=1)]
 
     def put(self, groups: Sequence[Sequence[Trajectory]]) -> list[SampledGroup]:
-        return [SampledGroup([one.outcome for one in group], Reference(list(group)), 0) for group in groups]
+        return [
+            SampledGroup([trajectory.outcome for trajectory in group], Reference(list(group)), 0) for group in groups
+        ]
 
     def fetch(self, groups: Sequence[SampledGroup]) -> list[list[Trajectory]]:
         self.fetched += groups
@@ -143,7 +145,9 @@ class FakeRollouts:
     def build_partitions(
         self, groups: Sequence[SampledGroup], sequences: Sequence[NDArray[np.int64]]
     ) -> dict[str, list[Reference]]:
-        trajectories = [part for group in groups for one in group.objects_ref.get() for part in one.split_segments()]
+        trajectories = [
+            part for group in groups for trajectory in group.objects_ref.get() for part in trajectory.split_segments()
+        ]
         built: dict[str, list[Reference]] = {name: [] for name in _entries(trajectories[0])}
         for numbers in sequences:
             rows = [_entries(trajectories[number]) for number in numbers]
@@ -194,10 +198,10 @@ def split(array: NDArray[Any], lengths: Sequence[int] | NDArray[np.int64]) -> li
 
 def by_sequence(batch: StepBatch, name: str) -> list[NDArray[Any]]:
     """A stored entry of a batch, one array a sequence, in the order of the step."""
-    found: dict[int, NDArray[Any]] = {}
+    arrays: dict[int, NDArray[Any]] = {}
     for reference, numbers in zip(batch.fields[name], batch.partitions, strict=True):
-        found |= zip(numbers.tolist(), split(reference.get(), batch.lengths[numbers]), strict=True)
-    return [found[number] for number in range(len(batch))]
+        arrays |= zip(numbers.tolist(), split(reference.get(), batch.lengths[numbers]), strict=True)
+    return [arrays[number] for number in range(len(batch))]
 
 
 def add_entry(batch: StepBatch, name: str, values: NDArray[Any]) -> None:
@@ -215,10 +219,12 @@ def stored_names(batch: StepBatch) -> set[str]:
 def _entries(trajectory: Trajectory) -> dict[str, list[Any]]:
     """What is stored of a rollout, an item a token."""
     spans = trajectory.spans
-    sampled = [any(span.start <= place < span.end for span in spans) for place in range(len(trajectory.token_ids))]
+    sampled = [
+        any(span.start <= position < span.end for span in spans) for position in range(len(trajectory.token_ids))
+    ]
     drawn = iter(trajectory.logprobs.tolist())
     return {
         "token_ids": trajectory.token_ids.tolist(),
         "sampled": sampled,
-        "generation_logprobs": [next(drawn) if one else 0.0 for one in sampled],
+        "generation_logprobs": [next(drawn) if is_sampled else 0.0 for is_sampled in sampled],
     }

@@ -70,7 +70,7 @@ def make_sampling_run(
 
 
 def make_run(config: Config, folder: Path, rollouts: FakeRollouts, shape: ModelShape, log: list[str]) -> Any:
-    """A run that has not begun, with a value model if the algorithm has one; what its parts do is in the log."""
+    """A run that has not begun, with the models of its algorithm; its parts write to the log."""
 
     def publish(version: int) -> Any:
         log.append(f"version {version}")

@@ -17,7 +17,7 @@ TABLE = [mantissa / 8 * 2.0**-6 for mantissa in range(8)] + [
 
 
 def nearest(size: float) -> int:
-    """Bits of the number nearest to one of 0 to 448, or a little more; of two as near, that with even bits."""
+    """Bits of the number nearest to 0 to 448, or a little more; even bits if two are as near."""
     above = bisect.bisect_left(TABLE, size)
     if above == len(TABLE):
         return above - 1
@@ -35,30 +35,30 @@ def quantise(values: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     bits = np.zeros(array.shape, np.int64)
     scales = np.zeros((math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)), np.float32)
     for down, across in np.ndindex(*scales.shape):
-        top, left = down * BLOCK, across * BLOCK
-        part = array[top : top + BLOCK, left : left + BLOCK]
-        target = bits[top : top + BLOCK, left : left + BLOCK]
+        top, begin = down * BLOCK, across * BLOCK
+        part = array[top : top + BLOCK, begin : begin + BLOCK]
+        target = bits[top : top + BLOCK, begin : begin + BLOCK]
         if not all(math.isfinite(value) for value in part.flat):
             scales[down, across], target[:] = np.nan, -1
             continue
         scale = np.float32(max(abs(value) for value in part.flat)) / np.float32(448)
         scale = scale if scale >= 2.0**-126 else np.float32(1)
         scales[down, across] = scale
-        for place in np.ndindex(*part.shape):
-            sign = 0x80 if math.copysign(1, part[place]) < 0 else 0
-            target[place] = nearest(abs(float(part[place] / scale))) | sign
+        for index in np.ndindex(*part.shape):
+            sign = 0x80 if math.copysign(1, part[index]) < 0 else 0
+            target[index] = nearest(abs(float(part[index] / scale))) | sign
     return bits, scales
 
 
 def dequantise(bits: NDArray[np.int64], scales: NDArray[np.float32]) -> Tensor:
     """[rows, columns], float32."""
-    found = np.zeros(bits.shape, np.float32)
-    for place in np.ndindex(*bits.shape):
-        scale = scales[place[0] // BLOCK, place[1] // BLOCK]
-        code = int(bits[place])
+    values = np.zeros(bits.shape, np.float32)
+    for index in np.ndindex(*bits.shape):
+        scale = scales[index[0] // BLOCK, index[1] // BLOCK]
+        code = int(bits[index])
         size = math.nan if code == -1 or code & 0x7F == 0x7F else TABLE[code & 0x7F]
-        found[place] = np.float32(-size if code & 0x80 else size) * scale
-    return torch.from_numpy(found)
+        values[index] = np.float32(-size if code & 0x80 else size) * scale
+    return torch.from_numpy(values)
 
 
 def bits_of(quantised: Tensor) -> NDArray[np.int64]:
@@ -91,6 +91,6 @@ def expected_divergence(student: Tensor, teacher: Tensor, name: str, forward_wei
 
 def with_tail(logprobs: Tensor, chosen: Tensor) -> Tensor:
     """Log-probabilities [tokens, k + 1] of chosen entries, [tokens, k], and of all other entries together."""
-    others = torch.ones_like(logprobs, dtype=torch.bool).scatter(-1, chosen, value=False)
-    tail = torch.where(others, logprobs, -torch.inf).logsumexp(dim=-1, keepdim=True)
+    is_other = torch.ones_like(logprobs, dtype=torch.bool).scatter(-1, chosen, value=False)
+    tail = torch.where(is_other, logprobs, -torch.inf).logsumexp(dim=-1, keepdim=True)
     return torch.cat([logprobs.gather(-1, chosen), tail], dim=-1)

@@ -21,8 +21,8 @@ def peak_of(function: Callable[[], Any]) -> tuple[Any, int | None]:
     try:
         result = in_fork(function, lambda: _join(group))
         folder = Path(os.readlink(f"/proc/self/fd/{group.join_fd}")).parent
-        found = [path for path in (folder / "memory.peak", folder / "memory.max_usage_in_bytes") if path.exists()]
-        return result, int(found[0].read_text())
+        files = [path for path in (folder / "memory.peak", folder / "memory.max_usage_in_bytes") if path.exists()]
+        return result, int(files[0].read_text())
     finally:
         group.close()
 

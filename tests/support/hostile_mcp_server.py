@@ -1,7 +1,5 @@
 """An MCP server for tests that asks the client, floods and steers: its tools are the functions below."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

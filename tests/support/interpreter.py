@@ -12,7 +12,7 @@ from typing import Any
 TIMEOUT_S = 300.0
 
 
-def interpreted(function: Callable[..., Any], *arguments: Any) -> Any:
+def run_interpreted(function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function returns in a process with TRITON_INTERPRET=1, kept for the next call.
 
     Args:

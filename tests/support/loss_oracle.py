@@ -66,7 +66,7 @@ def loop_loss(curr: Tensor, tokens: TokenFields, config: LossConfig) -> float:
     elif config.token_level_loss:
         total = math.fsum(map(math.fsum, losses)) / count
     else:
-        total = math.fsum(math.fsum(one) / len(one) for one in losses) / len(losses)
+        total = math.fsum(math.fsum(loss) / len(loss) for loss in losses) / len(losses)
     total -= config.entropy_coef * math.fsum(value for row in rows for value in row["entropy"]) / count
     imitated = [now for row in rows for now, right in zip(row["now"], row["positive"], strict=True) if right]
     return total - config.positive_example_nll_weight * math.fsum(imitated) / len(imitated)

@@ -56,13 +56,13 @@ def pool(
     """
     environments = build_environments({"task": environment or EnvironmentConfig(type="addition")})
     actor = ray.remote(num_cpus=0)(MadeUpEngine)
-    actors, left = [actor.remote(**arguments) for arguments in engines], list(spare)
+    actors, spares = [actor.remote(**arguments) for arguments in engines], list(spare)
 
-    def restore(lost: Mapping[int, str]) -> None:
-        for number, reason in lost.items():
-            if not left:
+    def restore(lost_engines: Mapping[int, str]) -> None:
+        for number, reason in lost_engines.items():
+            if not spares:
                 raise SamplingError(reason)
-            actors[number] = actor.remote(**left.pop(0))
+            actors[number] = actor.remote(**spares.pop(0))
 
     settings = RolloutsConfig(**config)
     rollouts = RolloutPool(
@@ -79,29 +79,29 @@ def pool(
         yield rollouts
     finally:
         rollouts.shutdown()
-        for one in environments.values():
-            one.shutdown()
+        for worker in environments.values():
+            worker.shutdown()
 
 
 def collect(rollouts: RolloutPool, prompts: Sequence[DatumSpec], timer: StepTimer | None = None) -> list[SampledGroup]:
     return rollouts.collect(prompts, rollouts.make_settings(SAMPLES, SETTINGS, SEED, STEP), timer or StepTimer())
 
 
-def row_anywhere(one: Trajectory) -> dict[str, Any]:
+def row_anywhere(trajectory: Trajectory) -> dict[str, Any]:
     """The row of a rollout that any of the engines may have sampled."""
-    return {**one.to_row(), "engine": None}
+    return {**trajectory.to_row(), "engine": None}
 
 
 def expected_trajectory(datum: DatumSpec, group: int, sample: int) -> Trajectory:
     """What the made-up engine and the addition environment make of a sample."""
     ids = np.array(datum["message_log"][0]["token_ids"], dtype=np.int32)
     outputs = []
-    for one in range(SAMPLES):
-        seed = compute_sample_seed(SEED, STEP, datum["idx"], one)
+    for number in range(SAMPLES):
+        seed = compute_sample_seed(SEED, STEP, datum["idx"], number)
         request = GenerationRequest(prompt_ids=ids, seed=seed, max_new_tokens=MAX_LENGTH - len(ids))
         outputs.append(made_up_response(request, SETTINGS))
     output = outputs[sample]
-    usual = np.median([len(one.token_ids) for one in outputs])
+    usual = np.median([len(output.token_ids) for output in outputs])
     return Trajectory(
         prompt_idx=datum["idx"],
         group=group,

@@ -1,7 +1,5 @@
 """An MCP server for tests: `python mcp_server.py` speaks over standard input and output, with a port over HTTP."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

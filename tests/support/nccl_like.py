@@ -8,8 +8,6 @@
 - wait() is for complete transfers. On another it is a mistake, which with NCCL might block for ever.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -34,7 +32,7 @@ def install() -> None:
     links.join_group = join
 
 
-def join(rendezvous: Rendezvous, rank: int, size: int, device: torch.device, name: str = "group") -> NcclLikeGroup:
+def join(rendezvous: Rendezvous, rank: int, size: int, device: torch.device, name: str = "group") -> "NcclLikeGroup":
     """In place of `refit_group.join_group`."""
     assert device.type == "cpu"
     return NcclLikeGroup(PrefixStore(name, rendezvous.connect()), rank, size)

@@ -1,7 +1,5 @@
 """Serves the resources server mcqa of NeMo Gym on loopback, without its head server: python nemo_gym_server.py PORT"""
 
-from __future__ import annotations
-
 import sys
 
 import uvicorn

@@ -35,10 +35,10 @@ def ask(folder: Path, calls: Sequence[dict[str, Any]], *, spoil: str = "", dtype
     Returns:
         For each call and each of its prompts, [token ids, log-probabilities under which they were drawn].
     """
-    given = {"folder": str(folder), "calls": list(calls), "spoil": spoil, "dtype": dtype}
-    done = subprocess.run(
+    request = {"folder": str(folder), "calls": list(calls), "spoil": spoil, "dtype": dtype}
+    process = subprocess.run(
         [sys.executable, "-m", __name__],
-        input=json.dumps(given),
+        input=json.dumps(request),
         env=os.environ | ENVIRONMENT,
         cwd=Path(__file__).parents[2],
         capture_output=True,
@@ -46,46 +46,46 @@ def ask(folder: Path, calls: Sequence[dict[str, Any]], *, spoil: str = "", dtype
         timeout=900,
         check=False,
     )
-    (line,) = [one for one in done.stdout.splitlines() if one.startswith("RESULT")] or [done.stderr[-3000:]]
+    (line,) = [text for text in process.stdout.splitlines() if text.startswith("RESULT")] or [process.stderr[-3000:]]
     assert line.startswith("RESULT"), line
-    found: list[Any] = json.loads(line.removeprefix("RESULT"))
-    return found
+    responses: list[Any] = json.loads(line.removeprefix("RESULT"))
+    return responses
 
 
 def _serve() -> None:
     from vllm import LLM, SamplingParams
 
-    given = json.loads(sys.stdin.read())
+    request = json.loads(sys.stdin.read())
     llm = LLM(
-        given["folder"],
-        dtype=given["dtype"],
+        request["folder"],
+        dtype=request["dtype"],
         max_model_len=160,
         enforce_eager=True,
         enable_prefix_caching=False,
         logprobs_mode="processed_logprobs",
     )
-    if given["spoil"] == "routers":
-        llm.apply_model(partial(_round_routers, _tensors(Path(given["folder"]))))
-    found = []
-    for number, call in enumerate(given["calls"]):
+    if request["spoil"] == "routers":
+        llm.apply_model(partial(_round_routers, _tensors(Path(request["folder"]))))
+    responses = []
+    for number, call in enumerate(request["calls"]):
         prompts: list[Any] = [{"prompt_token_ids": ids} for ids in call.pop("prompts")]
         parameters = [
             SamplingParams(
-                **call, seed=1000 * number + one, max_tokens=24, logprobs=0, detokenize=False, stop_token_ids=[2]
+                **call, seed=1000 * number + index, max_tokens=24, logprobs=0, detokenize=False, stop_token_ids=[2]
             )
-            for one in range(len(prompts))
+            for index in range(len(prompts))
         ]
         outputs = [output.outputs[0] for output in llm.generate(prompts, parameters, use_tqdm=False)]
-        found.append(
+        responses.append(
             [
                 [
-                    list(one.token_ids),
-                    [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)],
+                    list(output.token_ids),
+                    [step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)],
                 ]
-                for one in outputs
+                for output in outputs
             ]
         )
-    print("RESULT" + json.dumps(found))
+    print("RESULT" + json.dumps(responses))
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
@@ -99,9 +99,9 @@ def _round_routers(weights: dict[str, Tensor], model: Any) -> None:
     Weights are those of the folder, since vLLM's layers on a CPU keep theirs only in a packed form.
     """
 
-    def rounded(number: int, _gate: Any, given: tuple[Tensor, ...], output: Any) -> Any:
+    def rounded(number: int, _gate: Any, tensors: tuple[Tensor, ...], output: Any) -> Any:
         weight = weights[f"model.layers.{number}.mlp.gate.weight"].bfloat16()
-        logits = torch.nn.functional.linear(given[0].bfloat16(), weight).float()
+        logits = torch.nn.functional.linear(tensors[0].bfloat16(), weight).float()
         return (logits, *output[1:]) if isinstance(output, tuple) else logits
 
     for number, layer in enumerate(model.model.layers):

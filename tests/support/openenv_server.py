@@ -1,7 +1,5 @@
 """An OpenEnv server for tests, of openenv-core: `python openenv_server.py PORT`. A number has to be guessed."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -3,8 +3,6 @@
 MODE says how it lists its tools, one for each result below: pages, stuck, endless, silent, failing, twice, malformed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -23,11 +23,11 @@ COMMANDS = [
 def recipe_config(*command: str) -> Config:
     """The configuration of a recipe, whose model is the folder of its config.json in tests/data; nothing is checked
     against the model yet."""
-    config = deepcopy(_composed(command))
+    config = deepcopy(_compose(command))
     config.policy.model.path = str(config_folder(config.policy.model.path))
     return config
 
 
 @cache
-def _composed(command: tuple[str, ...]) -> Config:
+def _compose(command: tuple[str, ...]) -> Config:
     return compose_config(command)

@@ -78,7 +78,7 @@ def add_figures(run_dir: Path, *overrides: str) -> None:
         learning_rate=computed.result.learning_rate,
         tensors=computed.tensors,
         states=sum_states(
-            [(point, *(one.numpy() for one in part)) for point, *part in rank["states"]] for rank in ranks
+            [(point, *(array.numpy() for array in part)) for point, *part in rank["states"]] for rank in ranks
         ),
         config=asdict(record.config),
         device="cpu",
@@ -91,13 +91,13 @@ def _watch_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str
     enter("log-probabilities")
     rank = PolicyRank(task.settings)
     replica = parallel_state.get_data_parallel_rank()
-    mine = task.members[replica]
-    numbers = find_token_indices(np.asarray(task.batch.lengths), mine)
-    places = np.flatnonzero(np.isin(numbers, choose_watched_tokens(sum(task.batch.lengths))))
-    rank.recorder.watch(places, numbers[places])
-    own = {int(number): index for index, number in enumerate(mine)}
-    plan = [[own[int(number)] for number in microbatch] for microbatch in task.logprobs[replica]]
-    batch = task.batch.select(mine.tolist())
+    members = task.members[replica]
+    numbers = find_token_indices(np.asarray(task.batch.lengths), members)
+    positions = np.flatnonzero(np.isin(numbers, choose_watched_tokens(sum(task.batch.lengths))))
+    rank.recorder.watch(positions, numbers[positions])
+    local_index = {int(number): index for index, number in enumerate(members)}
+    plan = [[local_index[int(number)] for number in microbatch] for microbatch in task.logprobs[replica]]
+    batch = task.batch.select(members.tolist())
     for _ in range(2):  # only the first pass is recorded
         rank.compute_logprobs(TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids)), plan)
     parts = rank.recorder.end_states()
@@ -115,7 +115,7 @@ def _groups(vocab: int, prev: bool) -> Any:
             start, end = len(prompt), len(prompt) + sampled
             spans = [Span(start, start + 1, 0), Span(start + 2, end, 0)] if sample == 1 else [Span(start, end, 0)]
             count = sum(span.end - span.start for span in spans)
-            one = Trajectory(
+            trajectory = Trajectory(
                 prompt_idx=group,
                 group=group,
                 sample=sample,
@@ -127,7 +127,9 @@ def _groups(vocab: int, prev: bool) -> Any:
                 reward=None if (group, sample) == (1, 3) else float(sample),
             )
             advantages = np.full(count, float(draw.normal()), dtype=np.float32)
-            rollouts.append((one, {"advantages": advantages} | ({"prev_logprobs": one.logprobs} if prev else {})))
+            rollouts.append(
+                (trajectory, {"advantages": advantages} | ({"prev_logprobs": trajectory.logprobs} if prev else {}))
+            )
         yield group, rollouts
 
 

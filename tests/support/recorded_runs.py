@@ -70,7 +70,7 @@ def edited_copy(source: Path, target: Path, edit: Callable[[dict[str, Tensor]], 
     return target
 
 
-def moved(source: Path, target: Path, seed: int, scale: float = 0.02) -> Path:
+def move_weights(source: Path, target: Path, seed: int, scale: float = 0.02) -> Path:
     """The model after a step: every number has changed a little."""
 
     def step(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -112,7 +112,7 @@ class RecordedRun:
         if self.config.policy.lora.rank:
             self.versions.append(save_adapters(self, number))
             return self.versions[-1]
-        folder = folder or moved(self.versions[-1], self.root / f"version_{number}", seed=number)
+        folder = folder or move_weights(self.versions[-1], self.root / f"version_{number}", seed=number)
         self.versions.append(folder)
         save_checkpoint(folder, self.run_dir / f"checkpoints/step_{number}/megatron", self.config)
         return folder
@@ -232,7 +232,7 @@ def last_logits(model: Any, ids: list[int], prompt: int) -> Tensor:
 
 
 @torch.no_grad()
-def sampled(
+def sample_rollouts(
     folder: Path,
     prompts: Sequence[Sequence[int]],
     *,
@@ -306,7 +306,7 @@ def alone(model: Any, sequences: list[list[int]]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def scored(
+def score_rollouts(
     folder: Path,
     rollouts: Sequence[Trajectory],
     *,

@@ -23,62 +23,66 @@ def full_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
 
 
-def vllm_parameters(shape: ModelShape, place: RankShard) -> dict[str, Tensor]:
+def vllm_parameters(shape: ModelShape, shard: RankShard) -> dict[str, Tensor]:
     """What vLLM's model holds on a rank, by name, from vLLM's rules written out for each kind of layer."""
-    held = Held(shape, place)
-    found: dict[str, Tensor] = {}
-    for layer in place.layers:
+    held_tensors = Held(shape, shard)
+    parameters: dict[str, Tensor] = {}
+    for layer in shard.layers:
         prefix = f"model.layers.{layer}."
-        for name in held.tensors:
+        for name in held_tensors.tensors:
             if name.startswith(prefix) and name.endswith(("norm.weight", "mlp.gate.weight", "correction_bias")):
-                found[name] = held.whole(name)
-        found |= held.heads(prefix + "self_attn.") if shape.latent is None else held.latent(prefix + "self_attn.")
-        found |= held.dense(prefix)
+                parameters[name] = held_tensors.read_tensor(name)
+        parameters |= (
+            held_tensors.heads(prefix + "self_attn.")
+            if shape.latent is None
+            else held_tensors.latent(prefix + "self_attn.")
+        )
+        parameters |= held_tensors.dense(prefix)
         if shape.has_experts(layer):
-            found |= held.experts(prefix + "mlp.experts.")
-    return found | held.ends()
+            parameters |= held_tensors.experts(prefix + "mlp.experts.")
+    return parameters | held_tensors.ends()
 
 
 class Held:
     """A rank's share of Hugging Face tensors, in vLLM's arrangement."""
 
-    def __init__(self, shape: ModelShape, place: RankShard) -> None:
-        self.shape, self.place = shape, place
-        self.rank, self.size = place.tensor.index, place.tensor.count
+    def __init__(self, shape: ModelShape, shard: RankShard) -> None:
+        self.shape, self.shard = shape, shard
+        self.rank, self.size = shard.tensor.index, shard.tensor.count
         self.tensors = {
             tensor.name.format(layer=layer, expert=expert): tensor.measure(shape.sizes)
             for entry in build_weight_map(shape)
             for tensor in entry.hf
-            for layer in place.layers
+            for layer in shard.layers
             for expert in range(shape.experts.count if shape.experts and entry.per_expert else 1)
             if entry.kind is None or entry.kind in shape.list_kinds(layer)
         }
 
-    def whole(self, name: str) -> Tensor:
+    def read_tensor(self, name: str) -> Tensor:
         return full_tensor(name, self.tensors[name])
 
     def rows(self, name: str) -> Tensor:
-        return self.whole(name).chunk(self.size)[self.rank]
+        return self.read_tensor(name).chunk(self.size)[self.rank]
 
     def columns(self, name: str) -> Tensor:
-        return self.whole(name).chunk(self.size, dim=1)[self.rank]
+        return self.read_tensor(name).chunk(self.size, dim=1)[self.rank]
 
     def heads(self, prefix: str) -> dict[str, Tensor]:
         """Attention with queries, keys and values of heads: all queries, all keys, all values of the rank."""
         groups, size = self.shape.key_value_heads, self.size
         first, count = self.rank * groups // size, max(groups // size, 1)
-        found = {prefix + "o_proj.weight": self.columns(prefix + "o_proj.weight")}
+        parameters = {prefix + "o_proj.weight": self.columns(prefix + "o_proj.weight")}
         for kind in ("weight", "bias") if self.shape.qkv_bias else ("weight",):
             parts = [self.rows(f"{prefix}q_proj.{kind}")]
-            for which in "kv":
-                each = self.whole(f"{prefix}{which}_proj.{kind}").split(self.shape.head_dim)
-                parts += each[first : first + count]
-            found[f"{prefix}qkv_proj.{kind}"] = torch.cat(parts)
-        return found
+            for side in "kv":
+                heads = self.read_tensor(f"{prefix}{side}_proj.{kind}").split(self.shape.head_dim)
+                parts += heads[first : first + count]
+            parameters[f"{prefix}qkv_proj.{kind}"] = torch.cat(parts)
+        return parameters
 
     def latent(self, prefix: str) -> dict[str, Tensor]:
         """Multi-latent attention: what makes the short vectors in one matrix that every rank has."""
-        down = [self.whole(f"{prefix}{name}.weight") for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+        down = [self.read_tensor(f"{prefix}{name}.weight") for name in ("q_a_proj", "kv_a_proj_with_mqa")]
         return {
             prefix + "fused_qkv_a_proj.weight": torch.cat(down),
             prefix + "o_proj.weight": self.columns(prefix + "o_proj.weight"),
@@ -87,21 +91,23 @@ class Held:
 
     def dense(self, prefix: str) -> dict[str, Tensor]:
         """Networks of all tokens: gate rows, then up rows."""
-        found = {}
+        parameters = {}
         for name in self.tensors:
             if name.startswith(prefix) and name.endswith("gate_proj.weight") and ".experts." not in name:
                 block = name.removesuffix("gate_proj.weight")
-                both = [self.rows(f"{block}{which}_proj.weight") for which in ("gate", "up")]
-                found[block + "gate_up_proj.weight"] = torch.cat(both)
-                found[block + "down_proj.weight"] = self.columns(block + "down_proj.weight")
-        return found
+                both = [self.rows(f"{block}{side}_proj.weight") for side in ("gate", "up")]
+                parameters[block + "gate_up_proj.weight"] = torch.cat(both)
+                parameters[block + "down_proj.weight"] = self.columns(block + "down_proj.weight")
+        return parameters
 
     def experts(self, prefix: str) -> dict[str, Tensor]:
         """The rank's experts, one behind the other, each as a network of all tokens, or a part of it."""
-        rank, size = self.place.expert_tensor.index, self.place.expert_tensor.count
+        rank, size = self.shard.expert_tensor.index, self.shard.expert_tensor.count
         w13, w2 = [], []
-        for expert in range(*self.place.experts):
-            gate, up, down = (self.whole(f"{prefix}{expert}.{which}_proj.weight") for which in ("gate", "up", "down"))
+        for expert in range(*self.shard.experts):
+            gate, up, down = (
+                self.read_tensor(f"{prefix}{expert}.{side}_proj.weight") for side in ("gate", "up", "down")
+            )
             w13.append(torch.cat([gate.chunk(size)[rank], up.chunk(size)[rank]]))
             w2.append(down.chunk(size, dim=1)[rank])
         return {
@@ -111,16 +117,16 @@ class Held:
 
     def ends(self) -> dict[str, Tensor]:
         """Embedding and head, with zeros behind the vocabulary; and the last norm."""
-        shape, place, found = self.shape, self.place, {}
-        head = place.has_output and not shape.tied_embeddings
-        for name, here in (("model.embed_tokens.weight", place.has_embedding), ("lm_head.weight", head)):
-            if here:
+        shape, shard, parameters = self.shape, self.shard, {}
+        head = shard.has_output and not shape.tied_embeddings
+        for name, is_here in (("model.embed_tokens.weight", shard.has_embedding), ("lm_head.weight", head)):
+            if is_here:
                 vocabulary = torch.zeros(-(-shape.vocab // 64) * 64, shape.hidden)
                 vocabulary[: shape.vocab] = full_tensor(name, (shape.vocab, shape.hidden))
-                found[name] = vocabulary.chunk(self.size)[self.rank]
-        if place.has_output:
-            found["model.norm.weight"] = full_tensor("model.norm.weight", (shape.hidden,))
-        return found
+                parameters[name] = vocabulary.chunk(self.size)[self.rank]
+        if shard.has_output:
+            parameters["model.norm.weight"] = full_tensor("model.norm.weight", (shape.hidden,))
+        return parameters
 
 
 def model_of(parameters: dict[str, Tensor]) -> nn.Module:

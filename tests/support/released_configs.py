@@ -7,8 +7,8 @@ from tests.support.hf_configs import read_configs, read_released
 
 def read_unquantized(name: str, **code: str) -> dict[str, Any]:
     """The file of a model converted to bfloat16, without its FP8 blocks; `code`: its auto_map."""
-    kept = {key: value for key, value in read_released(name).items() if key != "quantization_config"}
-    return kept | {"torch_dtype": "bfloat16", "auto_map": code}
+    fields = {key: value for key, value in read_released(name).items() if key != "quantization_config"}
+    return fields | {"torch_dtype": "bfloat16", "auto_map": code}
 
 
 def read_text_part(name: str, architecture: str) -> dict[str, Any]:
@@ -114,9 +114,9 @@ LINEAR = {"rope_type": "linear", "factor": 8.0}
 
 def in_the_new_spelling(raw: dict[str, Any]) -> dict[str, Any]:
     """The file of Gemma-3 1B as transformers 5 writes it."""
-    kept = {key: value for key, value in raw.items() if "rope" not in key and key != "sliding_window_pattern"}
+    fields = {key: value for key, value in raw.items() if "rope" not in key and key != "sliding_window_pattern"}
     everywhere = {"rope_type": "default", "rope_theta": 1e6, **(raw["rope_scaling"] or {})}
-    return kept | {
+    return fields | {
         "layer_types": ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(26)],
         "rope_parameters": {
             "full_attention": everywhere,

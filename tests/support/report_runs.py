@@ -30,7 +30,7 @@ def byte_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def spoken(tokenizer: Tokenizer, response: str, **changes: Any) -> Trajectory:
+def make_answer(tokenizer: Tokenizer, response: str, **changes: Any) -> Trajectory:
     """A trajectory that answers PROMPT with a text."""
     prompt, answer = (tokenizer.encode(text, add_special_tokens=False).ids for text in (PROMPT, response))
     values: dict[str, Any] = {

@@ -4,8 +4,6 @@ A test of several layouts fails in most of them when it fails in one, so a fault
 seen by one of the next commits.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Functions that run with limits in tests: ordinary ones, and some that take too much."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

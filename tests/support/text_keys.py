@@ -1,7 +1,5 @@
 """Keys of the schema whose values are, or hold, texts."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict

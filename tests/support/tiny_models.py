@@ -45,11 +45,11 @@ class TinyModel:
     def logprobs(self, token_ids: Tensor) -> Tensor:
         """Log-probability of each token given the ones before it, by transformers: [sequences, length]; 0 first."""
         with torch.no_grad():
-            return logprobs_of_logits(_loaded(self)(token_ids).logits, token_ids)
+            return logprobs_of_logits(_load(self)(token_ids).logits, token_ids)
 
 
 @cache
-def _loaded(model: TinyModel) -> PreTrainedModel:
+def _load(model: TinyModel) -> PreTrainedModel:
     return model.load()
 
 

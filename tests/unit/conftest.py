@@ -1,7 +1,5 @@
 """What unit tests share: one thread of torch, and a model and rows that a run could have."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a script gives, as the command line would have it: nothing is started here."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator
@@ -36,15 +34,13 @@ ROWS = [{"prompt": f"{n}+{n}=", "answer": f"{2 * n:03d}"} for n in range(10, 74)
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, UserObjects]]:
     """Configurations that would have been run, each with what was given beside it."""
     calls: list[tuple[Config, UserObjects]] = []
-    monkeypatch.setattr(
-        api, "run_algorithm", lambda config, base_overrides, began: calls.append((config, base_overrides))
-    )
+    monkeypatch.setattr(api, "run_algorithm", lambda config, objects, began: calls.append((config, objects)))
     return calls
 
 
 def test_the_start_up_begins_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     began: list[float] = []
-    monkeypatch.setattr(api, "run_algorithm", lambda config, base_overrides, called: began.append(called))
+    monkeypatch.setattr(api, "run_algorithm", lambda config, objects, called: began.append(called))
     before = time.time()
     megatron_grpo.train("+exp=quickstart")
     between = time.time()
@@ -207,7 +203,7 @@ def test_values_of_a_mapping() -> None:
 
 
 @pytest.mark.parametrize(
-    ("base_overrides", "message"),
+    ("objects", "message"),
     [
         ({"rewards": [3]}, r"rewards\[0\] +is int; give a function, its import path"),
         ({"rewards": {"right": right}}, r"rewards +is dict; give a list"),
@@ -227,10 +223,10 @@ def test_values_of_a_mapping() -> None:
     ],
 )
 def test_objects_of_another_kind(
-    started: list[tuple[Config, UserObjects]], tmp_path: Path, base_overrides: dict[str, Any], message: str
+    started: list[tuple[Config, UserObjects]], tmp_path: Path, objects: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
-        megatron_grpo.train(["+exp=quickstart", f"run_dir={tmp_path / 'r'}"], **base_overrides)
+        megatron_grpo.train(["+exp=quickstart", f"run_dir={tmp_path / 'r'}"], **objects)
     assert len(raised.value.problems) == 1
     assert not (tmp_path / "r").exists()
     assert started == []

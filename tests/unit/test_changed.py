@@ -1,7 +1,5 @@
 """Which files of tests a change reaches; the expected ones are those that the changed file's own name stands in."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

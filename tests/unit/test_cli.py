@@ -1,7 +1,5 @@
 """The train command: help, the resolved configuration, exit codes and what is printed where."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import resource

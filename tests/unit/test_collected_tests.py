@@ -1,7 +1,5 @@
 """What pytest makes of the tests themselves: which are skipped without a GPU, and a run that skips all of them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

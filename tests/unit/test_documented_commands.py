@@ -1,7 +1,5 @@
 """Commands and settings that the documents show are taken by the programs, and links lead somewhere."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from contextlib import suppress

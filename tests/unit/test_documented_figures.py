@@ -1,7 +1,5 @@
 """The tables of the documents are those of the committed results, and every preset reaches the goal in them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

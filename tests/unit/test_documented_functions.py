@@ -1,7 +1,5 @@
 """The functions of a run in docs/python.md: what the page says of their names, and the example that needs no run."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import inspect

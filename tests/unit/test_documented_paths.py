@@ -1,7 +1,5 @@
 """Files, folders and modules that the documents name are there: a rename that forgets the documents fails here."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Regular expressions of the package take linear time on hostile texts, or stand behind a bound on their length."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -1,7 +1,5 @@
 """Files from elsewhere that would run code if somebody let them: models, tokenizers, rows, recordings, resumes."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """benchmarks/gpu_check.py: verdicts, deadlines, going on with a result; and the table, whose rows run something."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

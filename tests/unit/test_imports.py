@@ -1,7 +1,5 @@
 """Files import each other in one direction."""
 
-from __future__ import annotations
-
 from graphlib import TopologicalSorter
 
 import grimp

@@ -3,8 +3,6 @@
 Programs are stand-ins that write down how they were called, on a PATH that has nothing else.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The shell scripts and container files are clean, and the wheel carries everything a run needs."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """docs/models.md is what docs/models_page.py makes of the results in the repository."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """python -m megatron_grpo.new: the folder that it writes, and the names that it refuses."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

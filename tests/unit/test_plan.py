@@ -1,7 +1,5 @@
 """The command plan: from a recipe to a verdict, a table, JSON and a page, on a small model."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Constructs that mean something else, or are gone, in another Python that is supported are not used."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

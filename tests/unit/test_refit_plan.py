@@ -1,7 +1,5 @@
 """The refit_plan command line: what it prints, and what it says to mistakes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

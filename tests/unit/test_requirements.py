@@ -1,7 +1,5 @@
 """Lock files, pyproject.toml, the registry of hooks and the images name versions that fit each other."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """benchmarks/same_numbers.py finds every difference but those of the clock; a stand-in for training writes metrics."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

@@ -1,7 +1,5 @@
 """benchmarks/scale.py: the decoder of a simulated engine, logical actors, and a small run with a lost engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle

@@ -1,7 +1,5 @@
 """The command that starts a server: what it becomes, and what it refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from pathlib import Path

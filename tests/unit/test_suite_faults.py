@@ -1,7 +1,5 @@
 """benchmarks/suite_faults.yaml: sixty faults, each with one place in the package as it is."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files of the working folder that have the names of the standard library's modules hide none of them."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

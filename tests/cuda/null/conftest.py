@@ -4,8 +4,6 @@ Process groups, Megatron-Core's state and CUDA's allocator belong to a process, 
 imports take longer than a test.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -15,7 +15,7 @@ from tests.parity.on_rank import load_on_rank, save_on_rank
 from tests.parity.policy_training import gradients_on_rank, make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.test_fp8 import model
-from tests.parity.training import merged
+from tests.parity.training import merge
 from tests.support.tiny_models import VOCAB, TinyModel, make_tiny_model
 
 __all__ = ["model"]  # a fixture of the tests here
@@ -99,7 +99,7 @@ def test_a_checkpoint_of_fp8_continues(recipe: str, parameters: bool, model: Tin
     require_recipe(fp8)
     end_dry(ONE, model, fp8=fp8)
     arguments = (model, tmp_path, {"precision": "bfloat16", "fp8": fp8})
-    saved, loaded = (merged(run_on_ranks(ONE, body, *arguments)) for body in (save_on_rank, load_on_rank))
+    saved, loaded = (merge(run_on_ranks(ONE, body, *arguments)) for body in (save_on_rank, load_on_rank))
     for name, tensor in saved.items():
         # An FP8 parameter at the middle between two neighbours of its grid may become either.
         is_off = (loaded[name] - tensor).abs() > (0.13 * tensor.abs() if parameters else 0) + 2e-2 * (1 + tensor.abs())
@@ -130,6 +130,6 @@ def test_experts_in_fp8_train_and_are_saved(recipe: str, tmp_path: Path) -> None
     end_dry(ONE, tiny, fp8=fp8)
     (tmp_path / "checkpoint").mkdir()
     arguments = (tiny, tmp_path / "checkpoint", {"precision": "bfloat16", "fp8": fp8})
-    saved, loaded = (merged(run_on_ranks(ONE, body, *arguments)) for body in (save_on_rank, load_on_rank))
+    saved, loaded = (merge(run_on_ranks(ONE, body, *arguments)) for body in (save_on_rank, load_on_rank))
     assert all(tensor.isfinite().all() for tensor in saved.values())
     assert saved.keys() == loaded.keys()

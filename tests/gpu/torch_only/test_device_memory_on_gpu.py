@@ -11,7 +11,7 @@ import torch
 from tests.parity.policy_training import make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.test_device_memory import make_rank, nbytes, of_training
-from tests.parity.training import fetched, whole_tensors
+from tests.parity.training import fetch, whole_tensors
 from tests.support.tiny_models import TinyModel, make_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -58,7 +58,7 @@ def waits_on_rank(layout: Layout, model: TinyModel) -> float:
     """Calls that make the host wait for the device, for each further microbatch of a step."""
     rank = make_engine(layout, model, precision="bfloat16")
     share, microbatches, loss_fn, counts = train_arguments(layout)
-    batch, waits = fetched(rank, share, loss_fn), []
+    batch, waits = fetch(rank, share, loss_fn), []
     for repeats in (1, 1, 2):  # the first warms up
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")

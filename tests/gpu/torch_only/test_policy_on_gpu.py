@@ -25,7 +25,7 @@ from tests.parity.test_muon import steps_on_rank as muon_steps_on_rank
 from tests.parity.test_pipeline import INTERLEAVED
 from tests.parity.test_rank_logprobs import expect_logprobs, logprobs_on_rank
 from tests.parity.test_training import adamw_steps, steps_on_rank
-from tests.parity.training import merged
+from tests.parity.training import merge
 from tests.support.tiny_models import TinyModel, make_tiny_model
 
 ONE = Layout()
@@ -72,7 +72,7 @@ def test_logprobs(layout: Layout, precision: str, tiny_models: dict[str, TinyMod
     by_rank = run_on_ranks(layout, logprobs_on_rank, tiny, precision)
     before, reference, after = zip(*(reported for reported, _ in by_rank if reported), strict=True)
     start, trained = tiny.load(), tiny.load()
-    trained.load_state_dict(merged([weights for _, weights in by_rank]), strict=False)
+    trained.load_state_dict(merge([weights for _, weights in by_rank]), strict=False)
     for actual, model in ((before, start), (reference, start), (after, trained)):
         expect_logprobs(actual, model, LOGPROBS[precision])
 
@@ -96,7 +96,7 @@ def test_optimizer_steps_are_those_of_torch_adamw(layout: Layout, tiny_models: d
     by_rank = [result[0] for result in run_on_ranks(layout, steps_on_rank, [tiny], 3)]
     rates = [0.5e-2, 1e-2, 1e-2]
     assert by_rank[0][1] == pytest.approx(rates)
-    weights = merged([result for result, _ in by_rank])
+    weights = merge([result for result, _ in by_rank])
     for name, expected in adamw_steps(tiny, [(OPTIMIZER, rate) for rate in rates]).items():
         error = (weights[name] - expected).norm() / expected.norm()
         assert error < 1e-3, f"{name}: relative error {error:.1e}"
@@ -121,7 +121,7 @@ def test_experts_are_chosen_and_trained_as_on_one_rank(layout: Layout, special: 
     by_rank = run_on_ranks(layout, step_on_rank, model)
     for _, counts, _ in by_rank:
         assert all((counts[layer] == chosen[layer]).all() for layer in counts)
-    trained = merged([tensors for _, _, tensors in by_rank])
+    trained = merge([tensors for _, _, tensors in by_rank])
     for name, expected in weights.items():
         error = (trained[name] - expected).norm() / expected.norm()
         assert error < 1e-3, f"{name}: relative error {error:.1e}"
@@ -154,7 +154,7 @@ def test_a_deterministic_run_repeats_to_the_bit_and_over_a_checkpoint(
         folder = tmp_path / str(number % 2)
         folder.mkdir(exist_ok=True)
         arguments = (body, tiny_models["qwen3_tied"], folder, settings)
-        results.append(merged(run_on_ranks(layout, repeatable_on_rank, *arguments)))
+        results.append(merge(run_on_ranks(layout, repeatable_on_rank, *arguments)))
     once, again, loaded = results
     for name, expected in once.items():
         assert torch.equal(again[name], expected), name

@@ -51,7 +51,7 @@ class Answer:
     """What the command said."""
 
     code: int
-    found: dict[str, Any]
+    diagnosis: dict[str, Any]
     """The JSON object; empty if the command refused."""
     errors: str
     """Standard error."""
@@ -59,12 +59,12 @@ class Answer:
     @property
     def texts(self) -> str:
         """Texts and keys of all findings, or the message."""
-        findings = self.found.get("findings", [])
+        findings = self.diagnosis.get("findings", [])
         return " | ".join(f"{finding['text']} [{finding['key']}]" for finding in findings) or self.errors
 
     @property
     def causes(self) -> set[str]:
-        return {finding["cause"] for finding in self.found.get("findings", [])}
+        return {finding["cause"] for finding in self.diagnosis.get("findings", [])}
 
 
 def examine(run: RecordedRun, *arguments: str) -> Answer:
@@ -82,7 +82,7 @@ def verdict(case: Case, answer: Answer) -> str:
     wrong = answer.causes - case.causes - NOWHERE
     if wrong:
         return f"wrong: the cause {', '.join(sorted(wrong))}"
-    named = {name for finding in answer.found.get("findings", []) for name in TENSOR.findall(finding["text"])}
+    named = {name for finding in answer.diagnosis.get("findings", []) for name in TENSOR.findall(finding["text"])}
     stray = sorted(name for name in named if case.tensors is not None and not re.search(case.tensors, name))
     if stray:
         return f"wrong: it accuses {', '.join(stray)}"

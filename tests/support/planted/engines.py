@@ -11,7 +11,7 @@ from tests.support.planted.plants import Choose, Forward
 from tests.support.recorded_runs import EOS, RecordedRun, last_logits
 
 
-def truncated(mass: float) -> Choose:
+def truncate_probabilities(mass: float) -> Choose:
     """Keep the likeliest tokens that have a share of the probability."""
 
     def choose(logits: Tensor) -> Tensor:
@@ -30,11 +30,11 @@ def min_p(share: float) -> Choose:
     return lambda logits: logits.masked_fill(logits.softmax(-1) < share * logits.softmax(-1).max(), -torch.inf)
 
 
-def softcapped(cap: float) -> Choose:
+def cap_logits(cap: float) -> Choose:
     return lambda logits: cap * torch.tanh(logits / cap)
 
 
-def biased(biases: dict[int, float]) -> Choose:
+def add_biases(biases: dict[int, float]) -> Choose:
     def choose(logits: Tensor) -> Tensor:
         changed = logits.clone()
         for token, number in biases.items():

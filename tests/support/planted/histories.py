@@ -23,7 +23,16 @@ from tests.support.planted.plants import (
     write,
     write_scored,
 )
-from tests.support.recorded_runs import EOS, RecordedRun, last_logits, moved, rollout, sampled, save_checkpoint, scored
+from tests.support.recorded_runs import (
+    EOS,
+    RecordedRun,
+    last_logits,
+    move_weights,
+    rollout,
+    sample_rollouts,
+    save_checkpoint,
+    score_rollouts,
+)
 
 FIRST = 5
 """Tokens of the first part of a response."""
@@ -55,7 +64,7 @@ def of_two_versions(edit: Edit | None = None, *, stale: bool = False) -> Plant:
     return plant
 
 
-def never_updated(run: RecordedRun) -> None:
+def keep_earlier_weights(run: RecordedRun) -> None:
     """The record says that the weights changed within each response, and the engine kept the earlier ones."""
     version = len(run.versions) - 1
     drawn = [
@@ -101,13 +110,13 @@ def with_answer(run: RecordedRun, folder: Path, version: int) -> Rollouts:
         spans = [Span(start, first, version), Span(first + len(ANSWER), end + len(ANSWER), version)]
         return replace(rollout, token_ids=ids, spans=spans)
 
-    return [in_two(rollout) for rollout in sampled(folder, run.prompts(), version=version, forward=forward)]
+    return [in_two(rollout) for rollout in sample_rollouts(folder, run.prompts(), version=version, forward=forward)]
 
 
-def filtered(run: RecordedRun) -> None:
+def filter_both_sides(run: RecordedRun) -> None:
     """Both sides sample from the five likeliest tokens; one token left them when the policy moved."""
     drawn = draw(run, choose=likeliest(5))
-    trained = scored(run.versions[-1], drawn, choose=likeliest(5))
+    trained = score_rollouts(run.versions[-1], drawn, choose=likeliest(5))
     trained[0][2] = -np.inf
     write(run, drawn, trained, recorded=True)
 
@@ -126,9 +135,9 @@ def with_empty_response(run: RecordedRun) -> None:
     """One response is its end alone, and one rollout ended before a token was sampled."""
     version, right, prompt = len(run.versions) - 1, run.versions[-1], run.prompts()[1]
     drawn = draw(run)
-    (ending,) = scored(right, [rollout(1, 0, prompt, [EOS], [0.0], version)])
+    (ending,) = score_rollouts(right, [rollout(1, 0, prompt, [EOS], [0.0], version)])
     drawn[2] = rollout(1, 0, prompt, [EOS], [float(ending[0])], version)
-    trained = scored(right, drawn)
+    trained = score_rollouts(right, drawn)
     nothing = np.zeros(0, np.float32)
     ids = drawn[5].token_ids[: drawn[5].spans[0].start]
     drawn[5] = replace(drawn[5], token_ids=ids, spans=[], logprobs=nothing, stop_reason="length")
@@ -136,7 +145,7 @@ def with_empty_response(run: RecordedRun) -> None:
     write(run, drawn, trained, recorded=True)
 
 
-def one_engine_of_one_seed(run: RecordedRun) -> None:
+def use_one_seed_of_one_engine(run: RecordedRun) -> None:
     """The second of two engines draws every request with one seed; samples 2 and 3 of a prompt are its."""
     drawn = [replace(rollout, engine=int(rollout.sample > 1)) for rollout in draw(run, samples=4)]
     copies = [
@@ -145,12 +154,12 @@ def one_engine_of_one_seed(run: RecordedRun) -> None:
     write_scored(run, copies, recorded=False)
 
 
-def checkpoint_of_another_run(run: RecordedRun) -> None:
+def use_checkpoint_of_another_run(run: RecordedRun) -> None:
     """The newest checkpoint is that of another run of the same model."""
     engine()(run)
     newest = len(run.versions) - 1
     link_checkpoints(run, range(1, newest))
-    other_folder = moved(run.versions[0], run.root / "other", seed=77, scale=0.05)
+    other_folder = move_weights(run.versions[0], run.root / "other", seed=77, scale=0.05)
     save_checkpoint(other_folder, run.run_dir / f"checkpoints/step_{newest}/megatron", run.config)
 
 

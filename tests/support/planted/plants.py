@@ -13,7 +13,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_grpo.batch.trajectory import Trajectory
-from tests.support.recorded_runs import RecordedRun, alone, consistency, edit_config, edited_copy, sampled, scored
+from tests.support.recorded_runs import (
+    RecordedRun,
+    alone,
+    consistency,
+    edit_config,
+    edited_copy,
+    sample_rollouts,
+    score_rollouts,
+)
 
 Tensors = dict[str, Tensor]
 Edit = Callable[[Tensors, Tensors], Tensors]
@@ -40,10 +48,10 @@ def dtype_of(run: RecordedRun) -> torch.dtype:
 
 
 def draw(run: RecordedRun, version: int = -1, **options: Any) -> Rollouts:
-    """Rollouts of an engine with the weights of a version, by default the newest; `options`: of `sampled`."""
+    """Rollouts of an engine with the weights of a version, by default the newest; `options`: of `sample_rollouts`."""
     version %= len(run.versions)
     options = {"version": version, "samples": run.samples, **options}
-    return sampled(run.versions[version], run.prompts(), **options)
+    return sample_rollouts(run.versions[version], run.prompts(), **options)
 
 
 def write(run: RecordedRun, drawn: Rollouts, trained: Column, *, recorded: bool, stale: bool = False) -> None:
@@ -65,8 +73,8 @@ def write(run: RecordedRun, drawn: Rollouts, trained: Column, *, recorded: bool,
 
 
 def write_scored(run: RecordedRun, drawn: Rollouts, *, recorded: bool, stale: bool = False, **options: Any) -> None:
-    """Write the newest step with a right trainer; `options`: of `scored`."""
-    write(run, drawn, scored(run.versions[-1], drawn, **options), recorded=recorded, stale=stale)
+    """Write the newest step with a right trainer; `options`: of `score_rollouts`."""
+    write(run, drawn, score_rollouts(run.versions[-1], drawn, **options), recorded=recorded, stale=stale)
 
 
 def changed_folder(
@@ -107,14 +115,16 @@ def engine(
         against: the version whose tensors `edit` gets as the second argument.
         stale: the first step shows nothing yet.
         recorded: the step recorded the trainer's log-probabilities.
-        options: further arguments of `sampled`.
+        options: further arguments of `sample_rollouts`.
     """
 
     def plant(run: RecordedRun) -> None:
         usual = {"dtype": dtype_of(run), "temperature": run.config.generation.temperature}
         options_ = options if forward is None else {**options, "forward": forward(run)}
         named = {"version": len(run.versions) - 1, "samples": run.samples}
-        drawn = sampled(changed_folder(run, edit, config, against), run.prompts(), **{**named, **usual, **options_})
+        drawn = sample_rollouts(
+            changed_folder(run, edit, config, against), run.prompts(), **{**named, **usual, **options_}
+        )
         if rollouts is not None:
             drawn[rollouts:] = draw(run, **usual)[rollouts:]
         write_scored(run, drawn, recorded=recorded, stale=stale, **usual)
@@ -139,13 +149,13 @@ def trainer(
         forward: the trainer's forward pass over all sequences.
         change: changes of the log-probabilities.
         stale: the first step shows nothing yet.
-        options: further arguments of `scored`.
+        options: further arguments of `score_rollouts`.
     """
 
     def plant(run: RecordedRun) -> None:
         temperature = run.config.generation.temperature
         drawn, wrong = draw(run, temperature=temperature), changed_folder(run, edit)
-        trained = change(scored(wrong, drawn, forward=forward, **{"temperature": temperature, **options}))
+        trained = change(score_rollouts(wrong, drawn, forward=forward, **{"temperature": temperature, **options}))
         write(run, drawn, trained, recorded=recorded, stale=stale)
 
     return plant
@@ -162,12 +172,12 @@ def record(edit: Callable[[Rollouts], Rollouts]) -> Plant:
     return plant
 
 
-def served(count: int, wrong: Mapping[int, dict[str, Any]] | None = None, *, numbered: bool = True) -> Plant:
+def serve_in_turns(count: int, wrong: Mapping[int, dict[str, Any]] | None = None, *, numbered: bool = True) -> Plant:
     """Several engines take turns, some of which are wrong.
 
     Args:
         count: number of engines.
-        wrong: by the number of a wrong engine, arguments of `sampled`, `edit` and `against` of `changed_folder`.
+        wrong: by number of a wrong engine, arguments of `sample_rollouts`, `edit` and `against` of `changed_folder`.
         numbered: whether the rollouts record their engine.
     """
 
@@ -180,7 +190,7 @@ def served(count: int, wrong: Mapping[int, dict[str, Any]] | None = None, *, num
             folder = changed_folder(run, settings.pop("edit", None), against=settings.pop("against", -2))
             if "forward" in settings:
                 settings["forward"] = settings["forward"](run)
-            other_drawn = sampled(folder, run.prompts(), **{**named, **usual, "seed": 8 + number, **settings})
+            other_drawn = sample_rollouts(folder, run.prompts(), **{**named, **usual, "seed": 8 + number, **settings})
             drawn[number::count] = other_drawn[number::count]
             shutil.rmtree(run.root / "wrong", ignore_errors=True)
         if numbered:

@@ -83,7 +83,7 @@ def two_digits(rollouts: Rollouts) -> Rollouts:
     return [replace(rollout, logprobs=rollout.logprobs.round(2)) for rollout in rollouts]
 
 
-def clipped(rollouts: Rollouts) -> Rollouts:
+def clip_logprobs(rollouts: Rollouts) -> Rollouts:
     return [replace(rollout, logprobs=np.maximum(rollout.logprobs, -4.0)) for rollout in rollouts]
 
 
@@ -91,7 +91,7 @@ def of_base_ten(rollouts: Rollouts) -> Rollouts:
     return [replace(rollout, logprobs=rollout.logprobs / np.float32(np.log(10))) for rollout in rollouts]
 
 
-def rotated(rollouts: Rollouts) -> Rollouts:
+def rotate_logprobs(rollouts: Rollouts) -> Rollouts:
     """Every rollout of 12 tokens has the log-probabilities of the next such one."""
     full_rows = [index for index, rollout in enumerate(rollouts) if len(rollout.logprobs) == 12]
     changed = list(rollouts)
@@ -100,7 +100,7 @@ def rotated(rollouts: Rollouts) -> Rollouts:
     return changed
 
 
-def repeated(rollouts: Rollouts) -> Rollouts:
+def repeat_last(rollouts: Rollouts) -> Rollouts:
     """The last rollout is the one before it again."""
     return [*rollouts[:-1], rollouts[-2]]
 
@@ -116,19 +116,19 @@ def spans_of_version_before(rollouts: Rollouts) -> Rollouts:
     ]
 
 
-def ended(rollout: Trajectory, end: int, reason: str) -> Trajectory:
+def end_early(rollout: Trajectory, end: int, reason: str) -> Trajectory:
     """A rollout of one span that ended at an earlier token."""
     ((start, _, version),) = rollout.spans
     span, logprobs = Span(start, end, version), rollout.logprobs[: end - start]
     return replace(rollout, token_ids=rollout.token_ids[:end], logprobs=logprobs, spans=[span], stop_reason=reason)
 
 
-def shortened(length: int) -> EditRollouts:
+def limit_responses(length: int) -> EditRollouts:
     """Responses that a limit of their length ends."""
     return lambda rollouts: [
         rollout
         if rollout.spans[0].end <= rollout.spans[0].start + length
-        else ended(rollout, rollout.spans[0].start + length, "length")
+        else end_early(rollout, rollout.spans[0].start + length, "length")
         for rollout in rollouts
     ]
 
@@ -138,12 +138,12 @@ def stopped_at(token: int) -> EditRollouts:
 
     def stop(rollout: Trajectory) -> Trajectory:
         positions = np.flatnonzero(rollout.token_ids[rollout.spans[0].start :] == token)
-        return ended(rollout, rollout.spans[0].start + int(positions[0]) + 1, "stop") if len(positions) else rollout
+        return end_early(rollout, rollout.spans[0].start + int(positions[0]) + 1, "stop") if len(positions) else rollout
 
     return lambda rollouts: [stop(rollout) for rollout in rollouts]
 
 
-def failed(rollouts: Rollouts) -> Rollouts:
+def fail_two(rollouts: Rollouts) -> Rollouts:
     """An environment failed on two rollouts."""
     return [
         replace(rollout, failure="the environment failed") if index in (2, 5) else rollout

@@ -18,7 +18,7 @@ def _run(family: str, *overrides: str, versions: int = 2, **config: Any) -> Call
     return make
 
 
-def _tied(root: Path) -> RecordedRun:
+def _make_tied(root: Path) -> RecordedRun:
     """A model whose head is its embedding."""
     (root / "plain").mkdir()
     plain = make_run(root / "plain", "qwen3").versions[0]
@@ -32,7 +32,7 @@ def _tied(root: Path) -> RecordedRun:
 
 RUNS: dict[str, Callable[[Path], RecordedRun]] = {
     "dense": _run("qwen3", versions=3),
-    "tied": _tied,
+    "tied": _make_tied,
     "biases": _run("qwen2"),
     "llama": _run("llama", "policy.packing=true"),
     "experts": _run("qwen3_moe"),

@@ -44,7 +44,8 @@ def main() -> None:
             counts[word] = counts.get(word, 0) + 1
             print(f"{case.name}: {judged}  [{time.monotonic() - begun:.0f} s, exit {answer.code}]")
             print(f"    {answer.texts[:600]}")
-            print(*(f"    remark: {candidate}" for candidate in answer.found.get("remarks", [])), sep="\n", flush=True)
+            remarks = answer.diagnosis.get("remarks", [])
+            print(*(f"    remark: {remark}" for remark in remarks), sep="\n", flush=True)
     print(counts)
 
 

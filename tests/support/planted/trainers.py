@@ -74,7 +74,7 @@ def odd_rows_off(model: Any, sequences: list[list[int]]) -> list[Tensor]:
     return [right[row] if row % 2 == 0 else wrong for row, wrong in enumerate(alone(model, sequences))]
 
 
-def shifted(column: Column) -> Column:
+def shift_tokens(column: Column) -> Column:
     """Each token has the log-probability of the next one."""
     return [np.roll(array, -1) for array in column]
 

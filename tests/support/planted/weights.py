@@ -25,25 +25,25 @@ def old(*parts: str) -> Edit:
     return lambda now, before: now | {name: before[name] for name in now if any(part in name for part in parts)}
 
 
-def scaled(factor: float, part: str) -> Edit:
+def scale_tensors(factor: float, part: str) -> Edit:
     return lambda now, _: now | {name: factor * now[name] for name in now if part in name}
 
 
-def filled(number: float, part: str) -> Edit:
+def fill_tensors(number: float, part: str) -> Edit:
     """Tensors without what they have learnt: zeros of biases and matrices, ones of norms."""
     return lambda now, _: now | {name: torch.full_like(now[name], number) for name in now if part in name}
 
 
-def transposed(name: str) -> Edit:
+def transpose_tensor(name: str) -> Edit:
     return lambda now, _: now | {name: now[name].T}
 
 
-def untied(edit: Edit) -> Edit:
+def edit_untied(edit: Edit) -> Edit:
     """An engine that copied the tied weights before one of the two went wrong."""
     return lambda now, before: edit(now | {HEAD: now[EMBED].clone()}, before)
 
 
-def exchanged(first: str, second: str) -> Edit:
+def exchange_tensors(first: str, second: str) -> Edit:
     """Tensors whose names have one of two parts, in each other's place."""
 
     def edit(now: Tensors, _: Tensors) -> Tensors:
@@ -57,7 +57,7 @@ def exchanged(first: str, second: str) -> Edit:
     return edit
 
 
-def reordered(name: str, order: Sequence[int], dim: int = 0) -> Edit:
+def reorder_blocks(name: str, order: Sequence[int], dim: int = 0) -> Edit:
     """Equal blocks of a tensor, as heads or the shards of ranks, in another order."""
 
     def edit(now: Tensors, _: Tensors) -> Tensors:
@@ -79,7 +79,7 @@ def exchanged_rows(name: str, pairs: Sequence[tuple[int, int]], dim: int = 0) ->
     return edit
 
 
-def shuffled(name: str) -> Edit:
+def shuffle_rows(name: str) -> Edit:
     """All rows of a tensor in an order that chance drew."""
 
     def edit(now: Tensors, _: Tensors) -> Tensors:

@@ -9,7 +9,7 @@ RELEASED = Path(__file__).parents[2] / "data" / "released"
 
 
 @cache
-def stored(name: str) -> str:
+def read_released_template(name: str) -> str:
     """A released template, byte for byte, from the files that TRL compares tokenizers with."""
     package = find_spec("trl")
     assert package is not None, "TRL belongs to the requirements of tests"
@@ -41,7 +41,7 @@ def mistral_v13(*, thinks: bool) -> str:
 
 def qwen3_thinking() -> str:
     """Qwen's template of models that always think (Qwen3-Next, Qwen3-2507): every prompt opens a thought."""
-    template, generation = stored("qwen3"), "{%- if add_generation_prompt %}"
+    template, generation = read_released_template("qwen3"), "{%- if add_generation_prompt %}"
     beginning, _, _ = template.rpartition(generation)
     return f"{beginning}{generation}{{{{- '<|im_start|>assistant\\n<think>\\n' }}}}{{%- endif %}}"
 
@@ -52,4 +52,4 @@ def read_template(name: str, source: str | None) -> str:
         return (RELEASED / f"{name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
     if source.startswith("mistral_v13"):
         return mistral_v13(thinks=source.endswith("_thinking"))
-    return qwen3_thinking() if source == "qwen3_thinking" else stored(source)
+    return qwen3_thinking() if source == "qwen3_thinking" else read_released_template(source)

@@ -30,7 +30,7 @@ from megatron_grpo.data.tokenizer import load_tokenizer
 from tests.support.foreign_tokenizers import CHATML, byte_level, deepseek_r1_distill, save_folder, sentencepiece_like
 from tests.support.token_fields import as_lists, pieces
 
-ENTRIES = [one.name for one in fields(TokenFields)]
+ENTRIES = [field.name for field in fields(TokenFields)]
 LENGTHS = st.lists(st.integers(0, 7), max_size=8)
 """Tokens of some sequences; a sequence may have none, and there may be no sequences."""
 ODD = [3, 1, 7, 0, 5]
@@ -96,8 +96,8 @@ def test_only_routed_experts_are_many_numbers_a_token(tokens: int) -> None:
 def test_selecting_takes_the_sequences_in_the_order_asked_for(case: tuple[list[int], list[int]]) -> None:
     lengths, indices = case
     batch = make_batch(lengths)
-    for asked in (indices, tuple(indices), np.array(indices, dtype=np.int64)):
-        selected = batch.select(asked)
+    for selection in (indices, tuple(indices), np.array(indices, dtype=np.int64)):
+        selected = batch.select(selection)
         assert selected.lengths == [lengths[i] for i in indices]
         assert len(selected) == len(indices)
         assert list(selected.fields.as_dict()) == ENTRIES
@@ -126,9 +126,9 @@ def test_token_indices_are_those_of_the_sequences_laid_end_to_end(
     lengths, indices = case
     starts = [0, *itertools.accumulate(lengths)]
     expected = [starts[i] + t for i in indices for t in range(lengths[i])]
-    places = find_token_indices(np.array(lengths, dtype=dtype), np.array(indices, dtype=np.int64))
-    assert places.dtype == np.int64
-    assert places.tolist() == expected
+    token_indices = find_token_indices(np.array(lengths, dtype=dtype), np.array(indices, dtype=np.int64))
+    assert token_indices.dtype == np.int64
+    assert token_indices.tolist() == expected
 
 
 def test_places_of_many_tokens_do_not_overflow() -> None:
@@ -196,7 +196,7 @@ SAID = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+34"}
 
 
 @pytest.mark.parametrize(
-    ("special", "said"),
+    ("special", "text"),
     [
         (("<tool_call>", "</tool_call>"), SAID),
         (("[TOOL_CALLS]", "[ARGS]"), '[TOOL_CALLS]calculator[ARGS]{"expression": "12+34"}'),
@@ -205,12 +205,12 @@ SAID = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+34"}
         (("<|channel|>", "<|message|>"), "<|channel|>analysis<|message|>46"),
     ],
 )
-def test_special_tokens_with_a_meaning_are_in_the_text(special: Any, said: str, tmp_path: Path) -> None:
+def test_special_tokens_with_a_meaning_are_in_the_text(special: Any, text: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(qwen_base(tmp_path, special))
-    ids = tokenizer(f"{said}<|im_end|>")["input_ids"]
-    assert decode_response(tokenizer, ids, "stop") == said
-    assert decode_response(tokenizer, ids[:-1], "length") == said
-    assert tokenizer.decode(ids, skip_special_tokens=True) != said  # the marks would be gone
+    ids = tokenizer(f"{text}<|im_end|>")["input_ids"]
+    assert decode_response(tokenizer, ids, "stop") == text
+    assert decode_response(tokenizer, ids[:-1], "length") == text
+    assert tokenizer.decode(ids, skip_special_tokens=True) != text  # the marks would be gone
 
 
 def test_only_the_token_that_ended_the_response_is_cut(tmp_path: Path) -> None:

@@ -173,13 +173,13 @@ def test_a_column_of_equal_values_that_takes_no_space_is_not_read(
 ) -> None:
     monkeypatch.setattr(rollout_checks, "FREE_VALUES", 1000)
     tokens = 2_000_000
-    same = {"token_ids": np.ones(tokens + 1, dtype=np.int32), "logprobs": np.zeros(tokens, dtype=np.float32)}
-    file = write(tmp_path, spans=[Span(1, tokens + 1, 0)], **same)
+    columns = {"token_ids": np.ones(tokens + 1, dtype=np.int32), "logprobs": np.zeros(tokens, dtype=np.float32)}
+    file = write(tmp_path, spans=[Span(1, tokens + 1, 0)], **columns)
     assert file.stat().st_size < 50_000
     with pytest.raises(
         ValueError, match=r"2000001 values of token_ids\.list\.element in \d+ bytes, which no run writes"
     ):
         list(read_rows(1, file))
     different = np.random.default_rng(0).normal(size=3000).astype(np.float32)
-    same = {"token_ids": np.ones(3001, dtype=np.int32), "logprobs": different}
-    assert len(list(read_rows(1, write(tmp_path, spans=[Span(1, 3001, 0)], **same)))) == 1
+    columns = {"token_ids": np.ones(3001, dtype=np.int32), "logprobs": different}
+    assert len(list(read_rows(1, write(tmp_path, spans=[Span(1, 3001, 0)], **columns)))) == 1

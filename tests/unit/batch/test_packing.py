@@ -20,7 +20,7 @@ def plan_microbatches(
     return SequencePadder(microbatch_tokens, pad_to_multiple).assign_microbatches(lengths, data_parallel)
 
 
-def padded(lengths: list[int], microbatch: list[int], multiple: int) -> int:
+def count_padded_tokens(lengths: list[int], microbatch: list[int], multiple: int) -> int:
     """Tokens of a microbatch as a rectangle."""
     return math.ceil(max(lengths[i] for i in microbatch) / multiple) * multiple * len(microbatch)
 
@@ -38,25 +38,27 @@ def plainly_planned(
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     widths = [math.ceil(max(lengths[i], 1) / pad_to_multiple) * pad_to_multiple for i in order]
     fewest = len(plainly_cut(widths, microbatch_tokens))
-    wanted = min(math.ceil(fewest / data_parallel) * data_parallel, len(lengths))
-    areas = plain_rectangles(widths, wanted, microbatch_tokens)
+    microbatch_count = min(math.ceil(fewest / data_parallel) * data_parallel, len(lengths))
+    areas = plain_rectangles(widths, microbatch_count, microbatch_tokens)
     shares: list[list[int]] = [[] for _ in range(data_parallel)]
     for start in sorted(areas, key=lambda s: (-areas[s][0], s)):
-        lacking = [rank for rank in range(data_parallel) if len(shares[rank]) < math.ceil(wanted / data_parallel)]
+        lacking = [
+            rank for rank in range(data_parallel) if len(shares[rank]) < math.ceil(microbatch_count / data_parallel)
+        ]
         least = min(lacking, key=lambda rank: (sum(areas[s][0] for s in shares[rank]), rank))
         shares[least].append(start)
     return [[order[start : start + areas[start][1]] for start in share] for share in shares]
 
 
-def plain_rectangles(widths: list[int], wanted: int, budget: int) -> dict[int, tuple[int, int]]:
+def plain_rectangles(widths: list[int], rectangle_count: int, budget: int) -> dict[int, tuple[int, int]]:
     """(area, count) of each of the wanted rectangles, by the place where it starts."""
     low, high = 1, budget
     while low < high:
         middle = (low + high) // 2
-        enough = len(plainly_cut(widths, middle)) <= wanted
+        enough = len(plainly_cut(widths, middle)) <= rectangle_count
         low, high = (low, middle) if enough else (middle + 1, high)
     areas = {start: (count * widths[start], count) for start, count in plainly_cut(widths, low)}
-    while len(areas) < wanted:
+    while len(areas) < rectangle_count:
         largest = max((start for start, (_, count) in areas.items() if count > 1), key=lambda s: (areas[s][0], -s))
         count = areas[largest][1]
         for start, part in (largest, count // 2), (largest + count // 2, count - count // 2):
@@ -161,7 +163,7 @@ def test_any_plan_keeps_its_promises(
     assert sorted(i for microbatch in microbatches for i in microbatch) == list(range(count)), "each sequence once"
     for microbatch in microbatches:
         assert microbatch
-        assert len(microbatch) == 1 or padded(lengths, microbatch, multiple) <= budget
+        assert len(microbatch) == 1 or count_padded_tokens(lengths, microbatch, multiple) <= budget
     again = plan_microbatches(lengths, data_parallel=data_parallel, microbatch_tokens=budget, pad_to_multiple=multiple)
     assert again == plan
 
@@ -195,7 +197,7 @@ def test_ranks_are_balanced(data_parallel: int, data: st.DataObject) -> None:
     count = data_parallel * 32
     lengths = data.draw(st.lists(st.integers(20, 100), min_size=count, max_size=count))
     plan = plan_microbatches(lengths, data_parallel=data_parallel, microbatch_tokens=400, pad_to_multiple=1)
-    areas = [[padded(lengths, microbatch, 1) for microbatch in rank] for rank in plan]
+    areas = [[count_padded_tokens(lengths, microbatch, 1) for microbatch in rank] for rank in plan]
     loads = [sum(rank) for rank in areas]
     assert max(loads) - min(loads) <= max(area for rank in areas for area in rank)
 
@@ -242,11 +244,11 @@ def test_a_replica_makes_as_many_microbatches_as_the_others(
 ) -> None:
     """`further` more than its own sequences need, as long as each has one."""
     planner = SequencePadder(budget, multiple)
-    wanted = planner.count_microbatches(lengths) + further
-    plan = planner.make_replica_microbatches(lengths, wanted)
-    assert len(plan) == min(wanted, len(lengths))
+    count = planner.count_microbatches(lengths) + further
+    plan = planner.make_replica_microbatches(lengths, count)
+    assert len(plan) == min(count, len(lengths))
     assert sorted(i for microbatch in plan for i in microbatch) == list(range(len(lengths))), "each sequence once"
-    areas = [padded([max(length, 1) for length in lengths], microbatch, multiple) for microbatch in plan]
+    areas = [count_padded_tokens([max(length, 1) for length in lengths], microbatch, multiple) for microbatch in plan]
     assert areas == sorted(areas, reverse=True), "the largest comes first"
     for microbatch, area in zip(plan, areas, strict=True):
         assert len(microbatch) == 1 or area <= budget
@@ -260,7 +262,7 @@ def test_a_replica_makes_as_many_microbatches_as_the_others(
 @settings(deadline=None)
 @given(
     shares=st.integers(1, 12).flatmap(
-        lambda each: st.lists(st.lists(st.integers(1, 120), min_size=each, max_size=each), min_size=1, max_size=4)
+        lambda size: st.lists(st.lists(st.integers(1, 120), min_size=size, max_size=size), min_size=1, max_size=4)
     ),
     budget=st.integers(1, 300),
     multiple=st.sampled_from([1, 2, 8]),
@@ -270,8 +272,8 @@ def test_replicas_with_equally_many_sequences_make_equally_many_microbatches(
 ) -> None:
     """As the driver plans: sequences are dealt out before they are packed, and the largest share sets the number."""
     planner = SequencePadder(budget, multiple)
-    most = max(planner.count_microbatches(share) for share in shares)
-    assert {len(planner.make_replica_microbatches(share, most)) for share in shares} == {most}
+    count = max(planner.count_microbatches(share) for share in shares)
+    assert {len(planner.make_replica_microbatches(share, count)) for share in shares} == {count}
 
 
 @settings(deadline=None)
@@ -302,15 +304,15 @@ def test_every_sequence_has_its_bin_and_every_bin_its_limit(
     assert sorted(index for share in shares for index in share) == list(range(len(lengths)))
     assert all(shares), "no replica is without work"
     plans = bins.make_microbatches([array[share] for share in shares])
-    most = max(map(len, plans))
+    largest_count = max(map(len, plans))
     for share, plan in zip(shares, plans, strict=True):
         assert sorted(index for microbatch in plan for index in microbatch) == list(range(len(share)))
-        assert len(plan) == min(most, len(share)), "as many as on the other replicas, as far as sequences go"
+        assert len(plan) == min(largest_count, len(share)), "as many as on the other replicas, as far as sequences go"
         for microbatch in plan:
             assert microbatch == sorted(microbatch)
-            taken = widths([lengths[share[index]] for index in microbatch], multiple)
-            assert taken
-            assert sum(taken) <= budget or len(taken) == 1
+            padded_widths = widths([lengths[share[index]] for index in microbatch], multiple)
+            assert padded_widths
+            assert sum(padded_widths) <= budget or len(padded_widths) == 1
     assert bins.assign_to_replicas(array, replicas) == shares, "equal arguments give equal plans"
 
 

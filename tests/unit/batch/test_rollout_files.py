@@ -55,9 +55,9 @@ def plain(row: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(row | arrays, sort_keys=True))
 
 
-def expected(step: int, group: int, one: Trajectory, prev: bool) -> dict[str, Any]:
-    row = one.to_row()
-    ((_, learnt),) = with_learnt(one, prev=prev)
+def make_expected_row(step: int, group: int, trajectory: Trajectory, prev: bool) -> dict[str, Any]:
+    row = trajectory.to_row()
+    ((_, learnt),) = with_learnt(trajectory, prev=prev)
     arrays: dict[str, Any] = {"token_ids": ("int32", row["token_ids"]), "logprobs": ("float32", row["logprobs"])}
     arrays["advantages"] = ("float32", learnt["advantages"].tolist())
     arrays["prev_logprobs"] = ("float32", learnt["prev_logprobs"].tolist()) if "prev_logprobs" in learnt else None
@@ -72,20 +72,24 @@ def test_every_field_survives(tokens: int, prev: bool, tmp_path: Path, monkeypat
         locate_rollouts_file(tmp_path, 7),
         [(0, with_learnt(*ROWS[:2], prev=prev)), (5, with_learnt(*ROWS[2:], prev=prev))],
     )
-    wanted = [expected(7, group, one, prev) for group, one in zip([0, 0, 5, 5], ROWS, strict=True)]
-    assert str([plain(row) for row in read_rollouts(tmp_path, 7)]) == str(wanted)
+    expected_rows = [
+        make_expected_row(7, group, trajectory, prev) for group, trajectory in zip([0, 0, 5, 5], ROWS, strict=True)
+    ]
+    assert str([plain(row) for row in read_rollouts(tmp_path, 7)]) == str(expected_rows)
 
 
 def test_rollouts_of_a_step_that_failed_before_it_had_advantages(tmp_path: Path) -> None:
     write_rollouts(locate_rollouts_file(tmp_path, 3), [(0, [(trajectory, {}) for trajectory in ROWS])])
     rows = list(read_rollouts(tmp_path, 3))
     assert [row["advantages"] for row in rows] == [None] * len(ROWS)
-    assert [row["token_ids"].tolist() for row in rows] == [one.token_ids.tolist() for one in ROWS]
+    assert [row["token_ids"].tolist() for row in rows] == [trajectory.token_ids.tolist() for trajectory in ROWS]
 
 
 def test_a_file_without_engines_is_read(tmp_path: Path) -> None:
     file = locate_rollouts_file(tmp_path, 1)
-    write_rollouts(file, [(0, with_learnt(*(replace(one, engine=number) for number, one in enumerate(ROWS))))])
+    write_rollouts(
+        file, [(0, with_learnt(*(replace(trajectory, engine=number) for number, trajectory in enumerate(ROWS))))]
+    )
     assert [row["engine"] for row in read_rollouts(tmp_path, 1)] == list(range(len(ROWS)))
     pq.write_table(pq.read_table(file).drop_columns(["engine"]), file)
     assert [row["group"] for row in read_rollouts(tmp_path, 1)] == [0] * len(ROWS)
@@ -254,7 +258,7 @@ DROPPED = [make_outcome(5, reward=1 / 7, reward_metrics={"x": 0.1}), make_outcom
 def write(folder: Path, record: StepRecord, groups: list[list[Trajectory]] | None = None, step: int = 1) -> Path:
     file = locate_rollouts_file(folder, step)
     rows = GROUPS if groups is None else groups
-    write_rollouts(file, [(number, with_learnt(*one)) for number, one in enumerate(rows)], record.to_metadata())
+    write_rollouts(file, [(number, with_learnt(*group)) for number, group in enumerate(rows)], record.to_metadata())
     return file
 
 
@@ -264,9 +268,10 @@ def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
     facts, groups = read_recorded_rollouts(file)
     assert facts == record.step
     assert plain_groups(groups) == plain_groups(GROUPS)
-    assert [one.outcome for group in groups for one in group] == [one.outcome for group in GROUPS for one in group]
-    found = examine_file(file)
-    assert (found.record, found.rollouts, found.largest_token) == (record, 4, 4)
+    outcomes, expected = ([trajectory.outcome for group in part for trajectory in group] for part in (groups, GROUPS))
+    assert outcomes == expected
+    summary = examine_file(file)
+    assert (summary.record, summary.rollouts, summary.largest_token) == (record, 4, 4)
 
 
 def test_rollouts_that_nothing_was_learnt_from_are_read_too(tmp_path: Path) -> None:
@@ -308,7 +313,7 @@ def test_a_file_that_was_cut_off_is_found_by_its_end(tmp_path: Path) -> None:
 
 
 def test_damage_in_the_middle_is_found_when_it_is_read(tmp_path: Path) -> None:
-    long = [[make_trajectory(5000, token_ids=[7 * place % 5003 for place in range(5001)])]]
+    long = [[make_trajectory(5000, token_ids=[7 * position % 5003 for position in range(5001)])]]
     file = write(tmp_path, make_record(), long)
     content = bytearray(file.read_bytes())
     content[200:3000] = bytes(2800)

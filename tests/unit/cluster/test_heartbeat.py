@@ -57,7 +57,8 @@ def next_beat(folder: Path) -> tuple[list[tuple[str, int]], float]:
     before = read_heartbeats(folder)["policy rank 3"].beat
     while (beat := read_heartbeats(folder)["policy rank 3"]).beat == before:
         time.sleep(0.01)
-    return [(one.name, one.count) for one in beat.phases], beat.beat - beat.phases[0].since if beat.phases else 0.0
+    age = beat.beat - beat.phases[0].since if beat.phases else 0.0
+    return [(entry.name, entry.count) for entry in beat.phases], age
 
 
 @pytest.mark.usefixtures("writer")
@@ -80,7 +81,7 @@ def test_a_phase_is_on_disk_before_its_body_runs(tmp_path: Path) -> None:
     """A process that is stopped right after must not look as if it waited for work."""
     time.sleep(0.2)
     with phase("train"):
-        assert [one.name for one in read_heartbeats(tmp_path)["policy rank 3"].phases] == ["train"]
+        assert [entry.name for entry in read_heartbeats(tmp_path)["policy rank 3"].phases] == ["train"]
 
 
 @pytest.mark.usefixtures("writer")
@@ -93,11 +94,11 @@ def test_calls_side_by_side_are_counted(tmp_path: Path) -> None:
     async def all_at_once() -> tuple[list[tuple[str, int]], float]:
         calls = [asyncio.create_task(generate(seconds)) for seconds in (0.01, 3.0, 3.0, 3.0)]
         await asyncio.sleep(0.3)
-        found = await asyncio.to_thread(next_beat, tmp_path)
+        beat = await asyncio.to_thread(next_beat, tmp_path)
         assert calls[0].result() == 0.01
         for call in calls:
             call.cancel()
-        return found
+        return beat
 
     phases, age = asyncio.run(all_at_once())
     assert phases == [("generate", 3)]
@@ -132,15 +133,15 @@ def test_whoever_appends_to_the_requests_gets_the_stacks(tmp_path: Path) -> None
     with build_requests_path(tmp_path, "policy rank 3").open("ab") as file:
         file.write(b"!")
     end = time.monotonic() + 5
-    while "next_line_of_this_test" not in (tmp_path / "log").read_text() and time.monotonic() < end:
-        next_line_of_this_test()
+    while "sleep_in_this_test" not in (tmp_path / "log").read_text() and time.monotonic() < end:
+        sleep_in_this_test()
     stacks = (tmp_path / "log").read_text()
-    assert "next_line_of_this_test" in stacks
+    assert "sleep_in_this_test" in stacks
     time.sleep(1.5 * BEAT_S)
     assert (tmp_path / "log").read_text() == stacks, "one request, one answer"
 
 
-def next_line_of_this_test() -> None:
+def sleep_in_this_test() -> None:
     time.sleep(0.05)
 
 
@@ -173,16 +174,18 @@ def test_file_names(name: str, stem: str) -> None:
 def test_a_beat_costs_little_more_than_its_write(tmp_path: Path) -> None:
     """Compared with a thread that only writes as often, since what waking up costs depends on the machine."""
     code = read_programs("heartbeat")["code"]
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True)
-    beating, plain = map(float, done.stdout.split())
+    process = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True)
+    beating, plain = map(float, process.stdout.split())
     assert beating < 5 * plain + 0.02
 
 
 def run_logged(run_dir: Path, code: str, level: str = "info") -> str:
     """The log of a process that runs this code as "policy rank 1"."""
     with driver_log(run_dir, level) as folder:
-        done = subprocess.run([sys.executable, "-c", BEGIN + code, "policy rank 1"], check=False, capture_output=True)
-    assert (done.stdout, done.stderr) == (b"", b"")
+        process = subprocess.run(
+            [sys.executable, "-c", BEGIN + code, "policy rank 1"], check=False, capture_output=True
+        )
+    assert (process.stdout, process.stderr) == (b"", b"")
     return build_log_path(folder, "policy rank 1").read_text()
 
 
@@ -309,10 +312,10 @@ def test_logs_are_kept_and_heartbeats_begin_anew(tmp_path: Path) -> None:
 
 def test_without_a_driver_nothing_is_logged(tmp_path: Path) -> None:
     assert choose_library_level() == "ERROR"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", BEGIN + "print('here')", "rank"], check=True, capture_output=True, cwd=tmp_path
     )
-    assert done.stdout == b"here\n"
+    assert process.stdout == b"here\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -335,5 +338,5 @@ def test_advice_to_developers_is_information_and_told_once(caplog: pytest.LogCap
         for _ in range(3):
             library.warning("%s IS DEPRECATED", "Model")
             library.warning("something else")
-    told = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert sorted(told) == [("INFO", "Model IS DEPRECATED"), *[("WARNING", "something else")] * 3]
+    messages = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert sorted(messages) == [("INFO", "Model IS DEPRECATED"), *[("WARNING", "something else")] * 3]

@@ -36,7 +36,7 @@ def node(count: int, alive: bool = True) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("given", "address", "there", "found"),
+    ("gpus_per_node", "address", "visible_gpus", "expected"),
     [
         (None, None, 3, 3),
         (None, None, 0, 0),
@@ -47,13 +47,17 @@ def node(count: int, alive: bool = True) -> dict[str, object]:
     ],
 )
 def test_gpus_of_this_machine_where_they_are_left_open(
-    monkeypatch: pytest.MonkeyPatch, given: int | None, address: str | None, there: int, found: int | None
+    monkeypatch: pytest.MonkeyPatch,
+    gpus_per_node: int | None,
+    address: str | None,
+    visible_gpus: int,
+    expected: int | None,
 ) -> None:
-    monkeypatch.setattr(gpus, "count_visible_gpus", lambda: there)
-    cluster = ClusterConfig(gpus_per_node=given, ray_address=address)
+    monkeypatch.setattr(gpus, "count_visible_gpus", lambda: visible_gpus)
+    cluster = ClusterConfig(gpus_per_node=gpus_per_node, ray_address=address)
     fill_in_gpus(cluster)
-    assert cluster.gpus_per_node == found
-    assert cluster.gpus == (found or 0)
+    assert cluster.gpus_per_node == expected
+    assert cluster.gpus == (expected or 0)
 
 
 def test_layouts_that_do_not_fit_what_is_found(base_overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,10 +81,10 @@ def test_a_driver_without_gpus_does_not_guess_those_of_a_cluster(
 
 
 def test_a_cluster_needs_enough_machines_with_enough_gpus() -> None:
-    asked = ClusterConfig(num_nodes=2, gpus_per_node=8)
-    assert check_machines(asked, [node(8), node(8), node(0)]) is None
+    config = ClusterConfig(num_nodes=2, gpus_per_node=8)
+    assert check_machines(config, [node(8), node(8), node(0)]) is None
     assert check_machines(ClusterConfig(num_nodes=1, gpus_per_node=0), [node(0)]) is None
-    text = check_machines(asked, [node(8), node(4), node(8, alive=False)])
+    text = check_machines(config, [node(8), node(4), node(8, alive=False)])
     assert text is not None
     assert "the Ray cluster has 2 machine(s), with 8, 4 GPUs" in text
 
@@ -209,7 +213,7 @@ def listening(answer: Callable[[socket.socket], None]) -> Iterator[str]:
         thread.join(5)
 
 
-def settings_frame(connection: socket.socket) -> None:
+def send_settings_frame(connection: socket.socket) -> None:
     assert connection.recv(24).startswith(b"PRI * HTTP/2.0")
     connection.sendall(bytes([0, 0, 0, 4, 0]))
     connection.sendall(bytes([0, 0, 0, 0]))
@@ -228,7 +232,7 @@ def test_addresses_of_no_known_form(address: str) -> None:
 
 
 def test_a_head_that_answers() -> None:
-    with listening(settings_frame) as address:
+    with listening(send_settings_frame) as address:
         assert check_reachable(address) is None
 
 
@@ -254,21 +258,22 @@ def test_nobody_listens() -> None:
 
 
 def test_the_temporary_files_of_a_ray_of_its_own_are_private_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(ray, "init", lambda **settings: given.update(settings))
+    init_settings: dict[str, Any] = {}
+    monkeypatch.setattr(ray, "init", lambda **settings: init_settings.update(settings))
     cluster = RayCluster(ClusterConfig(gpus_per_node=0))
     cluster.start()
-    folder = Path(given["_temp_dir"]).parent
+    folder = Path(init_settings["_temp_dir"]).parent
     assert folder.stat().st_mode & 0o777 == 0o700
     cluster.shutdown()
     assert not folder.exists()
 
 
 @pytest.mark.parametrize(
-    ("variable", "given", "joined"), read_rows("machines", "the_address_in_the_environment_is_joined_as_ray_does")
+    ("variable", "configured_address", "joined"),
+    read_rows("machines", "the_address_in_the_environment_is_joined_as_ray_does"),
 )
 def test_the_address_in_the_environment_is_joined_as_ray_does(
-    monkeypatch: pytest.MonkeyPatch, variable: str | None, given: str | None, joined: str | None
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, configured_address: str | None, joined: str | None
 ) -> None:
     if variable is None:
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -278,7 +283,7 @@ def test_the_address_in_the_environment_is_joined_as_ray_does(
     monkeypatch.setattr(ray, "init", lambda **settings: inits.append(settings))
     monkeypatch.setattr("megatron_grpo.cluster.machines.check_reachable", lambda address: None)
     monkeypatch.setattr(RayCluster, "_await_machines", lambda self: None)
-    cluster = RayCluster(ClusterConfig(gpus_per_node=0, ray_address=given))
+    cluster = RayCluster(ClusterConfig(gpus_per_node=0, ray_address=configured_address))
     cluster.start()
     (arguments,) = inits
     assert arguments["address"] == (joined or "local")

@@ -219,7 +219,7 @@ time.sleep(300)
 """
 
 
-def let_look(driver: int, *, sleeps: bool = True) -> None:
+def wait_for_looks(driver: int, *, sleeps: bool = True) -> None:
     """Wait until a driver's clean-up process has looked twice since the driver's last processes have started.
 
     A busy machine takes seconds to start each of them; a look is seen by what it reads in /proc.
@@ -258,7 +258,7 @@ def test_processes_end_with_a_killed_driver_only(killed: bool) -> None:
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert driver.stdin is not None
     assert driver.stdout.readline() == "up\n"
-    let_look(driver.pid)
+    wait_for_looks(driver.pid)
     family = psutil.Process(driver.pid).children(recursive=True)
     sleepers = [process for process in family if "cluster.cleanup" not in " ".join(process.cmdline())]
     assert len(sleepers) == 2
@@ -299,7 +299,7 @@ def test_what_a_killed_driver_made_is_removed(killed: bool, tmp_path: Path) -> N
         segment = Path("/dev/shm") / driver.stdout.readline().strip()
         family = psutil.Process(driver.pid).children(recursive=True)
         assert segment.is_file()
-        let_look(driver.pid, sleeps=False)
+        wait_for_looks(driver.pid, sleeps=False)
         if killed:
             driver.kill()
         else:
@@ -334,7 +334,7 @@ def test_what_a_lost_process_shared_is_freed_and_nothing_else() -> None:
     ) as driver:
         assert driver.stdin is not None
         segments = [Path("/dev/shm") / driver.stdout.readline().strip() for _ in range(2)]
-        let_look(driver.pid, sleeps=False)
+        wait_for_looks(driver.pid, sleeps=False)
         family = psutil.Process(driver.pid).children(recursive=True)
         try:
             print("go on", file=driver.stdin, flush=True)
@@ -369,8 +369,8 @@ def test_what_outlives_the_end_of_its_parent_is_ended_even_if_it_is_stopped() ->
         [sys.executable, "-c", ORPHANING_DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert driver.stdout.readline() == "up\n"
-    let_look(driver.pid)
-    (orphan,) = [one for one in psutil.Process(driver.pid).children(recursive=True) if one.name() == "sleep"]
+    wait_for_looks(driver.pid)
+    (orphan,) = [child for child in psutil.Process(driver.pid).children(recursive=True) if child.name() == "sleep"]
     orphan.suspend()
     driver.stdin.write("\n")
     driver.stdin.flush()

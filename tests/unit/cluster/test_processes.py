@@ -1,7 +1,5 @@
 """Processes: allocators, logs of forked ones, imports, pickled values, calls of actors and with limits."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle
@@ -50,8 +48,8 @@ def count_page_faults(environment: dict[str, str]) -> list[int]:
     """Page faults of a first buffer of 64 MiB and of a second one, after the first is freed."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     command = [sys.executable, "-I", "-c", BUFFERS]
-    done = subprocess.run(command, env=env | environment, capture_output=True, text=True, check=True)
-    return [int(line) for line in done.stdout.split()]
+    process = subprocess.run(command, env=env | environment, capture_output=True, text=True, check=True)
+    return [int(line) for line in process.stdout.split()]
 
 
 def test_freed_memory_of_ranks_on_cpus_stays_mapped() -> None:
@@ -82,7 +80,7 @@ def test_a_forked_process_has_a_log_and_a_heartbeat_of_its_own(tmp_path: Path) -
         log = (tmp_path / f"child_{number}.log").read_text()
         assert f"child {number} speaks" in log
         assert "parent" not in log
-        assert "fork" not in [one.name for one in heartbeats[f"child {number}"].phases], "a phase of the parent"
+        assert "fork" not in [phase.name for phase in heartbeats[f"child {number}"].phases], "a phase of the parent"
 
 
 @pytest.mark.parametrize(
@@ -90,11 +88,11 @@ def test_a_forked_process_has_a_log_and_a_heartbeat_of_its_own(tmp_path: Path) -
 )
 def test_no_torch(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"
 
 
-def sent(value: Any) -> tuple[Any, list[pickle.PickleBuffer]]:
+def transmit(value: Any) -> tuple[Any, list[pickle.PickleBuffer]]:
     """What arrives, and the buffers that travelled beside it."""
     beside: list[pickle.PickleBuffer] = []
     data = pickle.dumps(wrap_for_pickling(value), protocol=5, buffer_callback=beside.append)
@@ -103,19 +101,21 @@ def sent(value: Any) -> tuple[Any, list[pickle.PickleBuffer]]:
 
 def test_a_value_arrives_as_itself() -> None:
     groups = ([make_trajectory(3, reward=None), make_trajectory(1)], [])
-    arrived, beside = sent(groups)
+    arrived, beside = transmit(groups)
     assert isinstance(arrived, tuple)
-    assert [[plain(one) for one in group] for group in arrived] == [[plain(one) for one in group] for group in groups]
+    assert [[plain(trajectory) for trajectory in group] for group in arrived] == [
+        [plain(trajectory) for trajectory in group] for group in groups
+    ]
     assert not beside, "small arrays are among the rest"
 
 
-@pytest.mark.parametrize("more", [0, 1])
-def test_only_large_arrays_travel_beside_it(more: int) -> None:
-    array = np.arange(IN_BAND_BYTES + more, dtype=np.uint8)
-    arrived, beside = sent([array, "text"])
+@pytest.mark.parametrize("excess_bytes", [0, 1])
+def test_only_large_arrays_travel_beside_it(excess_bytes: int) -> None:
+    array = np.arange(IN_BAND_BYTES + excess_bytes, dtype=np.uint8)
+    arrived, beside = transmit([array, "text"])
     np.testing.assert_array_equal(arrived[0], array)
-    assert len(beside) == more
-    assert np.shares_memory(arrived[0], array) == bool(more)
+    assert len(beside) == excess_bytes
+    assert np.shares_memory(arrived[0], array) == bool(excess_bytes)
 
 
 class Sampler(Protocol):
@@ -128,7 +128,7 @@ class FakeMethod:
     def __init__(self, **options: Any) -> None:
         self._options = options
 
-    def options(self, **options: Any) -> FakeMethod:
+    def options(self, **options: Any) -> "FakeMethod":
         return FakeMethod(**options)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,18 +162,18 @@ def play_ray(monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any]) -> None:
     """References are names; an answer is a value, something to raise, or NEVER."""
 
     def wait(refs: Sequence[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
-        done = [ref for ref in refs if answers[ref] is not NEVER][:num_returns]
-        if not done:
+        ready = [ref for ref in refs if answers[ref] is not NEVER][:num_returns]
+        if not ready:
             time.sleep(timeout)
-        return done, [ref for ref in refs if ref not in done]
+        return ready, [ref for ref in refs if ref not in ready]
 
     def get(refs: str | list[str], timeout: float | None = None) -> Any:
         """As Ray's: a failure is raised at once, beside calls that are not over."""
-        wanted = [refs] if isinstance(refs, str) else refs
-        for ref in wanted:
+        names = [refs] if isinstance(refs, str) else refs
+        for ref in names:
             if isinstance(answers[ref], Exception):
                 raise answers[ref]
-        if any(answers[ref] is NEVER for ref in wanted):
+        if any(answers[ref] is NEVER for ref in names):
             assert timeout is not None
             time.sleep(timeout)
             raise GetTimeoutError

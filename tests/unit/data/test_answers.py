@@ -1,7 +1,5 @@
 """Answers that no response can equal, held against the environments that compare."""
 
-from __future__ import annotations
-
 import json
 import math
 import unicodedata

@@ -1,7 +1,5 @@
 """Chat templates that have no end: they are ended at the deadline, in every thread, and nothing else is."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """The curriculum's loader: levels follow accuracy, and a resumed run continues exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any

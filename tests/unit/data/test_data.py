@@ -1,7 +1,5 @@
 """From files of prompts to batches: reading, processing and the resumable order."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Figures of environments from a reward function to the files of a run: none replaces a metric of the run."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

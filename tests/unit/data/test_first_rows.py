@@ -1,7 +1,5 @@
 """Rows that are tokenised together are left out, refused and told as those that are looked at one by one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Literal
 

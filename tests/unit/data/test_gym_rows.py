@@ -1,7 +1,5 @@
 """Rows of reasoning_gym: mixtures, levels and held-out rows, against the library itself."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """The identity of data is its content: a new path to it changes nothing, and new rows under the old path do."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Malformed files of every kind: each row is used or told, each message can be printed, nothing ends in a traceback."""
 
-from __future__ import annotations
-
 import decimal
 import io
 import json

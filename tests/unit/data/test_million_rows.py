@@ -1,7 +1,5 @@
 """A million rows on the whole way from the file to the batches, with a stop in between."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

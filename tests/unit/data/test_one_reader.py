@@ -1,7 +1,5 @@
 """Every path reads the same conversations alike: prompts, rows, pairs, reward models and the calls of agents."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Mapping
@@ -30,7 +28,7 @@ from megatron_grpo.rollouts.responses_protocol import read_messages
 from tests.support.direct_conversation import DirectConversation
 from tests.support.released.layout import Layout
 from tests.support.released.table import ADD, BY_NAME
-from tests.support.released.templates import stored
+from tests.support.released.templates import read_released_template
 
 Messages = list[dict[str, Any]]
 LONGEST = 4000
@@ -300,7 +298,7 @@ def test_rows_and_pairs_learn_the_same_turns(name: str) -> None:
 @pytest.mark.parametrize(("template", "name"), [("qwen2_5", "qwen2_5"), ("qwen3", "qwen3"), ("llama3", "llama_3_1")])
 def test_masks_are_those_of_trl(template: str, name: str) -> None:
     """TRL's templates for training mark what it learns, of conversations without marks of their own."""
-    tokenizer, source, count = BY_NAME[name].oracle, stored(f"{template}_training"), 0
+    tokenizer, source, count = BY_NAME[name].oracle, read_released_template(f"{template}_training"), 0
     for title, case in CASES.items():
         if any(key in message for message in case.messages for key in ("weight", "loss_mask", "train")):
             continue

@@ -1,7 +1,5 @@
 """Processors that a user wrote: NeMo RL's form is understood, and each mistake is one message."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice

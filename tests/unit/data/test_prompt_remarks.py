@@ -1,7 +1,5 @@
 """What is said of a model's tokenizer when the prompts of a run are read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

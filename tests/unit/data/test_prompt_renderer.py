@@ -1,7 +1,5 @@
 """Every turn of a conversation has the tokens that transformers' own rendering of the whole conversation has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
 from megatron_grpo.data.processors import TaskDataSpec, math_data_processor
 from megatron_grpo.data.prompt_renderer import MODEL_TURN, PromptFormat, PromptRenderer
 from megatron_grpo.data.rows import RowCheck
-from tests.support.released.templates import stored
+from tests.support.released.templates import read_released_template
 
 CHATML = (
     "{% if tools %}<|im_start|>system{{ '\n' }}{{ tools | tojson }}<|im_end|>{{ '\n' }}{% endif %}"
@@ -290,7 +288,7 @@ def test_arguments_are_text_for_a_template_that_refuses_objects(content: str | N
 
 
 def test_calls_of_deepseek_are_shown() -> None:
-    renderer = PromptRenderer(byte_level(stored("deepseek_r1_distill")), PromptFormat())
+    renderer = PromptRenderer(byte_level(read_released_template("deepseek_r1_distill")), PromptFormat())
     for arguments in ('{"a": 1}', {"a": 1}):
         call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
         turn = {"role": "assistant", "content": None, "tool_calls": [call]}

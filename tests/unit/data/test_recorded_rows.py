@@ -1,7 +1,5 @@
 """Recorded rollouts as rows to learn from: which are taken, and their tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

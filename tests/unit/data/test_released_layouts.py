@@ -1,7 +1,5 @@
 """Released layouts walked through from the prompt to the reward's text, against transformers' own rendering."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """The templates that the tests rebuild write what the makers' own software writes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows in the shape of public datasets, brought into form; those of another shape are told."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Prompts of rows: columns beside whole conversations, open turns, tools and marks of turns."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

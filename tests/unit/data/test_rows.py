@@ -1,7 +1,5 @@
 """What keeps a file from being JSONL and a line from being a row, told by what it is instead."""
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

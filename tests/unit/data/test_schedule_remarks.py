@@ -1,7 +1,5 @@
 """A schedule of the learning rate that the rows end is remarked on before a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sets of rows in every kind of file, by number and as a whole."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

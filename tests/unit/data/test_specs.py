@@ -1,7 +1,5 @@
 """The files that prompts are made with, looked at before a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

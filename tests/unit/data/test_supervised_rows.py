@@ -1,7 +1,5 @@
 """Tokens in the loss of a conversation are those of its assistant turns, in released templates and against TRL's."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -24,7 +22,7 @@ from megatron_grpo.prepare.models import make_tokenizer
 from tests.support.foreign_tokenizers import byte_level
 from tests.support.released.layout import Layout
 from tests.support.released.table import BY_NAME, LAYOUTS, SYSTEM, USER, calls, results
-from tests.support.released.templates import stored
+from tests.support.released.templates import read_released_template
 
 ANSWER = {"role": "assistant", "content": "There are 12."}
 SECOND = [{"role": "user", "content": "And one more?"}, {"role": "assistant", "content": "So 13."}]
@@ -95,13 +93,13 @@ def test_the_tokens_are_those_that_trl_marks(template: str, layout: str, name: s
     messages = CONVERSATIONS[name]
     marked = tokenizer.apply_chat_template(
         messages,
-        chat_template=stored(f"{template}_training"),
+        chat_template=read_released_template(f"{template}_training"),
         return_dict=True,
         return_assistant_tokens_mask=True,
     )
     pairs = zip(marked["input_ids"], marked["assistant_masks"], strict=True)
     expected = tokenizer.decode([token for token, is_learnt in pairs if is_learnt])
-    renderer = PromptRenderer(tokenizer, PromptFormat(chat_template=stored(f"{template}_training")))
+    renderer = PromptRenderer(tokenizer, PromptFormat(chat_template=read_released_template(f"{template}_training")))
     parts = encode_conversation(renderer, messages, None)
     learnt = tokenizer.decode([token for part in parts if part["role"] == "assistant" for token in part["token_ids"]])
     assert "".join(learnt.split()) == "".join(expected.split())
@@ -113,7 +111,7 @@ def test_a_turn_ends_with_its_own_end_whatever_its_text(template: str, answer: s
     """Phi's end of a turn is followed by the end of a text, and answers may be letters of either."""
     core = byte_level(["<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<|endoftext|>", chat_template=stored(template)
+        tokenizer_object=core, eos_token="<|endoftext|>", chat_template=read_released_template(template)
     )
     for later in ([], SECOND):
         messages = [USER, {"role": "assistant", "content": answer}, *later]

@@ -1,7 +1,5 @@
 """Rows of a table are those of JSONL: no null-filled keys in messages and objects, no media decoded."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable, Iterator

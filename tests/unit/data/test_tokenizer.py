@@ -1,7 +1,5 @@
 """Loaded tokenizers encode and decode as the tokenizers library does by tokenizer.json alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Environments with tools read calls in the test's own process, except where a test asks for the limits."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.calls_here import CallsHere

@@ -1,7 +1,5 @@
 """Programs are judged by their tests, whatever they try."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

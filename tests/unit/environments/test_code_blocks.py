@@ -1,7 +1,5 @@
 """The program of a response, between fences as models write them."""
 
-from __future__ import annotations
-
 import ast
 from typing import Any
 

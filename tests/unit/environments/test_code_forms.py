@@ -1,7 +1,5 @@
 """Tests of released sets of programs: functions by name, lists of lines, rounded numbers, long integers."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

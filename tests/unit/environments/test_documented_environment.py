@@ -1,7 +1,5 @@
 """The environment that docs/environments.md shows works as it says, under the launchers' way of starting Python too."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

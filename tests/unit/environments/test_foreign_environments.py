@@ -1,7 +1,5 @@
 """Environments of NeMo RL, and actors, in place of one of our own: what the message says to change."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """The countdown game by its rules, and formats by regular expressions."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter

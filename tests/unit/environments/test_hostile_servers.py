@@ -1,7 +1,5 @@
 """Servers that ask, flood and steer; secrets that reach them, and nobody else."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """A judge over HTTP: what it is asked, what is made of its answers, and what happens when there is none."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

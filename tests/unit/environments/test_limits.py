@@ -1,7 +1,5 @@
 """Responses that parsers or expressions cannot end count as malformed; the next response is judged as ever."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Scoring of responses: mathematical answers by value, additions by text."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Answers as a reader takes them: percent, powers, units, fractions, separators and the digits of other scripts."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

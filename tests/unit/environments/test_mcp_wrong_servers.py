@@ -1,7 +1,5 @@
 """MCP servers that hang, never end their list or answer wrongly; what the model reads of every kind of result."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,7 +1,5 @@
 """What environments say becomes exactly what the chat template puts there, and nothing of the model's is repeated."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 from typing import Any

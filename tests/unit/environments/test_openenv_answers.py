@@ -1,7 +1,5 @@
 """Answers of an OpenEnv server over a WebSocket: rewards that it does not give, and text in any language."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

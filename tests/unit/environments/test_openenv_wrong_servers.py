@@ -1,7 +1,5 @@
 """An OpenEnv server that answers wrongly is named, and its rollout fails: none of its rewards is believed."""
 
-from __future__ import annotations
-
 import json
 import math
 import socket

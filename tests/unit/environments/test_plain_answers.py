@@ -1,7 +1,5 @@
 """Answers that a library evaluates: harmless ones pass, others never reach it."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_grpo.environments.reasoning_gym import is_plain

@@ -1,7 +1,5 @@
 """What an environment starts ends with it: servers that ignore their end, and processes that forked away."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

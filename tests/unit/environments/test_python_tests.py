@@ -1,7 +1,5 @@
 """Python tests against honest and hostile programs: each honest one keeps its reward, no hostile one gets any."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Scores of reasoning_gym: the library's own, and no answer is executed."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Any

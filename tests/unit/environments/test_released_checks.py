@@ -1,7 +1,5 @@
 """`--check` says of each released layout what its walk shows: refused tools, settings without effect, changed turns."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

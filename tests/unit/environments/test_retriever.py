@@ -1,7 +1,5 @@
 """Search in documents: BM25 by its formula, in languages with and without blanks, from files as others write them."""
 
-from __future__ import annotations
-
 import json
 import math
 import unicodedata

@@ -1,40 +1,22 @@
 """Reward functions called as TRL calls them; the functions and their worked examples are those of its documentation."""
 
-from __future__ import annotations
-
 import asyncio
-import functools
-import json
-import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
-from megatron_grpo.config.errors import ConfigError, RunError
-from megatron_grpo.config.schema import Config, EnvironmentConfig
-from megatron_grpo.data.scores import EnvironmentRequest, TrainerState
+from megatron_grpo.config.schema import EnvironmentConfig
+from megatron_grpo.data.scores import TrainerState
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment
 from megatron_grpo.environments.user_functions import load_reward_function
-from megatron_grpo.preflight.environment_checks import check_scoring
-
-
-def scored_by(*entries: str) -> Config:
-    environment = EnvironmentConfig(type="reward_functions", reward_funcs=list(entries))
-    return Config(env={"task": environment}, data=DataConfig(task_name="task"))
-
-
-def length_reward(completions: list[str], **kwargs: Any) -> list[float]:
-    return [float(len(completion)) for completion in completions]
+from tests.support.reward_requests import length_reward, request, wrapped_reward
 
 
 def format_reward(completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
@@ -64,13 +46,6 @@ def coding_reward(prompts: list[str], completions: list[str], task: list[str], *
 
 def reward_len(completions, **kwargs):  # as it stands in the documentation: no annotations, whole numbers
     return [-abs(20 - len(completion)) for completion in completions]
-
-
-not_a_function = 3
-
-
-def request(prompt: str | list[dict[str, str]], response: str, **columns: Any) -> EnvironmentRequest:
-    return EnvironmentRequest(prompt=prompt, response=response, stop_reason="stop", extra_env_info=columns)
 
 
 def environment(*names: str, weights: list[float] | None = None) -> RewardFunctionEnvironment:
@@ -122,6 +97,8 @@ SEED_ROWS = [
     ("What is 3*4?", "12", "math"),
     ("Write a function that returns the product of two numbers.", "def mul(a, b): return a * b", "code"),
 ]
+
+
 """The rows of the example for several tasks: it calls them "code", and its function looks for "coding"."""
 
 
@@ -210,7 +187,7 @@ def test_one_function_says_what_is_correct() -> None:
         request("2+2", "5", task="math"),
         request("f", "def f", task="coding"),
     ]
-    paths = [f"{__name__}.math_reward", f"{__name__}.length_reward"]
+    paths = [f"{__name__}.math_reward", f"{length_reward.__module__}.length_reward"]
     named = EnvironmentConfig(type="reward_functions", reward_funcs=paths, correct_func="math_reward")
     assert [score.correct for score in create_environment(named).score(requests)] == [True, False, None]
     unnamed = EnvironmentConfig(type="reward_functions", reward_funcs=paths)
@@ -256,122 +233,6 @@ def test_a_column_that_no_row_of_a_prompt_has_is_none_too() -> None:
     assert [score.reward for score in environment.score([request("a", "b", y=2), request("a", "c", y=2)])] == [1.0, 1.0]
 
 
-def raises_on_c(completions: list[str], **_: Any) -> list[float]:
-    return [1.0 / (completion != "c") for completion in completions]
-
-
-def one_too_few(completions: list[str], **_: Any) -> list[float]:
-    return [1.0] * (len(completions) - 1)
-
-
-def give_nothing(completions: list[str], **_: Any) -> None:
-    return None
-
-
-def words(completions: list[str], **_: Any) -> list[str]:
-    return list(completions)
-
-
-def by_number(completions: list[str], **_: Any) -> dict[int, float]:
-    return dict.fromkeys(range(len(completions)), 5.0)
-
-
-def by_value(completions: list[str], **_: Any) -> set[float]:
-    return {float(number) for number, _ in enumerate(completions)}
-
-
-def as_text(completions: list[str], **_: Any) -> str:
-    return "1" * len(completions)
-
-
-def as_texts(completions: list[str], **_: Any) -> list[str]:
-    return ["1.5"] * len(completions)
-
-
-def one_too_many(completions: list[str], **_: Any) -> list[float]:
-    return [1.0] * (len(completions) + 1)
-
-
-async def not_a_number(completions: list[str], **_: Any) -> Any:
-    return np.full(len(completions), np.nan)
-
-
-def endless(completions: list[str], **_: Any) -> list[float]:
-    return [-math.inf] * len(completions)
-
-
-def as_scalar(completions: list[str], **_: Any) -> Any:
-    return np.array(1.0)
-
-
-@pytest.mark.parametrize(
-    ("function", "text"),
-    [
-        (raises_on_c, r"raised ZeroDivisionError: .* \(test_reward_environment.py:\d+\)"),
-        (one_too_few, "returned 1 reward for 2 completions"),
-        (give_nothing, "returned NoneType for 2 completions, and no list of rewards"),
-        (
-            words,
-            "returned 2 rewards for 2 completions, and among them something that is neither a number nor None: .*'b'",
-        ),
-        (by_number, "returned dict for 2 completions, and no list of rewards"),
-        (by_value, "returned set for 2 completions, and no list of rewards"),
-        (as_text, "returned str for 2 completions, and no list of rewards"),
-        (as_texts, ".* neither a number nor None: '1.5' is a text"),
-        (as_scalar, "returned ndarray for 2 completions, and no list of rewards"),
-        (one_too_many, "returned 3 rewards for 2 completions"),
-        (not_a_number, "returned 2 rewards for 2 completions, .*: nan is no reward; None says"),
-        (endless, "returned 2 rewards for 2 completions, .*: -inf is no reward; None says"),
-    ],
-)
-def test_what_a_function_does_wrong_is_told_with_its_name(function: Any, text: str) -> None:
-    broken = RewardFunctionEnvironment({"one": function}, {"one": 1.0}, None)
-    with pytest.raises(RunError, match=rf"^{re.escape(function.__module__)}\.{function.__name__} {text}"):
-        broken.score([request("a", "b"), request("a", "c")])
-
-
-@pytest.mark.parametrize(
-    ("path", "text"),
-    [
-        ("no_such_module.reward", "No module named 'no_such_module'"),
-        (f"{__name__}.no_such_reward", "no attribute 'no_such_reward'"),
-        (f"{__name__}.not_a_function", "is int, which cannot be called"),
-        ("builtins.len", "must take prompts and completions by name"),
-        ("tests.unit.broken_rewards.reward", "cannot be imported: ZeroDivisionError: division by zero"),
-    ],
-)
-def test_a_function_that_is_not_there_is_one_clear_error(path: str, text: str) -> None:
-    with pytest.raises(RunError, match=f"reward function {re.escape(path)} .*{text}"):
-        load_reward_function(path)
-
-
-def test_functions_are_checked_before_anything_starts() -> None:
-    names = [f"{__name__}.length_reward", "no_such_module.reward", "builtins.len"]
-    with pytest.raises(ConfigError) as caught:
-        check_scoring(scored_by(*names), sets=[])
-    assert [problem.subject for problem in caught.value.problems] == [
-        "env.task.reward_funcs=no_such_module.reward",
-        "env.task.reward_funcs=builtins.len",
-    ]
-
-
-def by_position(prompts: list[str], completions: list[str], /, **_: Any) -> list[float]:
-    return [1.0] * len(completions)
-
-
-@functools.wraps(by_position)
-def turned_into_positions(**base_overrides: Any) -> list[float]:
-    return by_position(base_overrides["prompts"], base_overrides["completions"])
-
-
-def test_parameters_by_position_are_refused_before_anything_starts() -> None:
-    entries = {f"{__name__}.by_position": None, "given.by_position": {"given.by_position": by_position}}
-    for entry, number in entries.items():
-        with pytest.raises(ConfigError, match="it takes prompts, completions by position only: leave the / out"):
-            check_scoring(scored_by(entry), sets=[], rewards=number)
-    assert load_reward_function(f"{__name__}.turned_into_positions") is turned_into_positions
-
-
 class Judge:
     """An object whose call is a coroutine."""
 
@@ -383,16 +244,6 @@ class Judge:
 async def slow(completions: list[str], **_: Any) -> list[float]:
     await asyncio.sleep(0.3)
     return [1.0] * len(completions)
-
-
-def wrapped_reward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An ordinary function around another one, as many decorators make it."""
-
-    @functools.wraps(function)
-    def call(*positions: Any, **names: Any) -> Any:
-        return function(*positions, **names)
-
-    return call
 
 
 wrapped_slow = wrapped_reward(slow)
@@ -449,122 +300,3 @@ def test_what_functions_log_is_kept() -> None:
     )
     assert [score.metrics for score in scores] == [{"parsed": 0.5}] * 2
     assert [score.notes for score in scores] == [{"words": '["x", "y"]'}, {"words": "[]"}]
-
-
-def test_a_failure_can_count_as_having_no_opinion(caplog: pytest.LogCaptureFixture) -> None:
-    functions = {"bad": raises_on_c, "good": length_reward}
-    tolerant = RewardFunctionEnvironment(functions, dict.fromkeys(functions, 1.0), None, tolerant=True)
-    for _ in range(2):
-        scores = tolerant.score([request("a", "b"), request("a", "c")])
-        assert [(score.reward, score.errors) for score in scores] == [(1.0, 1), (1.0, 1)], "of the whole group"
-        assert [score.retries for score in scores] == [1, 0]
-        assert scores[1].parts == {"good": 1.0}
-    messages = [record.message for record in caplog.records]
-    pattern = r"\.raises_on_c raised \w+: .* \(test_reward_environment\.py:\d+\)"
-    assert [re.search(f"{pattern}; (its reward is None|the function is called again)", text) for text in messages]
-    assert sum("its reward is None" in text for text in messages) == 1
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_function_that_fails_once_is_called_again_with_its_group(is_async: bool) -> None:
-    """Rewards relative to a group are those of the group, never of a response alone."""
-    sizes: list[int] = []
-
-    def rank(completions: list[str], **_: Any) -> list[float]:
-        sizes.append(len(completions))
-        if len(sizes) == 1:
-            json.loads("[")  # raises in a library
-        return [float(sorted(completions).index(text)) for text in completions]
-
-    async def rank_later(completions: list[str], **_: Any) -> list[float]:
-        return rank(completions)
-
-    function = rank_later if is_async else rank
-    tolerant = RewardFunctionEnvironment({"rank": function}, {"rank": 1.0}, None, tolerant=True)
-    scores = tolerant.score([request("a", text) for text in "cab"])
-    assert ([score.reward for score in scores], sizes) == ([2.0, 0.0, 1.0], [3, 3])
-    assert [score.retries for score in scores] == [1, 0, 0]
-    sizes.clear()
-    failing = RewardFunctionEnvironment({"rank": function}, {"rank": 1.0}, None)
-    with pytest.raises(RunError, match=r"raised JSONDecodeError: .* \(test_reward_environment\.py:\d+\)$"):
-        failing.score([request("a", text) for text in "cab"])
-
-
-@pytest.mark.parametrize("function", [one_too_few, one_too_many, words, not_a_number])
-def test_a_failure_that_is_ignored_is_no_wrong_number_of_rewards(function: Any) -> None:
-    tolerant = RewardFunctionEnvironment({"one": function}, {"one": 1.0}, None, tolerant=True)
-    with pytest.raises(RunError, match="for 2 completions"):
-        tolerant.score([request("a", "b"), request("a", "c")])
-
-
-def stuck(completions: list[str], **_: Any) -> list[float]:
-    try:
-        time.sleep(30)
-    except Exception:  # noqa: BLE001 - as reward functions have it: they must not fail for what a model wrote
-        return [1.0] * len(completions)
-    return [0.0] * len(completions)
-
-
-async def stuck_coroutine(completions: list[str], **_: Any) -> list[float]:
-    await asyncio.sleep(30)
-    return [0.0] * len(completions)
-
-
-@pytest.mark.parametrize("function", [stuck, stuck_coroutine, wrapped_reward(stuck_coroutine)])
-def test_a_function_that_is_late_is_ended(function: Any) -> None:
-    requests = [request("a", "b"), request("a", "c")]
-    limited = RewardFunctionEnvironment({"one": function}, {"one": 1.0}, None, timeout_s=0.1)
-    with pytest.raises(RunError, match=rf"{function.__name__} gave no rewards within reward_timeout_s=0\.1 s"):
-        limited.score(requests)
-    tolerant = RewardFunctionEnvironment({"one": function}, {"one": 1.0}, None, timeout_s=0.1, tolerant=True)
-    started = time.monotonic()
-    assert [(score.reward, score.errors) for score in tolerant.score(requests)] == [(None, 1), (None, 1)]
-    assert time.monotonic() - started < 5
-
-
-def asks_in_vain(completions: list[str], **_: Any) -> list[float]:
-    raise TimeoutError
-
-
-async def asks_in_vain_for_a_while(completions: list[str], **_: Any) -> list[float]:
-    await asyncio.wait_for(asyncio.Event().wait(), 0.01)
-    return []
-
-
-@pytest.mark.parametrize("function", [asks_in_vain, asks_in_vain_for_a_while])
-def test_a_deadline_of_the_functions_own_is_not_that_of_the_configuration(function: Any) -> None:
-    limited = RewardFunctionEnvironment({"one": function}, {"one": 1.0}, None, timeout_s=60)
-    with pytest.raises(RunError, match=rf"{function.__name__} raised TimeoutError"):
-        limited.score([request("a", "b")])
-
-
-def needs_level(completions: list[str], level: list[int], bonus: float = 1.0) -> list[float]:
-    return [bonus * row_level for row_level in level]
-
-
-def test_columns_that_a_function_needs_are_looked_for_before_anything_starts(tmp_path: Path) -> None:
-    def rows(name: str, **columns: str) -> list[DatasetConfig]:
-        (tmp_path / name).write_text(json.dumps({"prompt": "?", "answer": "!", **columns}) + "\n")
-        return [DatasetConfig(path=str(tmp_path / name))]
-
-    config = scored_by(f"{__name__}.needs_level")
-    check_scoring(config, rows("with_level.jsonl", level="1"))
-    check_scoring(config, sets=[])
-    with pytest.raises(ConfigError, match="takes level, and the data has no such column; it has answer, prompt"):
-        check_scoring(config, rows("without.jsonl"))
-    check_scoring(config, rows("without.jsonl"), {f"{__name__}.needs_level": length_reward})
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (None, "is not a folder of a model"),
-        ('{"architectures": ["Qwen3ForCausalLM"]}', "is of Qwen3ForCausalLM; a reward model is one for sequence"),
-        ('{"architectures": ["Qwen3ForSequenceClassification"]}', "has 2 labels; a reward model has one"),
-    ],
-)
-def test_a_folder_that_is_no_reward_model_is_one_clear_error(tmp_path: Any, content: str | None, text: str) -> None:
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ConfigError, match=text):
-        check_scoring(scored_by(str(tmp_path)), sets=[])

@@ -1,7 +1,5 @@
 """A reward model's scores against transformers computing each conversation by itself."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

@@ -1,7 +1,5 @@
 """Final answers: GSM8K's ####, letters of choices, answers before a long text, Markdown; and tiny numbers."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_grpo.environments.math_answers import is_correct

@@ -1,7 +1,5 @@
 """The parser of tool calls is that of the model: it reads the calls that the released template writes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tools against independent oracles, and the environment that calls them turn by turn."""
 
-from __future__ import annotations
-
 import json
 from fractions import Fraction
 from pathlib import Path

@@ -3,8 +3,6 @@
 A small module stands for the library; tests/integration/test_verifiers.py has the real one.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

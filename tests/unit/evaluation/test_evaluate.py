@@ -39,10 +39,10 @@ def answers(prompts: Sequence[DatumSpec], samples: int) -> list[list[Trajectory]
     right = [["easy" in str(prompt["prompt"]) or number == 0 for number in range(samples)] for prompt in prompts]
     return [
         [
-            make_trajectory(2, prompt_idx=prompt["idx"], sample=n, correct=one, reward=float(one))
-            for n, one in enumerate(ones)
+            make_trajectory(2, prompt_idx=prompt["idx"], sample=n, correct=is_right, reward=float(is_right))
+            for n, is_right in enumerate(marks)
         ]
-        for prompt, ones in zip(prompts, right, strict=True)
+        for prompt, marks in zip(prompts, right, strict=True)
     ]
 
 
@@ -60,8 +60,8 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> FakeRollouts:
         def __init__(self, config: object, model: Path) -> None:
             self.stops, self.notes = StopConditions((2,)), list[str]()
 
-        def read_held_out(self, key: str, one: DatasetConfig) -> list[DatumSpec]:
-            return [datum(idx, one.path) for idx in range(PROMPTS[one.path])]
+        def read_held_out(self, key: str, dataset: DatasetConfig) -> list[DatumSpec]:
+            return [datum(idx, dataset.path) for idx in range(PROMPTS[dataset.path])]
 
     monkeypatch.setattr(module, "rollout_pool", rollout_pool)
     monkeypatch.setattr(module, "PromptReader", Reader)
@@ -88,10 +88,10 @@ def request(folder: Path, name: str, **changes: Any) -> EvaluationRequest:
 
 def test_every_set_is_answered_and_written(rollouts: FakeRollouts, tmp_path: Path) -> None:
     results = evaluate(request(tmp_path, "out"))
-    assert [asked["rows"] for asked in rollouts.asked] == [[0, 1], [2, 3], [4], [0, 1], [2]], "8 responses a batch"
-    settings = {(asked["sampling"].temperature, asked["sampling"].top_k) for asked in rollouts.asked}
+    assert [call["rows"] for call in rollouts.asked] == [[0, 1], [2, 3], [4], [0, 1], [2]], "8 responses a batch"
+    settings = {(call["sampling"].temperature, call["sampling"].top_k) for call in rollouts.asked}
     assert settings == {(0.6, 5)}
-    assert {asked["sampling"].stop_token_ids for asked in rollouts.asked} == {(2,)}
+    assert {call["sampling"].stop_token_ids for call in rollouts.asked} == {(2,)}
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == results
     rows = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
     assert [(row["set"], row["prompt_idx"], row["sample"]) for row in rows] == [
@@ -130,13 +130,13 @@ def needs_hint(prompts: list[str], completions: list[str], hint: list[str]) -> l
 def test_reward_functions_are_given_the_columns_of_the_sets(rollouts: FakeRollouts, tmp_path: Path) -> None:
     file = tmp_path / "easy.jsonl"
     file.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
-    asked = request(
+    evaluation_request = request(
         tmp_path, "out", sets={"easy": EvaluatedSet("data.val_path", DatasetConfig(path=str(file)))}, is_run=True
     )
-    asked.config.env["addition"].type = "reward_functions"
-    asked.config.env["addition"].reward_funcs = [f"{__name__}.needs_hint"]
+    evaluation_request.config.env["addition"].type = "reward_functions"
+    evaluation_request.config.env["addition"].reward_funcs = [f"{__name__}.needs_hint"]
     with pytest.raises(ConfigError, match=r"env\.addition\.reward_funcs=.*needs_hint +.*hint"):
-        evaluate(asked)
+        evaluate(evaluation_request)
     assert not (tmp_path / "out").exists(), "nothing is exported before"
 
 
@@ -146,7 +146,7 @@ def write_row(file: Path) -> None:
 
 def paths(request: EvaluationRequest) -> dict[str, str]:
     """The paths of the sets, by name."""
-    return {name: one.rows.path for name, one in request.sets.items()}
+    return {name: evaluated_set.rows.path for name, evaluated_set in request.sets.items()}
 
 
 @pytest.fixture
@@ -202,11 +202,13 @@ def test_sets_are_named_by_their_files(checkpoint: Path, tmp_path: Path) -> None
 
 
 def test_sets_of_the_configuration_have_their_names(checkpoint: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.jsonl"
-    write_row(other)
-    words = [f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}", f"data.val_sets.hard.path={other}"]
-    assert paths(read_request(words)) == {"val": str(tmp_path / "val.jsonl"), "hard": str(other)}
-    assert paths(read_request([*words, f"data.val_path={other}"])) == {"other": str(other)}, "the command line alone"
+    other_file = tmp_path / "other.jsonl"
+    write_row(other_file)
+    words = [f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}", f"data.val_sets.hard.path={other_file}"]
+    assert paths(read_request(words)) == {"val": str(tmp_path / "val.jsonl"), "hard": str(other_file)}
+    assert paths(read_request([*words, f"data.val_path={other_file}"])) == {"other": str(other_file)}, (
+        "the command line alone"
+    )
 
 
 def test_a_folder_takes_its_configuration_from_the_command_line(model: Path, tmp_path: Path) -> None:
@@ -248,7 +250,7 @@ def test_a_folder_that_datasets_saved_is_a_set(checkpoint: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "message"),
     [
         ("env.addition.type=reward_functions", r"env\.addition\.reward_funcs +is empty"),
         (
@@ -274,28 +276,28 @@ def test_a_folder_that_datasets_saved_is_a_set(checkpoint: Path, tmp_path: Path)
         ("temperature=0.001", r"temperature=0\.001 must be 0 \(greedy\) or float >= 0\.01"),
     ],
 )
-def test_the_configuration_is_checked_as_for_training(word: str, told: str, model: Path, tmp_path: Path) -> None:
+def test_the_configuration_is_checked_as_for_training(word: str, message: str, model: Path, tmp_path: Path) -> None:
     write_row(tmp_path / "val.jsonl")
     words = [f"checkpoint={model}", f"output={tmp_path / 'out'}", f"+data.val_path={tmp_path / 'val.jsonl'}"]
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         read_request([*words, "+exp=quickstart", word])
 
 
-@pytest.mark.parametrize(("words", "told"), read_rows("evaluate", "mistakes_are_named"))
-def test_mistakes_are_named(words: list[str], told: str, checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize(("words", "message"), read_rows("evaluate", "mistakes_are_named"))
+def test_mistakes_are_named(words: list[str], message: str, checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
         read_request([f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}", *words])
 
 
 def test_places_that_are_wrong(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, told in (
+    for words, message in (
         ([], "checkpoint=PATH is missing"),
         ([f"checkpoint={checkpoint}"], "output=PATH is missing"),
         ([f"checkpoint={tmp_path}", "output=x"], "is neither a checkpoint"),
         ([f"checkpoint={checkpoint}", f"output={tmp_path}"], "already exists"),
     ):
         assert main(words) == 2
-        assert told in " ".join(capsys.readouterr().err.split())
+        assert message in " ".join(capsys.readouterr().err.split())
     (checkpoint.parent.parent / "config.yaml").unlink()
     assert main([f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}"]) == 2
     assert "has to stay in its run directory" in capsys.readouterr().err

@@ -28,24 +28,24 @@ def datum(idx: int) -> DatumSpec:
     return {"extra_env_info": {REFERENCE: str(idx)}, "idx": idx, "prompt": f"prompt {idx}", **rest}
 
 
-def answered(*marks: str) -> AnsweredSet:
+def make_answered_set(*marks: str) -> AnsweredSet:
     """Prompts with a response for each letter: r right, w wrong, f failed, ? not judged."""
-    made = {
+    makers = {
         "r": lambda n: make_trajectory(2, sample=n, correct=True, reward=1.0, response="7"),
         "w": lambda n: make_trajectory(4, sample=n, correct=False, reward=0.0, response=f"no {n}"),
         "f": lambda n: failed_trajectory(sample=n),
         "?": lambda n: make_trajectory(2, sample=n, correct=None, reward=0.5, response="?"),
     }
-    found = AnsweredSet([datum(idx) for idx in range(len(marks))], [], [])
-    for prompt, letters in zip(found.prompts, marks, strict=True):
-        ones = [made[letter](number) for number, letter in enumerate(letters)]
-        found.outcomes.append([one.outcome for one in ones])
-        found.rows.append([make_sample_row("set", prompt, one) for one in ones])
-    return found
+    answered_set = AnsweredSet([datum(idx) for idx in range(len(marks))], [], [])
+    for prompt, letters in zip(answered_set.prompts, marks, strict=True):
+        trajectories = [makers[letter](number) for number, letter in enumerate(letters)]
+        answered_set.outcomes.append([trajectory.outcome for trajectory in trajectories])
+        answered_set.rows.append([make_sample_row("set", prompt, trajectory) for trajectory in trajectories])
+    return answered_set
 
 
 def test_figures_of_a_set_by_hand() -> None:
-    results = compute_set_results(answered("rrww", "wwww", "rfff", "????"), [1, 4])
+    results = compute_set_results(make_answered_set("rrww", "wwww", "rfff", "????"), [1, 4])
     assert results["prompts"] == 4
     assert results["accuracy"]["mean"] == pytest.approx((0.5 + 0 + 1) / 3), "a prompt counts as much as another"
     assert results["reward"]["mean"] == pytest.approx((0.5 + 0 + 1 + 0.5) / 4)
@@ -58,7 +58,7 @@ def test_figures_of_a_set_by_hand() -> None:
 
 
 def test_what_nobody_can_judge_has_no_accuracy() -> None:
-    results = compute_set_results(answered("??", "?f"), [1])
+    results = compute_set_results(make_answered_set("??", "?f"), [1])
     assert "accuracy" not in results
     assert "pass@1" not in results
     assert results["reward"]["mean"] == 0.5
@@ -106,12 +106,13 @@ def test_other_answers_are_other_votes(first: str, second: str) -> None:
     assert find_vote(first) != find_vote(second)
 
 
-def rows_of(found: AnsweredSet) -> list[dict[str, Any]]:
-    return [row for rows in found.rows for row in rows]
+def rows_of(answered_set: AnsweredSet) -> list[dict[str, Any]]:
+    return [row for rows in answered_set.rows for row in rows]
 
 
 def test_a_comparison_pairs_prompts() -> None:
-    before, now = rows_of(answered("w", "w", "r", "w", "r")), rows_of(answered("r", "r", "r", "w", "w", "r"))
+    before = rows_of(make_answered_set("w", "w", "r", "w", "r"))
+    now = rows_of(make_answered_set("r", "r", "r", "w", "w", "r"))
     (result,) = compare_evaluations(now, before).values()
     assert (result["prompts"], result["only_now"], result["only_before"]) == (5, 2, 1), "the sixth is new"
     assert (result["accuracy_before"], result["accuracy_now"]) == (pytest.approx(0.4), pytest.approx(0.6))
@@ -120,13 +121,14 @@ def test_a_comparison_pairs_prompts() -> None:
 
 
 def test_several_responses_are_compared_by_their_means() -> None:
-    (result,) = compare_evaluations(rows_of(answered("rr", "rw")), rows_of(answered("ww", "rw"))).values()
+    now, before = (rows_of(make_answered_set(*marks)) for marks in (("rr", "rw"), ("ww", "rw")))
+    (result,) = compare_evaluations(now, before).values()
     assert (result["difference"]["mean"], "mcnemar_p" in result) == (0.5, False)
 
 
 def test_other_prompts_are_not_compared() -> None:
-    now = [row | {"prompt": "another"} for row in rows_of(answered("r"))]
-    assert compare_evaluations(now, rows_of(answered("r"))) == {"set": {"prompts": 0}}
+    now = [row | {"prompt": "another"} for row in rows_of(make_answered_set("r"))]
+    assert compare_evaluations(now, rows_of(make_answered_set("r"))) == {"set": {"prompts": 0}}
 
 
 @pytest.mark.parametrize("samples", [1, 4, 7])
@@ -139,7 +141,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_one(samples: int) -> None:
 
 
 def test_pass_at_k_is_unbiased() -> None:
-    """Of samples that are right with probability p, 1 - (1 - p)^k; the plug-in of c / n is far from it."""
+    """Of samples that are right with probability p: 1 - (1 - p)^k, unlike the plug-in of c / n."""
     generator = np.random.default_rng(0)
     counts = generator.binomial(8, 0.2, size=40_000)
     estimate = fmean(estimate_pass_at_k(8, int(right), 4) for right in counts)
@@ -174,8 +176,8 @@ def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
     generator = np.random.default_rng(1)
     hits = []
     for _ in range(200):
-        found = compute_bootstrap_interval(generator.binomial(1, 0.6, size=80).astype(float).tolist())
-        hits.append(found["low"] <= 0.6 <= found["high"])
+        interval = compute_bootstrap_interval(generator.binomial(1, 0.6, size=80).astype(float).tolist())
+        hits.append(interval["low"] <= 0.6 <= interval["high"])
     assert 0.9 <= fmean(hits) <= 0.99
 
 
@@ -216,7 +218,7 @@ def test_known_p_values() -> None:
 
 
 def test_differences_that_are_equal_but_for_rounding_are_tied() -> None:
-    """With three samples a prompt, one more right answer is 1 - 2/3 or 2/3 - 1/3, which differ in binary."""
+    """One more right answer of three is 1 - 2/3 or 2/3 - 1/3, which differ in binary."""
     thirds = [(3, 2)] * 6 + [(0, 1)] * 2 + [(2, 0)]
     assert len({abs(now / 3 - before / 3) for now, before in thirds}) == 3, "two differences, one of them twice"
     accuracies = compute_wilcoxon_p([now / 3 - before / 3 for now, before in thirds])

@@ -1,7 +1,5 @@
 """Arguments and environment variables of engines, on CPUs and on GPUs."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

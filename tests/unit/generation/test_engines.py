@@ -1,7 +1,5 @@
 """Engines: counts, processes, experts, and what the failure of one means for others."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal

@@ -1,7 +1,5 @@
 """When requests enter an engine, and when it counts as paused."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Requests to a live server behind the guard, as programs, pages of a browser and rebound names send them."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import select

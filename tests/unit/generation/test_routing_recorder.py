@@ -1,7 +1,5 @@
 """What a CPU engine's worker returns of made-up forward passes, and what vLLM's scheduler makes of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any

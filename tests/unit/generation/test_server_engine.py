@@ -1,7 +1,5 @@
 """What stands beside a server, against a server that is made up: whose weights it takes, and what it says of others."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """A teacher on a server: requests, likeliest tokens and their tail, refusals."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

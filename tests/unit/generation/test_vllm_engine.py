@@ -1,7 +1,5 @@
 """What an engine leaves in vLLM when a call or a commit fails, and when it may sleep."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """vLLM's processes load the run's tokenizer, and its detokenizer finds stop strings with special tokens."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

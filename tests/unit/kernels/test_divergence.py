@@ -1,7 +1,5 @@
 """Divergences from hidden states against whole distributions in float64, closed forms, and TRL's formula."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

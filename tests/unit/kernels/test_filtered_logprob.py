@@ -1,7 +1,5 @@
 """Log-probabilities over kept tokens on one rank: which tokens are kept against vLLM, values and gradients by hand."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Blockwise FP8 in torch and in Triton's interpreter, against its definition in loops."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -14,7 +12,7 @@ from torch import Tensor
 from megatron_grpo_kernels import fp8_blocks
 from megatron_grpo_kernels.fp8_format import BLOCK, LARGEST
 from tests.support import fp8_oracle
-from tests.support.interpreter import interpreted
+from tests.support.interpreter import run_interpreted
 
 WAYS = pytest.mark.parametrize("way", ["torch", "triton"])
 SHAPES = st.tuples(st.integers(1, 140), st.integers(1, 140))
@@ -32,7 +30,7 @@ def in_triton(values: Tensor) -> tuple[Tensor, Tensor]:
 def both_ways(way: str, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Quantised by torch or in the interpreter, its scales, and the numbers again in float32."""
     if way == "triton":
-        bits, scales = interpreted(in_triton, values)
+        bits, scales = run_interpreted(in_triton, values)
         quantised = bits.view(torch.float8_e4m3fn)
     else:
         quantised, scales = fp8_blocks.quantise(values)

@@ -1,14 +1,12 @@
 """The fused kernel in Triton's interpreter, against whole logits in float64."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.interpreter import interpreted, interpreted_on_ranks
+from tests.support.interpreter import interpreted_on_ranks, run_interpreted
 from tests.support.logprob_cases import CASES, Case, Results, by_float64, by_kernel, by_ranks, expect_equal
 
 
@@ -28,7 +26,7 @@ def compute_fused(case: Case, programs: int) -> Results:
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_equal_those_of_the_whole_logits(name: str, programs: int) -> None:
     case = CASES[name]
-    actual = interpreted(compute_fused, case, programs)
+    actual = run_interpreted(compute_fused, case, programs)
     expect_equal(actual, by_float64(case), case)
     assert (actual.of_weight[case.vocab :] == 0).all(), "padding rows got a gradient"
 
@@ -54,7 +52,7 @@ def blocks_of(case: Case, numbers: int) -> tuple[Results, list[int]]:
 
 def test_the_backward_pass_holds_a_block_at_a_time() -> None:
     case = Case()
-    results, rows = interpreted(blocks_of, case, 130 * case.tokens)
+    results, rows = run_interpreted(blocks_of, case, 130 * case.tokens)
     assert rows == [128, 128, 44]
     expect_equal(results, by_float64(case), case)
 
@@ -86,7 +84,7 @@ def with_a_bad_token(value: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_numbers_that_are_not_finite_are_not_hidden(value: float) -> None:
-    for result in interpreted(with_a_bad_token, value):
+    for result in run_interpreted(with_a_bad_token, value):
         assert result.isnan().tolist() == [False, True, False]
 
 
@@ -102,13 +100,13 @@ def fused_without_interpreter() -> str:
 
 
 def test_a_cpu_without_the_interpreter_is_refused() -> None:
-    text = interpreted(fused_without_interpreter)
+    text = run_interpreted(fused_without_interpreter)
     assert "use policy.logprob_kernel=chunked, or set TRITON_INTERPRET=1" in text
 
 
 def test_float64_is_refused_by_the_fused_kernel() -> None:
     with pytest.raises(ValueError, match=r"float64.* use policy\.logprob_kernel=chunked"):
-        interpreted(by_kernel, Case(dtype="float64"), "fused")
+        run_interpreted(by_kernel, Case(dtype="float64"), "fused")
 
 
 def test_a_cpu_gets_the_chunked_kernel_by_itself() -> None:

@@ -1,7 +1,5 @@
 """The Triton kernels compile to machine code of GPUs, on a machine without one: the interpreter checks no types."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Log-probabilities and entropies from hidden states on one rank against torch; the split vocabulary is in parity."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The likeliest tokens of a head against whole logits."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_grpo_kernels.top_tokens import find_top_tokens

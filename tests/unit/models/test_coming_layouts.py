@@ -195,10 +195,10 @@ def test_ranks_get_the_rows_that_transformers_reads_and_give_them_back(name: str
 def test_ranks_that_share_a_group_of_phis_one_matrix_have_even_parts_of_it(size: int) -> None:
     row = find_row(PHI, "linear_qkv.weight")
     tensors = make_tensors(row)
-    whole = phi_qkv({"qkv_proj.weight": next(iter(tensors.values()))}, 1)[0]
+    qkv = phi_qkv({"qkv_proj.weight": next(iter(tensors.values()))}, 1)[0]
     shards = [import_row(row, tensors, rank, size) for rank in range(size)]
-    assert torch.equal(torch.cat(shards), whole)
-    assert {len(shard) for shard in shards} == {len(whole) // size}
+    assert torch.equal(torch.cat(shards), qkv)
+    assert {len(shard) for shard in shards} == {len(qkv) // size}
     assert torch.equal(join_shards(row, LAYER, shards, SHAPE)[row.name_tensors(LAYER)[0]], next(iter(tensors.values())))
 
 
@@ -267,13 +267,13 @@ def test_no_row_of_a_family_has_an_axis_twice() -> None:
 
 
 def test_no_other_file_knows_names_and_numbers_of_layers() -> None:
-    known = re.compile(
+    pattern = re.compile(
         r"decoder\.layers|final_layernorm|layer_number\s*[-+<>]|[-+<>]=?\s*[\w.]*layer_number\b|layer_norm_weight"
     )
     package = Path(megatron_names.__file__).parents[1]
     files = [file for file in package.rglob("*.py") if file != Path(megatron_names.__file__)]
     assert len(files) > 100
-    assert [file.name for file in files if known.search(file.read_text())] == ["stand_in_layers.py"]
+    assert [file.name for file in files if pattern.search(file.read_text())] == ["stand_in_layers.py"]
     # The stand-in for a module of Transformer Engine has its parameter under the module's name.
 
 
@@ -282,15 +282,15 @@ def test_the_names_of_hybrid_stacks_are_two_constants_away(monkeypatch: pytest.M
     monkeypatch.setattr(megatron_names, "HALVES", (("mixer",), ("mlp",)))
     monkeypatch.setattr(megatron_names, "FINAL_NORM", "final_norm")
     expected = read_configs("hybrid_names")
-    seen = set()
+    visited_names = set()
     for row, layer, local in iter_entries(ROWS_OF_QWEN3_NEXT, SHAPE, [0, 1]):
         assert layer == local, "of the first stage"
         for tensor in row.hf:
             name = tensor.name.removeprefix("model.layers.{layer}.")
-            wanted = expected[name].replace("{mixer}", str(2 * layer)).replace("{mlp}", str(2 * layer + 1))
-            assert megatron_names.name_parameter(layer, row.half, row.name)[0] == wanted
-            seen.add(name)
-    assert seen == expected.keys()
+            parameter_name = expected[name].replace("{mixer}", str(2 * layer)).replace("{mlp}", str(2 * layer + 1))
+            assert megatron_names.name_parameter(layer, row.half, row.name)[0] == parameter_name
+            visited_names.add(name)
+    assert visited_names == expected.keys()
     assert megatron_names.name_parameter(0, None, "final_norm.weight") == ("decoder.final_norm.weight",)
     # Layer 4 of Megatron-Core, counted from 1, is the feed-forward network of layer 1.
     assert [megatron_names.translate_layer(number) for number in (1, 2, 3, 4)] == [

@@ -75,17 +75,17 @@ def test_a_folder_or_a_file_of_somebody_else() -> None:
         file.write_text(json.dumps(SMALL))
         file.chmod(0)
 
-        def told() -> str:
+        def read_message() -> str:
             try:
                 read_model_shape(folder)
             except ValueError as error:
                 return str(error)
             return ""
 
-        assert as_ordinary_user(told) == f"{file} cannot be read: Permission denied"
+        assert as_ordinary_user(read_message) == f"{file} cannot be read: Permission denied"
         file.unlink()
         file.mkdir()
-        assert told() == f"{file} cannot be read: Is a directory"
+        assert read_message() == f"{file} cannot be read: Is a directory"
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -201,16 +201,16 @@ def is_taken_by_transformers(raw: dict[str, Any], folder: Path) -> bool:
 def test_a_null_is_refused_where_transformers_refuses_it(name: str, tmp_path: Path) -> None:
     raw = read_released(name)
     text = raw.get("text_config", raw)
-    taken = []
+    nullable_keys = []
     for key in (key for key, value in text.items() if isinstance(value, int | float) and not isinstance(value, bool)):
         changes = [text | {key: value} for value in (["no number"], None)]
         junk, null = ({**raw, "text_config": part} if text is not raw else part for part in changes)
         if not is_taken(junk) and is_taken(null):  # the key is read
             plain = {name: value for name, value in null.items() if name != "auto_map"}
             plain["model_type"] = find_model_type(raw)
-            taken.append(key)
+            nullable_keys.append(key)
             assert is_taken_by_transformers(plain, tmp_path), key
-    assert "hidden_size" not in taken
+    assert "hidden_size" not in nullable_keys
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ def test_what_released_files_say() -> None:
 
 @pytest.mark.parametrize("raw", [DEEPSEEK, GLM], ids=["deepseek", "glm"])
 def test_what_config_json_leaves_out_is_what_transformers_takes(raw: dict[str, Any]) -> None:
-    kept = ("model_type", "num_hidden_layers", "scoring_func", "topk_method", "indexer_rope_interleave")
-    short = {key: raw[key] for key in kept if key in raw}
+    basic_keys = ("model_type", "num_hidden_layers", "scoring_func", "topk_method", "indexer_rope_interleave")
+    short = {key: raw[key] for key in basic_keys if key in raw}
     filled = AutoConfig.for_model(**short).to_dict() | {"architectures": raw["architectures"]}
     names = ("index_n_heads", "index_head_dim", "index_topk", "q_lora_rank", "n_group", "topk_group", "rms_norm_eps")
     names = (*names, "first_k_dense_replace", "routed_scaling_factor", "max_position_embeddings", "layer_types")

@@ -48,7 +48,7 @@ def write_model(folder: Path, template: Any, **config: Any) -> None:
     GenerationConfig(eos_token_id=[3, 4]).save_pretrained(folder)
 
 
-def rendered(folder: Path) -> list[Any]:
+def render_messages(folder: Path) -> list[Any]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return [tokenizer.apply_chat_template(MESSAGES, tools=tools, tokenize=False) for tools in (None, TOOLS)]
 
@@ -62,7 +62,7 @@ def test_prompts_are_rendered_as_before(template: Any, folder: Path) -> None:
     source, output = folder / "source", folder / "output"
     write_model(source, template)
     write_hf_folder(WEIGHTS, source, output)
-    assert rendered(source) == rendered(output) == ["[user]2+3?", "<add>[user]2+3?"]
+    assert render_messages(source) == render_messages(output) == ["[user]2+3?", "<add>[user]2+3?"]
     assert GenerationConfig.from_pretrained(output).eos_token_id == [3, 4]
 
 
@@ -77,7 +77,7 @@ def test_old_spellings_of_templates_are_carried(folder: Path) -> None:
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     (source / "preprocessor_config.json").write_text("{}")
     write_hf_folder(WEIGHTS, source, output)
-    assert rendered(source) == rendered(output) == ["[user]2+3?", "<add>[user]2+3?"]
+    assert render_messages(source) == render_messages(output) == ["[user]2+3?", "<add>[user]2+3?"]
     assert (output / "preprocessor_config.json").exists()
 
 
@@ -89,7 +89,7 @@ def test_a_source_that_may_only_be_read(folder: Path) -> None:
     answer = as_ordinary_user(lambda: write_hf_folder(WEIGHTS, source, output))
     assert answer is None
     assert json.loads((output / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    assert rendered(output) == rendered(source)
+    assert render_messages(output) == render_messages(source)
     assert {path.stat().st_mode & 0o200 for path in output.rglob("*")} == {0o200}, "the copy may be changed"
 
 

@@ -33,11 +33,11 @@ LAYERS = 12
 def test_layers_are_those_that_megatron_gives_a_stage(name: str) -> None:
     parallel = LAYOUTS[name]
     shape = parse_model_shape({**QWEN3_MOE, "num_hidden_layers": LAYERS})
-    places = split_policy(parallel, shape)
+    shards = split_policy(parallel, shape)
     expected = [megatron_layers(parallel, stage) for stage in range(parallel.pipeline)]
-    assert [place.layers for place in places] == expected
-    assert [shard.has_embedding for shard in places] == [True] + [False] * (len(places) - 1)
-    assert [shard.has_output for shard in places] == [False] * (len(places) - 1) + [True]
+    assert [shard.layers for shard in shards] == expected
+    assert [shard.has_embedding for shard in shards] == [True] + [False] * (len(shards) - 1)
+    assert [shard.has_output for shard in shards] == [False] * (len(shards) - 1) + [True]
 
 
 def megatron_layers(parallel: ParallelConfig, stage: int) -> tuple[int, ...]:
@@ -58,9 +58,9 @@ def megatron_layers(parallel: ParallelConfig, stage: int) -> tuple[int, ...]:
     )
     numbers: list[int] = []
     for chunk in range(chunks or 1):
-        which = chunk if chunks else None
-        begin = get_transformer_layer_offset(config, vp_stage=which, pp_rank=stage)
-        numbers += range(begin, begin + get_num_layers_to_build(config, vp_stage=which, pp_rank=stage))
+        chunk_index = chunk if chunks else None
+        begin = get_transformer_layer_offset(config, vp_stage=chunk_index, pp_rank=stage)
+        numbers += range(begin, begin + get_num_layers_to_build(config, vp_stage=chunk_index, pp_rank=stage))
     return tuple(numbers)
 
 
@@ -69,10 +69,10 @@ def test_layers_are_those_that_vllm_gives_a_stage(layers: int, stages: int) -> N
     from vllm.distributed.utils import get_pp_indices
 
     shape = parse_model_shape({**QWEN3_MOE, "num_hidden_layers": layers})
-    places = split_engine(GenerationParallelConfig(pipeline=stages, tensor=2), shape)
+    shards = split_engine(GenerationParallelConfig(pipeline=stages, tensor=2), shape)
     expected = [tuple(range(*get_pp_indices(layers, stage, stages))) for stage in range(stages)]
-    assert [place.layers for place in places[::2]] == expected
-    assert [place.tensor.index for place in places] == [0, 1] * stages
+    assert [shard.layers for shard in shards[::2]] == expected
+    assert [shard.tensor.index for shard in shards] == [0, 1] * stages
 
 
 @pytest.mark.parametrize(("experts", "ranks"), [(8, 2), (7, 2), (10, 4), (128, 8), (3, 3)])
@@ -80,12 +80,12 @@ def test_experts_are_those_that_vllm_gives_a_rank(experts: int, ranks: int) -> N
     from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 
     shape = parse_model_shape({**QWEN3_MOE, "num_experts": experts})
-    for place in split_engine(GenerationParallelConfig(tensor=ranks, expert=ranks), shape):
-        count, numbers, _ = determine_expert_map(ranks, place.tensor.index, experts)
-        mine = [expert for expert, number in enumerate(numbers.tolist()) if number >= 0]
-        assert mine == list(range(*place.experts))
-        assert count == len(mine)
-        assert place.expert_tensor.count == 1, "each has whole experts"
+    for shard in split_engine(GenerationParallelConfig(tensor=ranks, expert=ranks), shape):
+        count, numbers, _ = determine_expert_map(ranks, shard.tensor.index, experts)
+        local_experts = [expert for expert, number in enumerate(numbers.tolist()) if number >= 0]
+        assert local_experts == list(range(*shard.experts))
+        assert count == len(local_experts)
+        assert shard.expert_tensor.count == 1, "each has whole experts"
 
 
 SIZES = [
@@ -160,8 +160,8 @@ def test_a_rank_selects_its_layers() -> None:
     form = RoutedForm(layers=(0, 2, 3), top_k=2, experts=8)
     chosen = draw(6, 3, 2, 8)
     for layers in ([1], [0, 2], [2, 1, 0], []):
-        own = form.select_layers(form.pack(chosen), layers)
-        np.testing.assert_array_equal(form.unpack(own), chosen[:, layers])
+        selection = form.select_layers(form.pack(chosen), layers)
+        np.testing.assert_array_equal(form.unpack(selection), chosen[:, layers])
 
 
 def test_layers_without_experts_are_left_out() -> None:

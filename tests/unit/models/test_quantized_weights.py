@@ -168,8 +168,8 @@ FILE = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder, made = tmp_path_factory.mktemp("models"), dict[str, Path]()
-    return lambda name: made.setdefault(name, make_tiny_model(name, folder).path)
+    folder, paths = tmp_path_factory.mktemp("models"), dict[str, Path]()
+    return lambda name: paths.setdefault(name, make_tiny_model(name, folder).path)
 
 
 @pytest.fixture

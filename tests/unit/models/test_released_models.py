@@ -74,5 +74,5 @@ def make_short(family: str) -> dict[str, Any]:
 @pytest.mark.parametrize("family", SHORT)
 def test_what_config_json_leaves_out_is_what_transformers_takes(family: str) -> None:
     short = make_short(family)
-    whole = AutoConfig.for_model(FAMILIES[family].model_type or family, **short).to_dict()
-    assert parse_model_shape(short) == parse_model_shape(whole | {"architectures": short["architectures"]})
+    full_config = AutoConfig.for_model(FAMILIES[family].model_type or family, **short).to_dict()
+    assert parse_model_shape(short) == parse_model_shape(full_config | {"architectures": short["architectures"]})

@@ -29,8 +29,8 @@ OF_FAMILY: dict[str, dict[str, Any]] = SPELLINGS["families"]
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
-    known = FAMILIES[family]
-    kind = {"architectures": [known.architecture], "model_type": known.model_type or known.name}
+    entry = FAMILIES[family]
+    kind = {"architectures": [entry.architecture], "model_type": entry.model_type or entry.name}
     return {**kind, **SIZES, **OF_FAMILY[family], **changes}
 
 
@@ -62,8 +62,8 @@ def test_rotary_settings(family: str, case: str, tmp_path: Path) -> None:
     raw = config_of(family, **ROTARY[case])
     model = transformers_reads(raw, tmp_path)
     torch.testing.assert_close(frequencies(parse_model_shape(raw)), model.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
-    told = vllm_config()(tmp_path, trust_remote_code=False).rope_parameters
-    assert told == {**model.config.rope_parameters, **told}
+    engine_parameters = vllm_config()(tmp_path, trust_remote_code=False).rope_parameters
+    assert engine_parameters == {**model.config.rope_parameters, **engine_parameters}
 
 
 OF_DEEPSEEK: dict[str, dict[str, Any]] = SPELLINGS["rotary_of_deepseek"]
@@ -87,7 +87,8 @@ BY_KIND: dict[str, dict[str, Any]] = SPELLINGS["rotary_of_gemma3"]
 def test_rotary_settings_and_windows_of_gemma3(case: str, tmp_path: Path) -> None:
     raw = {key: value for key, value in config_of("gemma3", **BY_KIND[case]).items() if value is not None}
     model, shape = transformers_reads(raw, tmp_path), parse_model_shape(raw)
-    assert ["sliding_attention" if one else "full_attention" for one in shape.windowed] == model.config.layer_types
+    layer_types = ["sliding_attention" if is_windowed else "full_attention" for is_windowed in shape.windowed]
+    assert layer_types == model.config.layer_types
     rotary = model.model.rotary_emb
     assert shape.local_rope_theta == model.config.rope_parameters[LOCAL]["rope_theta"]
     if GLOBAL in model.config.layer_types:
@@ -96,11 +97,12 @@ def test_rotary_settings_and_windows_of_gemma3(case: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("family", OF_FAMILY)
 def test_keys_that_are_missing_have_the_values_of_transformers(family: str, tmp_path: Path) -> None:
-    """Each key is taken out on its own; a file that transformers refuses is refused here too, or asks for the key."""
-    whole = config_of(family)
-    del whole["model_type"]
-    for key in (*list(whole)[1:], "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "norm_topk_prob"):
-        raw = {name: value for name, value in whole.items() if name != key}
+    """Without one key each; a file that transformers refuses is refused here, or asks for the key."""
+    full_config = config_of(family)
+    del full_config["model_type"]
+    further_keys = "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "norm_topk_prob"
+    for key in (*list(full_config)[1:], *further_keys):
+        raw = {name: value for name, value in full_config.items() if name != key}
         shape = shape_or_key(raw, key)
         if shape is None:
             continue

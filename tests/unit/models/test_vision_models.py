@@ -222,8 +222,8 @@ def test_what_engines_need_to_propose_tokens(
     extra = make_model("deepseek_v3", tmp_path, **settings)
     if not has_layer:
         tensors = load_file(tmp_path / "model.safetensors")
-        kept = {name: tensor for name, tensor in tensors.items() if name not in extra}
-        save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+        base_tensors = {name: tensor for name, tensor in tensors.items() if name not in extra}
+        save_file(base_tensors, tmp_path / "model.safetensors", {"format": "pt"})
     config, shape = Config(), read_model_shape(tmp_path)
     assert list(find_draft_problems(config, tmp_path, shape)) == []
     config.generation.engine.speculative.method = "mtp"

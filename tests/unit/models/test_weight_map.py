@@ -61,13 +61,13 @@ def test_ranks_that_share_a_group_have_even_parts_of_its_rows(size: int) -> None
     """4 groups of 12 rows: two queries, a key and a value of 3 rows each."""
     of = entry("linear_qkv.weight")
     full = full_tensors(of)
-    whole = local(of, full, 0, 1)
+    parameter = local(of, full, 0, 1)
     parts = [local(of, full, rank, size) for rank in range(size)]
-    assert {len(part) for part in parts} == {len(whole) // size}
-    assert torch.equal(torch.cat(parts), whole)
+    assert {len(part) for part in parts} == {len(parameter) // size}
+    assert torch.equal(torch.cat(parts), parameter)
     split = [split_parameter(of, part, of.list_slices(SHAPE, 0, rank, size), SHAPE) for rank, part in enumerate(parts)]
     for position, tensor in enumerate(full):
-        assert torch.equal(torch.cat([one[position] for one in split]), tensor)
+        assert torch.equal(torch.cat([tensors[position] for tensors in split]), tensor)
 
 
 def test_gate_rows_of_a_rank_come_before_its_up_rows() -> None:
@@ -108,11 +108,11 @@ def test_splitting_undoes_merging_and_slices_cover_each_tensor_once(family: str,
 
 
 def test_stage_numbers_its_layers_from_its_own_first() -> None:
-    found = list(iter_entries(build_weight_map(SHAPE), SHAPE, [2, 3]))
-    per_layer = [(layer, position) for e, layer, position in found if e.half is not None]
+    entries = list(iter_entries(build_weight_map(SHAPE), SHAPE, [2, 3]))
+    per_layer = [(layer, position) for e, layer, position in entries if e.half is not None]
     assert per_layer == sorted(per_layer)
     assert set(per_layer) == {(2, 0), (3, 1)}
-    assert len(found) == len({(e.name, layer) for e, layer, _ in found})
+    assert len(entries) == len({(e.name, layer) for e, layer, _ in entries})
 
 
 def test_tied_embeddings_are_loaded_twice_and_exported_once() -> None:
@@ -199,7 +199,7 @@ class Stage(torch.nn.Module):
 def test_a_stage_binds_its_parameters_outside_layers(first: bool, tied: bool) -> None:
     stage = Stage(first=first, tied=tied)
     bound = bind_entries([stage], replace(SHAPE, tied_embeddings=tied))
-    assert {id(one.parameter) for one in bound} == {id(parameter) for parameter in stage.parameters()}
+    assert {id(binding.parameter) for binding in bound} == {id(parameter) for parameter in stage.parameters()}
 
 
 def test_a_whole_model_must_have_every_parameter_outside_layers() -> None:
@@ -238,9 +238,11 @@ def look_up_statically(protocol: type, value: object) -> bool:
 def test_adapters_are_bound_though_their_parameters_are_not_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(Protocol), "__instancecheck__", look_up_statically)
     model = whole_model(ADAPTED)
-    found = [bound for bound in bind_entries([model], replace(SHAPE, layers=1)) if bound.adapted is not None]
-    assert [bound.adapted for bound in found] == [model.get_submodule(name) for name in ADAPTED]
-    assert all(bound.parameter is model.get_submodule(name).weight for bound, name in zip(found, ADAPTED, strict=True))
+    bindings = [bound for bound in bind_entries([model], replace(SHAPE, layers=1)) if bound.adapted is not None]
+    assert [bound.adapted for bound in bindings] == [model.get_submodule(name) for name in ADAPTED]
+    assert all(
+        bound.parameter is model.get_submodule(name).weight for bound, name in zip(bindings, ADAPTED, strict=True)
+    )
 
 
 def test_an_adapter_that_no_entry_takes_is_an_error() -> None:

@@ -1,7 +1,5 @@
 """Gemma 3 and 4, Llama 4 and gpt-oss: config.json as released and as written, sizes, costs, sinks."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any
@@ -64,13 +62,13 @@ def test_reward_models_are_those_of_the_text_model() -> None:
 def test_the_table_has_every_tensor_once_in_its_shape() -> None:
     model = BUILDERS["gemma3"]()
     shape = parse_model_shape(model.config.to_dict() | {"architectures": ["Gemma3ForCausalLM"]})
-    found = [
+    names_and_shapes = [
         (part.name, part.shape)
         for entry, layer, _ in iter_entries(build_weight_map(shape), shape, list(range(shape.layers)))
         if not entry.copy
         for part in entry.list_slices(shape, layer, 0, 1)
     ]
-    assert sorted(found) == sorted((name, tuple(weight.shape)) for name, weight in model.named_parameters())
+    assert sorted(names_and_shapes) == sorted((name, tuple(weight.shape)) for name, weight in model.named_parameters())
 
 
 def test_forward_flops_are_those_that_torch_counts_but_for_the_pairs_that_nobody_sees() -> None:
@@ -81,8 +79,8 @@ def test_forward_flops_are_those_that_torch_counts_but_for_the_pairs_that_nobody
         for length in lengths:
             model(torch.zeros(1, length, dtype=torch.int64))
     squares = 2 * sum(length**2 for length in lengths)
-    seen = sum(query + 1 + min(query + 1, 5) for length in lengths for query in range(length))
-    assert count_forward_flops(shape, lengths) == counter.get_total_flops() - 4 * 4 * 16 * (squares - seen)
+    visible_pairs = sum(query + 1 + min(query + 1, 5) for length in lengths for query in range(length))
+    assert count_forward_flops(shape, lengths) == counter.get_total_flops() - 4 * 4 * 16 * (squares - visible_pairs)
 
 
 GEMMA4_LAYERS = 60
@@ -237,5 +235,5 @@ def test_a_sink_takes_a_share_of_attention(heads: int, groups: int, width: int, 
     expected = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1] @ every_value
     torch.testing.assert_close(actual, expected)
     weights, inputs = torch.randn_like(expected), (sinks, queries, keys, values)
-    gradients = (torch.autograd.grad((one * weights).sum(), inputs) for one in (actual, expected))
+    gradients = (torch.autograd.grad((output * weights).sum(), inputs) for output in (actual, expected))
     torch.testing.assert_close(*gradients)

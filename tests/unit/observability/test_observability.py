@@ -223,14 +223,14 @@ def test_each_run_directory_is_a_wandb_run_of_its_own(
     tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W&B's side is played: what it is asked for, and what it answers when nobody is logged in."""
-    asked: list[dict[str, Any]] = []
+    wandb_runs: list[dict[str, Any]] = []
 
     class Error(Exception):
         pass
 
     def init(**arguments: Any) -> SimpleNamespace:
-        asked.append(arguments)
-        if len(asked) == 4:
+        wandb_runs.append(arguments)
+        if len(wandb_runs) == 4:
             raise Error("no API key")
         nothing = ("log", "finish", "define_metric")
         return SimpleNamespace(**{name: lambda *_, **__: None for name in nothing})
@@ -240,10 +240,10 @@ def test_each_run_directory_is_a_wandb_run_of_its_own(
     config.logger.wandb.enabled = True
     for folder in ("a/run", "b/run", "a/run"):
         RunLogger(tmp_path / folder, config).close()
-    first, second, again = asked
+    first, second, again = wandb_runs
     assert first["id"] == again["id"] != second["id"]
-    assert {one["name"] for one in asked} == {"run"}
-    assert {one["resume"] for one in asked} == {"allow"}
+    assert {wandb_run["name"] for wandb_run in wandb_runs} == {"run"}
+    assert {wandb_run["resume"] for wandb_run in wandb_runs} == {"allow"}
     with pytest.raises(RunError, match=r"logger\.wandb\.enabled=true, and W&B does not start: no API key"):
         RunLogger(tmp_path / "c", config)
 
@@ -326,6 +326,6 @@ def test_what_is_printed_is_in_the_driver_s_log(logger: RunLogger, caplog: pytes
     with caplog.at_level("INFO", "megatron_grpo"):
         logger.note("100% of the data is used up")
         logger.log_step(3, {"reward": 0.5}, {"total": 0.0}, {})
-    said, step = [record.getMessage() for record in caplog.records]
-    assert said == "100% of the data is used up"
+    message, step = [record.getMessage() for record in caplog.records]
+    assert message == "100% of the data is used up"
     assert step.startswith("step 3 took 0.0")

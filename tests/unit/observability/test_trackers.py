@@ -126,7 +126,7 @@ def test_swanlab_keeps_figures_tables_and_the_state_of_a_run_offline(
     finish = swanlab.finish
     monkeypatch.setattr(swanlab, "finish", lambda state: (states.append(state), finish(state)))
     config.logger.swanlab.enabled, config.logger.swanlab.mode, config.logger.swanlab.name = True, "offline", "mine"
-    failing_run(tmp_path, config, (1, 2))
+    log_failing_run(tmp_path, config, (1, 2))
     log_two_steps(tmp_path, config, resume_step=2)
     stores = sorted((tmp_path / "swanlab").glob("run-*/*.swanlab"))
     contents = [store.read_bytes() for store in stores]
@@ -137,27 +137,28 @@ def test_swanlab_keeps_figures_tables_and_the_state_of_a_run_offline(
 
 
 def leveldb_records(log: bytes, begin: int) -> Iterator[bytes]:
-    """The records of a log in LevelDB's format: pieces with a header of 7 bytes, which no border of 32 KiB cuts.
+    """The records of a log in LevelDB's format.
 
+    A record is in pieces with a header of 7 bytes, which no border of 32 KiB cuts.
     `begin`: place of the log in its file, from whose beginning the borders are counted.
     """
-    place, record = 0, b""
-    while place + 7 <= len(log):
-        left = 2**15 - (place + begin) % 2**15
-        if left < 7:
-            place += left
+    position, record = 0, b""
+    while position + 7 <= len(log):
+        block_rest = 2**15 - (position + begin) % 2**15
+        if block_rest < 7:
+            position += block_rest
             continue
-        length, kind = int.from_bytes(log[place + 4 : place + 6], "little"), log[place + 6]
-        if place + 7 + length > len(log):  # still being written
+        length, kind = int.from_bytes(log[position + 4 : position + 6], "little"), log[position + 6]
+        if position + 7 + length > len(log):  # still being written
             return
-        record += log[place + 7 : place + 7 + length]
-        place += 7 + length
+        record += log[position + 7 : position + 7 + length]
+        position += 7 + length
         if kind in (1, 4):  # the whole record, or its last piece
             yield record
             record = b""
 
 
-def failing_run(folder: Path, config: Config, steps: tuple[int, ...], resume_step: int | None = None) -> None:
+def log_failing_run(folder: Path, config: Config, steps: tuple[int, ...], resume_step: int | None = None) -> None:
     """A run that logs these steps and fails."""
 
     def run() -> None:
@@ -180,18 +181,18 @@ def test_mlflow_keeps_figures_tables_and_the_configuration_of_a_run_that_failed_
     config.logger.mlflow.enabled, config.logger.mlflow.name = True, "mine"
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
 
-    def found() -> Any:
+    def find_run() -> Any:
         (run,) = client.search_runs([client.get_experiment_by_name("megatron_grpo").experiment_id])
         return run
 
-    failing_run(tmp_path, config, (1, 2, 3))
-    assert (found().info.run_name, found().info.status) == ("mine", "FAILED")
+    log_failing_run(tmp_path, config, (1, 2, 3))
+    assert (find_run().info.run_name, find_run().info.status) == ("mine", "FAILED")
     logger = RunLogger(tmp_path, config, resume_step=2)
-    assert (found().info.run_name, found().info.status) == ("mine", "RUNNING")
+    assert (find_run().info.run_name, find_run().info.status) == ("mine", "RUNNING")
     logger.close()
     config.grpo.max_num_steps = 7  # a parameter cannot change, and a resumed run may
     log_two_steps(tmp_path, config, resume_step=2)
-    run = found()
+    run = find_run()
     assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
     history = client.get_metric_history(run.info.run_id, "train/reward")
     assert {metric.step: metric.value for metric in history} == {step: step / 3 for step in (1, 2, 3, 4)}
@@ -209,7 +210,7 @@ def test_wandb_keeps_repeated_steps_and_is_told_that_a_run_failed(
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     config.logger.wandb.enabled, config.logger.wandb.mode = True, "offline"
-    failing_run(tmp_path, config, (1, 2, 3, 2, 3))
+    log_failing_run(tmp_path, config, (1, 2, 3, 2, 3))
     (store,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     steps, codes, deadline = [], [], time.monotonic() + 60
     while not codes and time.monotonic() < deadline:  # another process writes them, the exit code last
@@ -247,12 +248,14 @@ def test_a_tracker_that_fails_does_not_end_the_run(
 
 def test_a_row_of_a_table_by_hand() -> None:
     turns = [{"role": "user", "content": "x" * 5000}, {"role": "user", "content": "end"}]
-    one = make_trajectory(3, response="y" * 5000, reward=None, correct=None).to_row() | {"advantages": [1.0, 2.0, 6.0]}
-    row = make_sample_row(format_prompt(datum(1, turns)), one)
+    trajectory_row = make_trajectory(3, response="y" * 5000, reward=None, correct=None).to_row() | {
+        "advantages": [1.0, 2.0, 6.0]
+    }
+    row = make_sample_row(format_prompt(datum(1, turns)), trajectory_row)
     assert (len(row["prompt"]), len(row["response"])) == (2000, 2000)
     assert row["prompt"].endswith("\nuser: end")
     assert (row["advantage"], row["tokens"], row["reward"]) == (3.0, 3, None)
-    assert make_sample_row("", one | {"advantages": None})["advantage"] is None
+    assert make_sample_row("", trajectory_row | {"advantages": None})["advantage"] is None
 
 
 def test_samples_are_of_different_prompts() -> None:

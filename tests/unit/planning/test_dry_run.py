@@ -63,11 +63,11 @@ def small_run(**parallel: int | bool) -> Config:
     return config
 
 
-def lora(config: Config) -> None:
+def use_lora(config: Config) -> None:
     config.policy.lora = LoraConfig(rank=4)
 
 
-def reference(config: Config) -> None:
+def use_reference(config: Config) -> None:
     config.loss_fn.reference_policy_kl_penalty = 0.1
 
 
@@ -83,7 +83,7 @@ def recompute_experts(config: Config) -> None:
     config.policy.recompute_modules = ["moe"]
 
 
-def padded(config: Config) -> None:
+def use_padding(config: Config) -> None:
     config.policy.packing = False
 
 
@@ -91,58 +91,60 @@ def without_overlap(config: Config) -> None:
     config.policy.overlap_grad_reduce = False
 
 
-def plain(config: Config) -> None:
+def keep_settings(config: Config) -> None:
     pass
 
 
-def unfused_permutation(config: Config) -> None:
+def use_unfused_permutation(config: Config) -> None:
     """The fused one keeps indices on a GPU, of which real tensors have none."""
     config.policy.megatron = {"moe_permute_fusion": False}
 
 
-def teacher(config: Config) -> None:
+def use_teacher(config: Config) -> None:
     """A teacher of 0.6 billion parameters, of which ranks hold the first rows of the head."""
     config.algorithm = "distillation"
     config.teacher.model.path = "tests/data/hf_configs/qwen3_0_6b"
 
 
-def likeliest_tokens(config: Config) -> None:
-    teacher(config)
+def use_likeliest_tokens(config: Config) -> None:
+    use_teacher(config)
     config.distillation.topk_logits_k = 16
 
 
-def muon(config: Config) -> None:
-    unfused_permutation(config)
+def use_muon(config: Config) -> None:
+    use_unfused_permutation(config)
     config.policy.optimizer.name = "muon"
 
 
 @pytest.mark.parametrize(
     ("shape", "parallel", "rank", "change"),
     [
-        pytest.param(DENSE, {}, 0, plain, id="dense"),
-        pytest.param(DENSE, {}, 0, lora, id="lora"),
-        pytest.param(DENSE, {"data": 2}, 1, reference, id="reference"),
+        pytest.param(DENSE, {}, 0, keep_settings, id="dense"),
+        pytest.param(DENSE, {}, 0, use_lora, id="lora"),
+        pytest.param(DENSE, {"data": 2}, 1, use_reference, id="reference"),
         pytest.param(DENSE, {}, 0, recompute, id="recompute"),
-        pytest.param(DENSE, {"tensor": 2}, 1, teacher, id="teacher"),
-        pytest.param(DENSE, {}, 0, likeliest_tokens, id="likeliest_tokens"),
+        pytest.param(DENSE, {"tensor": 2}, 1, use_teacher, id="teacher"),
+        pytest.param(DENSE, {}, 0, use_likeliest_tokens, id="likeliest_tokens"),
         pytest.param(DENSE, {}, 0, recompute_mlp, id="recompute_mlp"),
-        pytest.param(DENSE, {}, 0, padded, id="padded"),
-        pytest.param(DENSE, {"tensor": 2, "sequence": True, "data": 2}, 3, plain, id="tensor"),
+        pytest.param(DENSE, {}, 0, use_padding, id="padded"),
+        pytest.param(DENSE, {"tensor": 2, "sequence": True, "data": 2}, 3, keep_settings, id="tensor"),
         pytest.param(DENSE, {"data": 2}, 0, without_overlap, id="without_overlap"),
-        pytest.param(DENSE, {"context": 2}, 1, plain, id="context"),
-        *(pytest.param(DENSE, {"pipeline": 2}, rank, plain, id=f"pipeline{rank}") for rank in (0, 1)),
+        pytest.param(DENSE, {"context": 2}, 1, keep_settings, id="context"),
+        *(pytest.param(DENSE, {"pipeline": 2}, rank, keep_settings, id=f"pipeline{rank}") for rank in (0, 1)),
         *(
-            pytest.param(DENSE, {"pipeline": 2, "virtual_pipeline": 2}, rank, plain, id=f"virtual{rank}")
+            pytest.param(DENSE, {"pipeline": 2, "virtual_pipeline": 2}, rank, keep_settings, id=f"virtual{rank}")
             for rank in (0, 1)
         ),
-        pytest.param(EXPERTS, {"expert": 2, "data": 2}, 1, unfused_permutation, id="experts"),
-        pytest.param(OSS, {"tensor": 2, "sequence": True, "expert": 2}, 1, unfused_permutation, id="biases_and_sinks"),
-        pytest.param(EXPERTS, {"tensor": 2, "sequence": True, "expert": 2, "data": 2}, 1, muon, id="muon"),
+        pytest.param(EXPERTS, {"expert": 2, "data": 2}, 1, use_unfused_permutation, id="experts"),
+        pytest.param(
+            OSS, {"tensor": 2, "sequence": True, "expert": 2}, 1, use_unfused_permutation, id="biases_and_sinks"
+        ),
+        pytest.param(EXPERTS, {"tensor": 2, "sequence": True, "expert": 2, "data": 2}, 1, use_muon, id="muon"),
         pytest.param(
             EXPERTS,
             {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2, "data": 2},
             1,
-            unfused_permutation,
+            use_unfused_permutation,
             id="expert_tensor",
         ),
     ],
@@ -152,26 +154,26 @@ def test_fake_tensors_take_as_much_as_real_ones(
 ) -> None:
     config = small_run(**parallel)
     change(config)
-    fake, real = run_dry(config, shape, rank), run_tracked(config, shape, rank, fake=None)
-    assert real.peak_bytes > 2**18
+    fake, tracked = run_dry(config, shape, rank), run_tracked(config, shape, rank, fake=None)
+    assert tracked.peak_bytes > 2**18
     # Some scalars are in reference cycles, and live until the garbage collector happens to run.
     close = partial(pytest.approx, abs=8 * GRANULE)
-    assert real.peak_bytes == max(real.phases.values())
-    assert {phase: fake.phases[phase] for phase in real.phases} == close(real.phases)
-    assert {phase: fake.end_bytes[phase] for phase in real.end_bytes} == close(real.end_bytes)
+    assert tracked.peak_bytes == max(tracked.phases.values())
+    assert {phase: fake.phases[phase] for phase in tracked.phases} == close(tracked.phases)
+    assert {phase: fake.end_bytes[phase] for phase in tracked.end_bytes} == close(tracked.end_bytes)
 
 
-@pytest.mark.parametrize("change", [teacher, likeliest_tokens])
+@pytest.mark.parametrize("change", [use_teacher, use_likeliest_tokens])
 def test_a_teacher_takes_its_weights_and_what_a_pass_takes(change: Callable[[Config], None]) -> None:
     config = small_run(tensor=2)
     change(config)
-    fake, real = (run_dry(config, DENSE, 0, is_teacher=True), run_tracked(config, DENSE, 0, None, is_teacher=True))
-    assert fake.phases == pytest.approx(real.phases, abs=8 * GRANULE)
+    fake, tracked = (run_dry(config, DENSE, 0, is_teacher=True), run_tracked(config, DENSE, 0, None, is_teacher=True))
+    assert fake.phases == pytest.approx(tracked.phases, abs=8 * GRANULE)
     assert fake.phases.keys() == {"build", "teacher"}
     # In bfloat16, half of each matrix; norms are whole, and each tensor fills granules.
     halves = sum(torch.Size(sizes).numel() for sizes in measure_tensors(DENSE).values())
     assert halves < fake.end_bytes["teacher"] < 1.2 * halves
-    states = 128 * (DENSE.hidden * 2 if change is teacher else 33 * 4)
+    states = 128 * (DENSE.hidden * 2 if change is use_teacher else 33 * 4)
     assert fake.phases["teacher"] > fake.end_bytes["build"] + states
 
 
@@ -215,7 +217,7 @@ def test_routers_choose_where_a_run_replays_the_engines_choice() -> None:
 def test_a_reference_on_the_host_takes_no_memory_between_its_turns() -> None:
     config = small_run()
     alone = run_dry(config, DENSE, 0)
-    reference(config)
+    use_reference(config)
     config.reference.offload = True
     report = run_dry(config, DENSE, 0)
     assert report.end_bytes["build"] == pytest.approx(alone.end_bytes["build"], abs=8 * GRANULE)
@@ -230,7 +232,7 @@ def weight_bytes(shape: ModelShape) -> list[int]:
         shape.attention_heads * shape.head_dim * shape.hidden,
         3 * shape.hidden * shape.ffn_hidden,
     ]
-    return [2 * one for one in matrices] * shape.layers
+    return [2 * numbers for numbers in matrices] * shape.layers
 
 
 def test_phases_are_those_that_the_run_has() -> None:
@@ -246,17 +248,17 @@ def test_phases_are_those_that_the_run_has() -> None:
 
 def test_phases_that_a_run_lacks_are_not_run() -> None:
     config = small_run()
-    found = run_dry(config, DENSE, 0, phases=list_phases(config))
-    assert found.phases.keys() - {"build", "first step"} == {"train", "refit", "checkpoint"}
+    report = run_dry(config, DENSE, 0, phases=list_phases(config))
+    assert report.phases.keys() - {"build", "first step"} == {"train", "refit", "checkpoint"}
 
 
 def test_a_value_model_runs_dry_without_a_reference() -> None:
     config = small_run()
-    reference(config)
-    found = run_dry(config, as_value_model(DENSE), 0, moves=False)
-    assert found.phases.keys() - {"build", "first step"} == {"values", "train"}
+    use_reference(config)
+    report = run_dry(config, as_value_model(DENSE), 0, moves=False)
+    assert report.phases.keys() - {"build", "first step"} == {"values", "train"}
     policy = run_dry(config, DENSE, 0, moves=False)
-    assert found.end_bytes["train"] < policy.end_bytes["train"]
+    assert report.end_bytes["train"] < policy.end_bytes["train"]
 
 
 def test_the_way_to_the_host_has_no_moments() -> None:

@@ -14,10 +14,10 @@ TOKENS, LENGTH = 128, 64
 
 def flops(report: DryReport, phase: str, **fields: object) -> float:
     """Operations of the entries with these fields, over all microbatches of a phase."""
-    return sum(number * entry.flops for entry, number in chosen(report, phase, **fields).items())
+    return sum(number * entry.flops for entry, number in select_work(report, phase, **fields).items())
 
 
-def chosen(report: DryReport, phase: str, **fields: object) -> Counter[Work]:
+def select_work(report: DryReport, phase: str, **fields: object) -> Counter[Work]:
     entries = {
         entry: number
         for entry, number in report.work.items()
@@ -70,7 +70,7 @@ def test_tensor_parallel_ranks_share_operations_and_exchange_activations() -> No
     nbytes = 2 * TOKENS * DENSE.hidden
     for name, forward, backward in (("allgather", 2, 4), ("reduce_scatter", 2, 2)):
         for is_backward, expected in ((False, forward), (True, backward)):
-            collectives = chosen(report, "train", kind="collective", name=name, is_backward=is_backward)
+            collectives = select_work(report, "train", kind="collective", name=name, is_backward=is_backward)
             assert {(entry.nbytes, entry.ranks) for entry in collectives} == {(nbytes, (2, 3))}
             assert collectives.total() == expected * DENSE.layers
 
@@ -79,7 +79,7 @@ def test_context_parallel_ranks_share_operations() -> None:
     report = run_dry(small_run(context=2), DENSE, 1)
     assert flops(report, "logprobs", kind="attention") == DENSE.layers * attention_flops() / 2
     key_value = 2 * 2 * TOKENS * DENSE.key_value_heads * DENSE.head_dim
-    ring = chosen(report, "logprobs", name="ring")
+    ring = select_work(report, "logprobs", name="ring")
     assert {(entry.nbytes, entry.ranks) for entry in ring} == {(key_value, (0, 1))}
     assert ring.total() == DENSE.layers
 
@@ -90,7 +90,7 @@ def test_experts_get_the_tokens_of_all_ranks() -> None:
     numbers = 3 * EXPERTS.hidden * experts.ffn_hidden
     forward = flops(report, "train", kind="grouped_matmul", is_backward=False)
     assert forward == EXPERTS.layers * 2 * TOKENS * experts.top_k * numbers
-    sent = chosen(report, "train", name="alltoall_base_", is_backward=False)
+    sent = select_work(report, "train", name="alltoall_base_", is_backward=False)
     rows = max(entry.nbytes for entry in sent) / (2 * EXPERTS.hidden)
     assert rows == TOKENS * experts.top_k
 
@@ -105,7 +105,7 @@ def test_every_chunk_has_its_own_passes(rank: int) -> None:
         for is_backward, times in ((False, 1), (True, 2)):
             count = flops(report, "train", name="linear", chunk=chunk, is_backward=is_backward)
             assert count == 4 * times * forward
-    sends = chosen(report, "train", name="send")
+    sends = select_work(report, "train", name="send")
     assert {(send.nbytes, send.ranks) for send in sends} == {(2 * TOKENS * DENSE.hidden, (rank, 1 - rank))}
 
 
@@ -113,5 +113,5 @@ def test_the_optimizer_updates_every_number_of_the_rank() -> None:
     report = run_dry(small_run(), DENSE, 0)
     numbers = DENSE.layers * (layer_numbers() + 2 * DENSE.hidden + 2 * DENSE.head_dim) + DENSE.hidden
     numbers += 2 * DENSE.vocab * DENSE.hidden
-    updated = sum(number * entry.nbytes for entry, number in chosen(report, "train", name="adam").items())
+    updated = sum(number * entry.nbytes for entry, number in select_work(report, "train", name="adam").items())
     assert updated == pytest.approx(7 * 4 * numbers, rel=1e-3)

@@ -51,10 +51,10 @@ def test_without_nvlink_messages_within_a_node_go_over_pcie() -> None:
     seconds = time_collective(gpu, "allgather", 32 * 10**9, tuple(range(8)))
     assert seconds == pytest.approx(7 / 8 / gpu.efficiency.nvlink, rel=0.01)
     with pytest.raises(ValueError, match="neither nvlink_bytes_per_s nor pcie_bytes_per_s"):
-        hardware_of({"pcie_bytes_per_s": 0.0})
+        check_changes({"pcie_bytes_per_s": 0.0})
 
 
-def hardware_of(changes: dict[str, float]) -> None:
+def check_changes(changes: dict[str, float]) -> None:
     from megatron_grpo.platform.hardware import _build_hardware
 
     _build_hardware(
@@ -69,9 +69,9 @@ def test_fp8_is_refused_on_gpus_without_it_in_the_words_of_a_run(name: str, monk
     (planned,) = find_fp8_problems(config, load_hardware(name))
     monkeypatch.setattr("megatron_grpo.preflight.model_checks.read_gpu_capability", lambda: (8, 0))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
-    (told,) = find_fp8_machine_problems(config)
-    assert planned.subject == told.subject
-    assert planned.text == told.text.replace("this machine", name)
+    (problem,) = find_fp8_machine_problems(config)
+    assert planned.subject == problem.subject
+    assert planned.text == problem.text.replace("this machine", name)
 
 
 def test_recipes_of_fp8_need_their_own_gpus() -> None:
@@ -103,8 +103,8 @@ def test_host_memory_is_the_users_or_that_of_the_dgx_system() -> None:
     assert find_host_memory(config, replace(load_hardware("l40s"))) == 512
 
 
-def planned(gpu: Hardware) -> StepTimes:
-    """A step of known work: 100 PFLOP, 10 TB of decoding, 1 TB of refit, half a second of the host."""
+def make_step_times(gpu: Hardware) -> StepTimes:
+    """A step of 100 PFLOP, 10 TB of decoding, 1 TB of refit, half a second of the host."""
     reached = gpu.efficiency
     phases = {
         "generation": 10e12 / (gpu.memory_bytes_per_s * reached.decode_memory),
@@ -120,32 +120,32 @@ def test_a_run_of_a_slower_gpu_gives_back_its_efficiencies() -> None:
     slower = replace(
         gpu, efficiency=replace(gpu.efficiency, matmul=0.4, memory=0.4, decode_memory=0.35, network=0.25, nvlink=0.2)
     )
-    run = planned(slower).phase_s
+    run = make_step_times(slower).phase_s
     seconds = run | {"train": run["train"] + run["optimizer"], "total": sum(run.values())}
-    found = fit_hardware(Measured(seconds, 61.5, 10), planned, gpu, planned_tensors_gib=60.0)
-    reached = found.hardware.efficiency
+    fit = fit_hardware(Measured(seconds, 61.5, 10), make_step_times, gpu, planned_tensors_gib=60.0)
+    reached = fit.hardware.efficiency
     assert (reached.matmul, reached.memory) == pytest.approx((0.4, 0.4), abs=1e-3)  # both of them by one factor
     assert (reached.decode_memory, reached.network) == pytest.approx((0.35, 0.25), abs=1e-3)
-    assert found.hardware.reserve_gib == gpu.reserve_gib + 1.5
-    assert {name: after for name, _, _, after in found.rows} == pytest.approx(
+    assert fit.hardware.reserve_gib == gpu.reserve_gib + 1.5
+    assert {name: after for name, _, _, after in fit.rows} == pytest.approx(
         {"train": seconds["train"], "generation": run["generation"], "refit": run["refit"]}
         | {"step": seconds["total"], "tensors GiB": 61.5},
         rel=1e-3,
     )
-    assert "off by" in found.render_table()[0]
+    assert "off by" in fit.render_table()[0]
 
 
 def test_efficiencies_stay_possible() -> None:
-    found = fit_hardware(Measured({"generation": 1e-3}, 0.0, 1), planned, load_hardware("h100"), 60.0)
-    assert found.hardware.efficiency.decode_memory == 1.0
-    assert found.hardware.reserve_gib == load_hardware("h100").reserve_gib
+    fit = fit_hardware(Measured({"generation": 1e-3}, 0.0, 1), make_step_times, load_hardware("h100"), 60.0)
+    assert fit.hardware.efficiency.decode_memory == 1.0
+    assert fit.hardware.reserve_gib == load_hardware("h100").reserve_gib
 
 
 def test_first_steps_are_left_out(tmp_path: Path) -> None:
     seconds = [90.0, 50.0, 4.0, 6.0, 5.0]
     lines = [
-        {"step": i, "timing": {"train": one, "total": one}, "throughput": {"gpu_memory_gib": i}}
-        for i, one in enumerate(seconds)
+        {"step": i, "timing": {"train": second, "total": second}, "throughput": {"gpu_memory_gib": i}}
+        for i, second in enumerate(seconds)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_measurements(tmp_path) == Measured({"train": 5.0, "total": 5.0}, 4, 3)

@@ -39,7 +39,7 @@ def sizes(parallel: ParallelConfig) -> tuple[int, ...]:
 
 def passing(config: Config, shape: ModelShape, gpus: int) -> set[tuple[int, ...]]:
     """Sizes of all layouts with equal stages that the run's checks let pass, by trying every combination."""
-    found = set()
+    legal_sizes = set()
     divisors = [number for number in range(1, gpus + 1) if gpus % number == 0]
     for tensor, pipeline, context, expert in product(divisors, divisors, divisors, range(1, gpus + 1)):
         if gpus % (tensor * pipeline * context):
@@ -53,19 +53,20 @@ def passing(config: Config, shape: ModelShape, gpus: int) -> set[tuple[int, ...]
             sequence=tensor > 1,
         )
         if not find_problems(replace(config, policy=replace(config.policy, parallel=parallel)), shape):
-            found.add(sizes(parallel))
-    return found
+            legal_sizes.add(sizes(parallel))
+    return legal_sizes
 
 
 @pytest.mark.parametrize("shape", [DENSE, EXPERTS])
 @pytest.mark.parametrize(("gpus", "prompts"), [(8, 16), (6, 16), (12, 18), (10, 7)])
 def test_legal_layouts_are_those_that_the_runs_checks_let_pass(shape: ModelShape, gpus: int, prompts: int) -> None:
     config, refusals = recipe(nodes=2, prompts=prompts), Refusals()
-    found = list(iterate_legal_layouts(config, shape, gpus, refusals))
-    assert not any(find_problems(one, shape) for one in found)
-    assert {one.policy.parallel.world_size for one in found} <= {gpus}
-    assert len({(str(one.policy.parallel), one.policy.activation_checkpointing) for one in found}) == len(found)
-    equal = {sizes(one.policy.parallel) for one in found if one.policy.parallel.first_stage_layers is None}
+    layouts = list(iterate_legal_layouts(config, shape, gpus, refusals))
+    assert not any(find_problems(layout, shape) for layout in layouts)
+    assert {layout.policy.parallel.world_size for layout in layouts} <= {gpus}
+    kinds = {(str(layout.policy.parallel), layout.policy.activation_checkpointing) for layout in layouts}
+    assert len(kinds) == len(layouts)
+    equal = {sizes(layout.policy.parallel) for layout in layouts if layout.policy.parallel.first_stage_layers is None}
     assert equal == passing(config, shape, gpus)
 
 
@@ -82,14 +83,14 @@ def test_every_reason_of_a_refusal_is_one_of_the_runs_checks(shape: ModelShape) 
         alone: dict[str, Any] = {name: size, "sequence": name == "tensor" and size > 1}
         if name == "virtual_pipeline" or "first_stage_layers" in problem.text:
             continue
-        made = replace(config, policy=replace(config.policy, parallel=ParallelConfig(**alone)))
-        assert problem in find_problems(made, shape)
+        changed_config = replace(config, policy=replace(config.policy, parallel=ParallelConfig(**alone)))
+        assert problem in find_problems(changed_config, shape)
 
 
 def test_stages_that_do_not_divide_the_layers_get_ends_that_do() -> None:
     """Twenty GPUs of five nodes have layouts of 36 layers: five stages, of which the ends have fewer."""
     config, shape = recipe(nodes=5), replace(DENSE, layers=36)
-    pipelines = {one.policy.parallel.pipeline: one for one in iterate_legal_layouts(config, shape, 20)}
+    pipelines = {layout.policy.parallel.pipeline: layout for layout in iterate_legal_layouts(config, shape, 20)}
     assert 5 in pipelines
     assert not find_problems(pipelines[5], shape)
     assert "policy.parallel.first_stage_layers=" in " ".join(list_overrides(pipelines[5]))
@@ -100,8 +101,8 @@ def test_gpus_are_shared_as_in_the_recipe_first() -> None:
     config.policy.parallel.data, config.generation.parallel.data = 6, 2
     splits = split_gpus(config)
     assert splits[0] == (48, 16)
-    assert all(one + other <= 64 for one, other in splits)
-    smaller = [min(one / 48, other / 16, 1) for one, other in splits]
+    assert all(policy_gpus + engine_gpus <= 64 for policy_gpus, engine_gpus in splits)
+    smaller = [min(policy_gpus / 48, engine_gpus / 16, 1) for policy_gpus, engine_gpus in splits]
     assert smaller == sorted(smaller, reverse=True)
     config.generation.placement = "colocated"
     assert split_gpus(config)[:2] == [(64, 64), (63, 63)]
@@ -127,9 +128,9 @@ def test_idle_gpus_are_those_that_nothing_uses() -> None:
 def test_overrides_of_a_layout_give_it_back() -> None:
     config = recipe()
     config.policy.parallel = replace(config.policy.parallel, tensor=2, data=4, sequence=True)
-    found = list_overrides(config)
-    assert {"policy.parallel.tensor=2", "policy.parallel.data=4", "policy.parallel.sequence=true"} <= set(found)
-    assert "policy.activation_checkpointing=false" in found
+    overrides = list_overrides(config)
+    assert {"policy.parallel.tensor=2", "policy.parallel.data=4", "policy.parallel.sequence=true"} <= set(overrides)
+    assert "policy.activation_checkpointing=false" in overrides
     assert name_layout(config) == "TP2 DP4"
 
 
@@ -139,15 +140,15 @@ def test_engines_without_room_are_refused_with_the_sizes() -> None:
     (problem, *_) = refusals.list_problems()
     assert "leaves a cache of 0 tokens" in " ".join(refusals.render_lines())
     assert problem.subject.startswith("generation.parallel.tensor=")
-    found = find_best_engines(recipe(), DENSE, load_hardware("h100"), 4, 4, Refusals())
-    assert found.generation.parallel.ranks_per_engine * found.generation.parallel.data == 4
+    best_engines = find_best_engines(recipe(), DENSE, load_hardware("h100"), 4, 4, Refusals())
+    assert best_engines.generation.parallel.ranks_per_engine * best_engines.generation.parallel.data == 4
 
 
 def test_engines_share_samples_out_unevenly() -> None:
     """Prompts go to the idlest engine, so 64 samples need not divide by the engines of three nodes."""
     config = recipe(nodes=3)
-    found = find_best_engines(config, DENSE, load_hardware("h100"), 12, 12, Refusals())
-    assert found.generation.parallel.ranks_per_engine * found.generation.parallel.data == 12
+    best_engines = find_best_engines(config, DENSE, load_hardware("h100"), 12, 12, Refusals())
+    assert best_engines.generation.parallel.ranks_per_engine * best_engines.generation.parallel.data == 12
 
 
 def test_engines_that_would_cross_nodes_are_refused() -> None:

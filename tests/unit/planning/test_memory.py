@@ -34,17 +34,19 @@ from tests.unit.planning.test_layouts import recipe
 H100 = load_hardware("h100")
 
 
-def traced(moments: dict[str, dict[str, int]], stage: int = 0, per_layer: dict[str, int] | None = None) -> RankTrace:
+def make_trace(
+    moments: dict[str, dict[str, int]], stage: int = 0, per_layer: dict[str, int] | None = None
+) -> RankTrace:
     """A trace with one moment in each phase, in GiB."""
-    sizes = {phase: {kind: size * GIB for kind, size in one.items()} for phase, one in moments.items()}
-    phases = {phase: sum(one.values()) for phase, one in sizes.items()}
+    sizes = {phase: {kind: size * GIB for kind, size in amounts.items()} for phase, amounts in moments.items()}
+    phases = {phase: sum(amounts.values()) for phase, amounts in sizes.items()}
     worst = max(phases, key=phases.__getitem__)
     report = DryReport(
         peak_bytes=phases[worst],
         phases=phases,
         end_bytes={"offload": GIB},
         holders=sizes[worst],
-        moments={(phase, "linear", "aten::empty"): one for phase, one in sizes.items()},
+        moments={(phase, "linear", "aten::empty"): amounts for phase, amounts in sizes.items()},
         work=Counter(),
         passes=Counter(),
     )
@@ -66,18 +68,18 @@ STEP = {
 }
 
 
-def memory(config: Config, moments: dict[str, dict[str, int]] = STEP, **more: dict[str, int]) -> RankMemory:
-    return build_rank_memory(config, traced(moments, **more), H100)
+def memory(config: Config, moments: dict[str, dict[str, int]] = STEP, **trace_options: dict[str, int]) -> RankMemory:
+    return build_rank_memory(config, make_trace(moments, **trace_options), H100)
 
 
 def test_a_peak_is_the_fullest_phase_and_an_explicit_reserve() -> None:
     config = on_gpus()
-    found = memory(config)
+    rank_memory = memory(config)
     nccl = estimate_nccl_bytes(config, 1, NCCL_SENDING)
     reserve = int(H100.reserve_gib * GIB) + int(H100.fragmentation * 45 * GIB) + nccl
-    assert (found.phase, found.reserve, found.peak) == ("train", reserve, 45 * GIB + reserve)
-    assert found.static == 35 * GIB
-    assert found.parts["train"] == {
+    assert (rank_memory.phase, rank_memory.reserve, rank_memory.peak) == ("train", reserve, 45 * GIB + reserve)
+    assert rank_memory.static == 35 * GIB
+    assert rank_memory.parts["train"] == {
         "weights": 10 * GIB,
         "gradients": 5 * GIB,
         "optimizer": 20 * GIB,
@@ -99,15 +101,15 @@ def test_a_refit_to_engines_on_the_same_gpu_has_both_weights_and_nothing_of_the_
     config = on_gpus()
     config.generation.placement = "colocated"
     everything = {"weights": 10, "gradients": 5, "optimizer": 20}
-    trace = traced({**STEP, "onload": everything, "refit": {**everything, "other": 1}})
+    trace = make_trace({**STEP, "onload": everything, "refit": {**everything, "other": 1}})
     trace.report.end_bytes["onload"] = 35 * GIB
-    found = build_rank_memory(config, trace, H100, engine_weights=15 * GIB)
-    assert found.phases["refit"] == (10 + 1 + 15) * GIB
+    rank_memory = build_rank_memory(config, trace, H100, engine_weights=15 * GIB)
+    assert rank_memory.phases["refit"] == (10 + 1 + 15) * GIB
 
 
 def test_holders_say_what_a_layer_adds() -> None:
     holders = memory(on_gpus(), per_layer={"optimizer": 4 * GIB}).holders
-    assert [one.kind for one in holders] == ["optimizer", "weights", "linear", "gradients", "attention"]
+    assert [holder.kind for holder in holders] == ["optimizer", "weights", "linear", "gradients", "attention"]
     assert holders[0].as_dict() == {"kind": "optimizer", "gib": 20.0, "layers": 4, "gib_per_layer": 4.0}
     assert memory(on_gpus()).holders[0].as_dict() == {"kind": "optimizer", "gib": 20.0}
 
@@ -115,22 +117,22 @@ def test_holders_say_what_a_layer_adds() -> None:
 def test_a_value_model_on_the_same_gpu_is_counted_in_the_reserve() -> None:
     config = on_gpus()
     config.generation.placement = "colocated"
-    alone, beside = memory(config), build_rank_memory(config, traced(STEP), H100, beside=7 * GIB)
+    alone, beside = memory(config), build_rank_memory(config, make_trace(STEP), H100, beside=7 * GIB)
     assert beside.peak == alone.peak + 7 * GIB
-    value = build_rank_memory(on_gpus(), traced(STEP), H100, model="value model")
+    value = build_rank_memory(on_gpus(), make_trace(STEP), H100, model="value model")
     assert memory(on_gpus()).reserve - value.reserve == estimate_nccl_bytes(on_gpus(), 1, NCCL_SENDING)
 
 
 def test_a_plain_training_step_counts_neither_log_probabilities_nor_the_refit() -> None:
     config = on_gpus()
     config.plan.workload, config.debug.rollouts_from = "pretrain", "none"
-    found = memory(config, {**STEP, "logprobs": {"weights": 70}})
-    assert found.phase == "train"
-    assert found.reserve == int(H100.reserve_gib * GIB) + int(H100.fragmentation * 45 * GIB)
+    rank_memory = memory(config, {**STEP, "logprobs": {"weights": 70}})
+    assert rank_memory.phase == "train"
+    assert rank_memory.reserve == int(H100.reserve_gib * GIB) + int(H100.fragmentation * 45 * GIB)
 
 
 def test_the_fullest_rank_is_the_one_with_the_highest_peak() -> None:
-    ranks = [build_rank_memory(on_gpus(), traced(moments), H100) for moments in (STEP, {"train": {"weights": 50}})]
+    ranks = [build_rank_memory(on_gpus(), make_trace(moments), H100) for moments in (STEP, {"train": {"weights": 50}})]
     assert Plan(on_gpus(), DENSE, H100, ranks, None, None, [], 0.0).fullest is ranks[1]
 
 

@@ -16,47 +16,53 @@ from megatron_grpo.planning.trace import _list_depths, extrapolate_report, find_
 from tests.unit.planning.test_dry_run import DENSE, EXPERTS, needs_no_gpu, small_run
 
 
-def simulated(forward: list[list[float]], backward: list[list[float]], microbatches: int, send_s: float) -> float:
-    """Seconds of a schedule in small steps of time: at each tick every idle stage begins its next pass if it can."""
+def simulate_schedule(
+    forward: list[list[float]], backward: list[list[float]], microbatches: int, send_s: float
+) -> float:
+    """Seconds of a schedule in ticks: at each, every idle stage begins its next pass if it can."""
     stages, chunks = len(forward), len(forward[0])
     orders = [order_passes(stages, stage, chunks, microbatches) for stage in range(stages)]
     depth = stages * chunks
     ended: dict[tuple[bool, int, int], int] = {}  # by direction, place in the model, microbatch
-    busy_until, places, now = [0] * stages, [0] * stages, 0
-    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+    busy_until, next_passes, now = [0] * stages, [0] * stages, 0
+    while any(next_pass < len(order) for next_pass, order in zip(next_passes, orders, strict=True)):
         for stage in range(stages):
-            if busy_until[stage] > now or places[stage] == len(orders[stage]):
+            if busy_until[stage] > now or next_passes[stage] == len(orders[stage]):
                 continue
-            slot = orders[stage][places[stage]]
-            place = slot.chunk * stages + stage
+            slot = orders[stage][next_passes[stage]]
+            model_stage = slot.chunk * stages + stage
             if slot.is_backward:
-                source = (True, place + 1, slot.microbatch) if place + 1 < depth else (False, place, slot.microbatch)
+                source = (
+                    (True, model_stage + 1, slot.microbatch)
+                    if model_stage + 1 < depth
+                    else (False, model_stage, slot.microbatch)
+                )
             else:
-                source = (False, place - 1, slot.microbatch)
+                source = (False, model_stage - 1, slot.microbatch)
             if source[1] >= 0:
-                travel = 0 if source[1] == place or stages == 1 else round(send_s)
+                travel = 0 if source[1] == model_stage or stages == 1 else round(send_s)
                 if source not in ended or ended[source] + travel > now:
                     continue
             seconds = (backward if slot.is_backward else forward)[stage][slot.chunk]
             busy_until[stage] = now + round(seconds)
-            ended[slot.is_backward, place, slot.microbatch] = busy_until[stage]
-            places[stage] += 1
+            ended[slot.is_backward, model_stage, slot.microbatch] = busy_until[stage]
+            next_passes[stage] += 1
         now += 1
     return max(busy_until)
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (4, 1), (4, 4), (4, 9), (8, 32)])
 def test_even_stages_have_the_known_bubble(stages: int, microbatches: int) -> None:
-    found = run_schedule([[1.0]] * stages, [[2.0]] * stages, microbatches)
-    assert found.seconds == pytest.approx(3.0 * (microbatches + stages - 1))
-    assert found.busy == pytest.approx([3.0 * microbatches] * stages)
+    schedule = run_schedule([[1.0]] * stages, [[2.0]] * stages, microbatches)
+    assert schedule.seconds == pytest.approx(3.0 * (microbatches + stages - 1))
+    assert schedule.busy == pytest.approx([3.0 * microbatches] * stages)
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 4])
 def test_interleaving_divides_the_bubble(chunks: int) -> None:
     stages, microbatches = 4, 12
-    found = run_schedule([[1.0] * chunks] * stages, [[2.0] * chunks] * stages, microbatches)
-    assert found.seconds == pytest.approx(3.0 * (microbatches * chunks + stages - 1))
+    schedule = run_schedule([[1.0] * chunks] * stages, [[2.0] * chunks] * stages, microbatches)
+    assert schedule.seconds == pytest.approx(3.0 * (microbatches * chunks + stages - 1))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -67,7 +73,7 @@ def test_uneven_stages_take_what_a_simulation_takes(seed: int) -> None:
     microbatches = stages * draw.randint(1, 4) if chunks > 1 else draw.randint(1, 9)
     forward, backward = ([[draw.randint(1, 9) * 1.0 for _ in range(chunks)] for _ in range(stages)] for _ in range(2))
     send = float(draw.randint(0, 3))
-    expected = simulated(forward, backward, microbatches, send)
+    expected = simulate_schedule(forward, backward, microbatches, send)
     assert run_schedule(forward, backward, microbatches, send_s=send).seconds == expected
 
 
@@ -80,11 +86,11 @@ def test_every_pass_is_in_the_schedule_once() -> None:
 
 def test_a_stage_holds_as_many_microbatches_as_stages_follow() -> None:
     for stage in range(4):
-        held = most = 0
+        in_flight = most_in_flight = 0
         for slot in order_passes(4, stage, 1, 9):
-            held += -1 if slot.is_backward else 1
-            most = max(most, held)
-        assert most == 4 - stage
+            in_flight += -1 if slot.is_backward else 1
+            most_in_flight = max(most_in_flight, in_flight)
+        assert most_in_flight == 4 - stage
 
 
 def test_forward_passes_alone_fill_the_pipeline_once() -> None:
@@ -92,8 +98,8 @@ def test_forward_passes_alone_fill_the_pipeline_once() -> None:
 
 
 def test_sends_that_block_a_stage_lengthen_its_passes() -> None:
-    found = run_schedule([[1.0]] * 2, [[2.0]] * 2, 3, send_s=0.5, blocking=True)
-    assert found.busy == pytest.approx([3 * (1.5 + 2.5)] * 2)
+    schedule = run_schedule([[1.0]] * 2, [[2.0]] * 2, 3, send_s=0.5, blocking=True)
+    assert schedule.busy == pytest.approx([3 * (1.5 + 2.5)] * 2)
 
 
 def test_an_interleaved_schedule_needs_a_multiple_of_the_stages() -> None:
@@ -109,7 +115,7 @@ def deep(shape: ModelShape, layers: int, dense: int = 0) -> ModelShape:
     return replace(shape, layers=layers, experts=experts)
 
 
-def plain(config: Config) -> None:
+def keep_settings(config: Config) -> None:
     pass
 
 
@@ -117,18 +123,18 @@ def recompute(config: Config) -> None:
     config.policy.activation_checkpointing = True
 
 
-def adapters_and_reference(config: Config) -> None:
+def use_adapters_and_reference(config: Config) -> None:
     config.policy.lora = LoraConfig(rank=4)
     config.loss_fn.reference_policy_kl_penalty = 0.1
 
 
 def flops_by_kind(report: DryReport) -> Counter[tuple[str, str]]:
     """Operations in the phases whose seconds are planned from them; those of a refit depend on its messages."""
-    found: Counter[tuple[str, str]] = Counter()
+    flops: Counter[tuple[str, str]] = Counter()
     for work, times in report.work.items():
         if work.phase in ("logprobs", "reference", "train"):
-            found[work.phase, work.kind] += round(times * work.flops)
-    return found
+            flops[work.phase, work.kind] += round(times * work.flops)
+    return flops
 
 
 @needs_no_gpu
@@ -136,15 +142,27 @@ def flops_by_kind(report: DryReport) -> Counter[tuple[str, str]]:
     ("shape", "parallel", "stage", "change"),
     [
         pytest.param(
-            deep(DENSE, 7), {"tensor": 2, "sequence": True, "data": 2}, 0, plain, id="tensor", marks=pytest.mark.slow
+            deep(DENSE, 7),
+            {"tensor": 2, "sequence": True, "data": 2},
+            0,
+            keep_settings,
+            id="tensor",
+            marks=pytest.mark.slow,
         ),
         pytest.param(deep(DENSE, 12), {"pipeline": 2}, 1, recompute, id="last_stage_recompute", marks=pytest.mark.slow),
         pytest.param(
-            deep(DENSE, 24), {"pipeline": 2, "virtual_pipeline": 2}, 0, plain, id="virtual", marks=pytest.mark.slow
+            deep(DENSE, 24),
+            {"pipeline": 2, "virtual_pipeline": 2},
+            0,
+            keep_settings,
+            id="virtual",
+            marks=pytest.mark.slow,
         ),
-        pytest.param(deep(DENSE, 7), {"context": 2}, 0, adapters_and_reference, id="adapters", marks=pytest.mark.slow),
         pytest.param(
-            deep(EXPERTS, 8, dense=2), {"expert": 2, "data": 2}, 0, plain, id="experts", marks=pytest.mark.slow
+            deep(DENSE, 7), {"context": 2}, 0, use_adapters_and_reference, id="adapters", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            deep(EXPERTS, 8, dense=2), {"expert": 2, "data": 2}, 0, keep_settings, id="experts", marks=pytest.mark.slow
         ),
     ],
 )
@@ -158,19 +176,19 @@ def test_two_depths_give_a_third_exactly(
     layers = find_distinct_stages(config, shape)[stage]
     depths = _list_depths(config, shape, layers)
     assert len(depths) == 2, "the rank is deep enough"
-    low, high = (run_dry(one.config, one.shape, rank) for one in depths)
+    low, high = (run_dry(depth.config, depth.shape, rank) for depth in depths)
     step = depths[1].layers - depths[0].layers
-    found, per_layer = extrapolate_report(low, high, (len(layers) - depths[0].layers) // step)
-    whole = run_dry(config, shape, rank)
+    report, per_layer = extrapolate_report(low, high, (len(layers) - depths[0].layers) // step)
+    full_report = run_dry(config, shape, rank)
     # Buckets of gradients, which are padded, and scalars in reference cycles differ by less than these bytes.
     close = 64 * GRANULE
-    assert found.peak_bytes == pytest.approx(whole.peak_bytes, abs=close)
-    assert found.phases == pytest.approx(whole.phases, abs=close)
-    assert found.end_bytes == pytest.approx(whole.end_bytes, abs=close)
-    assert sum(found.holders.values()) == found.peak_bytes
+    assert report.peak_bytes == pytest.approx(full_report.peak_bytes, abs=close)
+    assert report.phases == pytest.approx(full_report.phases, abs=close)
+    assert report.end_bytes == pytest.approx(full_report.end_bytes, abs=close)
+    assert sum(report.holders.values()) == report.peak_bytes
     assert per_layer["weights"] > 0
-    assert flops_by_kind(found) == pytest.approx(flops_by_kind(whole), rel=1e-9)
-    assert found.passes == whole.passes
+    assert flops_by_kind(report) == pytest.approx(flops_by_kind(full_report), rel=1e-9)
+    assert report.passes == full_report.passes
 
 
 @needs_no_gpu
@@ -178,7 +196,7 @@ def test_windows_and_single_layers_run_at_their_full_depth() -> None:
     config = small_run()
     assert len(_list_depths(config, DENSE, range(DENSE.layers))) == 1
     windowed = replace(deep(DENSE, 8), window=16, windowed=(True, False) * 4)
-    assert [one.layers for one in _list_depths(config, windowed, range(8))] == [8]
+    assert [depth.layers for depth in _list_depths(config, windowed, range(8))] == [8]
 
 
 @needs_no_gpu

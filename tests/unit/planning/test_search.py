@@ -12,7 +12,7 @@ from tests.unit.planning.test_dry_run import DENSE, EXPERTS, needs_no_gpu, small
 pytestmark = needs_no_gpu
 
 
-def measured(shape: ModelShape, **parallel: int | bool) -> tuple[Candidate, int]:
+def measure_candidate(shape: ModelShape, **parallel: int | bool) -> tuple[Candidate, int]:
     """A layout, and the most bytes that its first rank takes."""
     config = small_run(**parallel)
     return Candidate(config, count_static_bytes(config, shape), 0.0), run_dry(config, shape, 0).peak_bytes
@@ -32,7 +32,7 @@ def measured(shape: ModelShape, **parallel: int | bool) -> tuple[Candidate, int]
 def test_a_layout_that_is_left_out_takes_more_memory(
     shape: ModelShape, larger: dict[str, int | bool], smaller: dict[str, int | bool]
 ) -> None:
-    (candidate, its_bytes), (larger_, least) = measured(shape, **larger), measured(shape, **smaller)
+    (candidate, its_bytes), (larger_, least) = measure_candidate(shape, **larger), measure_candidate(shape, **smaller)
     assert _takes_more(candidate, larger_)
     assert not _takes_more(larger_, candidate)
     assert its_bytes >= least

@@ -22,7 +22,7 @@ MODELS = {
 }
 
 
-def composed(recipe: str, nodes: int, *overrides: str) -> Config:
+def compose_recipe(recipe: str, nodes: int, *overrides: str) -> Config:
     cluster = [f"cluster.nodes={nodes}", "cluster.ray_address=10.0.0.1:6379", "cluster.gpu=h100"]
     return compose_for_search([f"+exp={recipe}", *cluster, *overrides])
 
@@ -34,7 +34,7 @@ def first_share(config: Config, shape: ModelShape) -> tuple[Share, str]:
 @pytest.mark.parametrize("recipe", MODELS)
 @pytest.mark.parametrize("nodes", [3, *(pytest.param(count, marks=pytest.mark.slow) for count in (5, 6, 12))])
 def test_nodes_that_are_no_power_of_two_have_layouts(recipe: str, nodes: int) -> None:
-    share, why = first_share(composed(recipe, nodes), MODELS[recipe])
+    share, why = first_share(compose_recipe(recipe, nodes), MODELS[recipe])
     assert sum(share.gpus) == 8 * nodes
     assert not why
     assert len(share.candidates) > 5
@@ -45,7 +45,7 @@ def test_nodes_that_are_no_power_of_two_have_layouts(recipe: str, nodes: int) ->
 
 
 def test_layouts_whose_memory_fits_by_arithmetic_come_first() -> None:
-    share, _ = first_share(composed("qwen3_30b_a3b_4nodes", 5), MODELS["qwen3_30b_a3b_4nodes"])
+    share, _ = first_share(compose_recipe("qwen3_30b_a3b_4nodes", 5), MODELS["qwen3_30b_a3b_4nodes"])
     usable = H100.memory_gib - H100.reserve_gib
     fitting = [candidate.estimated_gib <= usable for candidate in share.candidates]
     assert fitting == sorted(fitting, reverse=True)
@@ -57,7 +57,7 @@ def test_layouts_whose_memory_fits_by_arithmetic_come_first() -> None:
 
 def test_batches_that_do_not_divide_are_named_with_the_nearest_that_do() -> None:
     shape = MODELS["qwen3_8b_8gpu"]
-    config = composed("qwen3_8b_8gpu", 1, "grpo.num_prompts_per_step=127", "grpo.num_generations_per_prompt=3")
+    config = compose_recipe("qwen3_8b_8gpu", 1, "grpo.num_prompts_per_step=127", "grpo.num_generations_per_prompt=3")
     refusals = Refusals()
     _build_share(config, shape, H100, (5, 0), refusals)
     texts = {problem.subject: problem.text for problem in refusals.counts}
@@ -75,7 +75,7 @@ def test_a_search_without_any_layout_gives_the_runs_reasons() -> None:
     shape = replace(MODELS["qwen3_8b_8gpu"], max_positions=10**9)
     longest = ["policy.max_total_sequence_length=8000000", "generation.max_new_tokens=7000000"]
     tokens = ["policy.microbatch_tokens=8000000", "policy.logprob_microbatch_tokens=8000000"]
-    config = composed("qwen3_8b_8gpu", 1, *longest, *tokens)
+    config = compose_recipe("qwen3_8b_8gpu", 1, *longest, *tokens)
     with pytest.raises(ValueError, match="no layout of policy and engines on 1 x 8 GPUs passes") as caught:
         first_share(config, shape)
     text = str(caught.value)
@@ -84,7 +84,7 @@ def test_a_search_without_any_layout_gives_the_runs_reasons() -> None:
 
 
 def test_a_recipe_for_more_nodes_is_searched_on_fewer() -> None:
-    share, _ = first_share(composed("qwen3_30b_a3b_4nodes", 2), MODELS["qwen3_30b_a3b_4nodes"])
+    share, _ = first_share(compose_recipe("qwen3_30b_a3b_4nodes", 2), MODELS["qwen3_30b_a3b_4nodes"])
     assert share.gpus == (8, 8)
 
 
@@ -103,8 +103,8 @@ def test_a_placement_that_no_layout_helps_is_the_reason() -> None:
     ],
 )
 def test_engines_that_are_refused_beside_some_policy_do_not_hide_others(batches: list[str]) -> None:
-    """There is a share for all GPUs of which some engines and some layout of the policy pass the checks together."""
-    shape, config = MODELS["qwen3_8b_8gpu"], composed("qwen3_8b_8gpu", 1, *batches)
+    """All GPUs have a share of which some engines and some layout of the policy pass together."""
+    shape, config = MODELS["qwen3_8b_8gpu"], compose_recipe("qwen3_8b_8gpu", 1, *batches)
     expected = set()
     for policy_gpus, engine_gpus in split_gpus(config):
         for parallel in iterate_engine_layouts(config, shape, engine_gpus):
@@ -120,7 +120,7 @@ def test_engines_that_are_refused_beside_some_policy_do_not_hide_others(batches:
 def test_engines_do_not_cut_blocks_of_fp8(policy_gpus: int) -> None:
     """Four ranks would, which share an expert's width of 768."""
     shape = MODELS["qwen3_30b_a3b_4nodes"]
-    config = composed("qwen3_30b_a3b_4nodes", 2, "+precision=fp8_engines")
+    config = compose_recipe("qwen3_30b_a3b_4nodes", 2, "+precision=fp8_engines")
     refusals, without_blocks = Refusals(), Refusals()
     engines = find_best_engines(config, shape, H100, policy_gpus, 12, refusals)
     assert engines is not None

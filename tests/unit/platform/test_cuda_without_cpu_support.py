@@ -1,7 +1,5 @@
 """Nothing imports the support of CPUs where the platform is CUDA."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The registry of hooks into third-party libraries: its rows exist, and every hook in the package has a row."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import sys

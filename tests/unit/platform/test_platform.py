@@ -1,7 +1,5 @@
 """The CPU compatibility layer: its targets exist, and what it replaces behaves like a GPU's."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """A process that Ray gave a GPU, and that sees none, does not compute on its CPU in silence."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

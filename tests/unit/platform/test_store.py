@@ -1,7 +1,5 @@
 """A store that was closed is noticed at once, so that nobody takes a process that waits for it for a lost one."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """The addition task is complete, consistent, made once, and the same each time it is made; with either model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Lessons of the conversations are what the real environments make of them, and known before they are made."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

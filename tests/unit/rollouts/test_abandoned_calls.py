@@ -1,7 +1,5 @@
 """Responses of calls that OpenAI's own client gave up, with its retries, streams and protocols, are not trained on."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -14,8 +12,8 @@ from openai import AsyncOpenAI
 from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.rollouts.conversation import Conversation
 from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
-from tests.unit.rollouts.test_endpoint import SETTINGS, SlowEngine
-from tests.unit.rollouts.test_endpoint import model as model  # a fixture
+from tests.support.asked_endpoint import SETTINGS, SlowEngine
+from tests.support.asked_endpoint import model as model  # a fixture
 
 MESSAGES: list[Any] = [{"role": "user", "content": "ab"}]
 CALLS: dict[str, Callable[..., Awaitable[Any]]] = {

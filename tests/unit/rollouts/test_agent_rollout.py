@@ -1,14 +1,12 @@
 """Rollouts whose turns an agent makes: what becomes of its calls, and of its failures. No sockets: it asks directly."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -113,7 +111,7 @@ class Engine:
             routed=np.full((len(request.prompt_ids) + 1, 1), len(request.prompt_ids), np.int8),
         )
 
-    def assign(self, sizes: list[int]) -> list[Engine]:
+    def assign(self, sizes: list[int]) -> list[Self]:
         return [self]
 
 
@@ -305,7 +303,7 @@ class Branching:
             token_ids=tokens, logprobs=-tokens / 8, text="x", stop_reason="stop", spans=[Span(0, count, version)]
         )
 
-    def assign(self, sizes: list[int]) -> list[Branching]:
+    def assign(self, sizes: list[int]) -> list[Self]:
         return [self]
 
 

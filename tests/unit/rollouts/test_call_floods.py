@@ -1,7 +1,5 @@
 """Calls that one rollout floods its worker with: bodies that never come, loops of calls, streams that are left."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json
@@ -20,9 +18,9 @@ from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.data.scores import ModelAccess
 from megatron_grpo.rollouts.conversation import OPEN_CALLS, Conversation
 from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
+from tests.support.asked_endpoint import SETTINGS, Engine, ask, head
+from tests.support.asked_endpoint import model as model  # a fixture
 from tests.support.direct_conversation import DirectConversation
-from tests.unit.rollouts.test_endpoint import SETTINGS, Engine, ask, head
-from tests.unit.rollouts.test_endpoint import model as model  # a fixture
 
 
 def test_bodies_that_never_come_are_bounded(model: str) -> None:

@@ -3,8 +3,6 @@
 Which types a field may have is read from the annotations of OpenAI's own client.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json
@@ -25,8 +23,8 @@ from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.rollouts.chat_protocol import CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS
 from megatron_grpo.rollouts.conversation import Conversation
 from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
-from tests.unit.rollouts.test_endpoint import SETTINGS, Engine
-from tests.unit.rollouts.test_endpoint import model as model  # a fixture
+from tests.support.asked_endpoint import SETTINGS, Engine
+from tests.support.asked_endpoint import model as model  # a fixture
 
 MESSAGES = [{"role": "user", "content": "a"}]
 PROTOCOLS: dict[str, tuple[frozenset[str], dict[str, Any], Any]] = {

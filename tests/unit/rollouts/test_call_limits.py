@@ -1,7 +1,5 @@
 """What one rollout sends holds up no other rollout of its worker: parsers, templates, sizes, calls and segments."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable

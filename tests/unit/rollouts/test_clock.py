@@ -1,7 +1,5 @@
 """Deadlines on a clock that stands still while engines sleep."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from typing import Any

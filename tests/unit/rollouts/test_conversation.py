@@ -1,7 +1,5 @@
 """An agent's calls as segments: every token as it was given or sampled, against an engine that writes a script."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any

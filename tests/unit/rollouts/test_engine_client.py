@@ -1,7 +1,5 @@
 """Which engine a group goes to, and how requests travel, with an engine that is an object of this process."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Calls to an environment's processes, with processes that are objects of this one: sharing out, loss and retry."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import re

@@ -1,7 +1,5 @@
 """How many rollouts may fail, and what is said when more do."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_grpo.config.errors import SamplingError

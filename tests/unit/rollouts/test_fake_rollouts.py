@@ -1,7 +1,5 @@
 """The fake that tests of steps sample with is called as the real rollout workers are."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """A response that breaks the code that reads it stays in the loss; a response that a server fails leaves it."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import re
@@ -9,7 +7,7 @@ import resource
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import numpy as np
@@ -70,7 +68,7 @@ class Engine:
     async def is_lost(self) -> bool:
         return False
 
-    def assign(self, sizes: list[int]) -> list[Engine]:
+    def assign(self, sizes: list[int]) -> list[Self]:
         return [self]
 
 

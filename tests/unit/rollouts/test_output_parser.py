@@ -1,7 +1,5 @@
 """Messages of responses by vLLM's own parsers."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

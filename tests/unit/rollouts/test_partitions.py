@@ -1,7 +1,5 @@
 """Flat arrays of partitions against slices of single sequences."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

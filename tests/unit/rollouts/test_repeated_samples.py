@@ -1,7 +1,5 @@
 """Samples of a prompt that are copies: told from answers that a policy is sure of, by the probabilities of both."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,13 +1,11 @@
 """Rollouts as coroutines, with an engine and an environment that are objects: turns, retries, deadlines."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import struct
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -89,7 +87,7 @@ class FakeEngine:
             routed=np.full((len(request.prompt_ids) + 1, 2), number, np.int8) if self.records else None,
         )
 
-    def assign(self, sizes: list[int]) -> list[FakeEngine]:
+    def assign(self, sizes: list[int]) -> list[Self]:
         self.load += sum(sizes)
         return [self]
 

@@ -1,7 +1,5 @@
 """What is written of a step's rollouts, as far as the step has got: advantages of responses, of tokens, or none yet."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

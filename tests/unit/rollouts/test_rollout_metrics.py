@@ -1,7 +1,5 @@
 """Metrics of outcomes against numpy and by hand; a trajectory survives JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 

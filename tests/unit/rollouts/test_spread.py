@@ -1,7 +1,5 @@
 """Rollout workers and environments are spread over the machines of a cluster: Ray would fill one after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

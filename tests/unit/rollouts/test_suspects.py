@@ -1,7 +1,5 @@
 """Suspect responses: short ones are found, those of chosen figures lose their reward, and nothing learns from them."""
 
-from __future__ import annotations
-
 from statistics import fmean, median
 from typing import Any
 

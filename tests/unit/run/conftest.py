@@ -1,7 +1,5 @@
 """Fixtures of the tests of what surrounds the steps."""
 
-from __future__ import annotations
-
 from tests.support.fake_rollouts import fake_ray
 
 __all__ = ["fake_ray"]

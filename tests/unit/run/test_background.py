@@ -1,7 +1,5 @@
 """Work beside the start of processes: errors that come soon come first, and nothing outlives the body."""
 
-from __future__ import annotations
-
 import threading
 import time
 from threading import Event

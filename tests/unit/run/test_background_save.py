@@ -1,7 +1,5 @@
 """Checkpoints beside training: when they become complete, and what a failed one leaves."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One checkpoint on disk: it verifies if nothing happened to it, and at every moment of a change to its state."""
 
-from __future__ import annotations
-
 import random
 import re
 import shutil

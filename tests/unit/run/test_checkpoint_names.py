@@ -1,7 +1,5 @@
 """checkpoints/best and latest stand for a checkpoint in every setting that takes one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

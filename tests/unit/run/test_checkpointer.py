@@ -1,7 +1,5 @@
 """Which checkpoint a run starts from, which it keeps, and when two runs would mix."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

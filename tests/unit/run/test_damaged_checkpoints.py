@@ -1,7 +1,5 @@
 """Starting where the newest checkpoint is incomplete or damaged: told, set aside, and on from the one before."""
 
-from __future__ import annotations
-
 import errno
 import re
 import shutil

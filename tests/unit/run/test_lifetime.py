@@ -1,7 +1,5 @@
 """summary.json is written however a run ends, and says why."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

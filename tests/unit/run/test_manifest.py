@@ -1,7 +1,5 @@
 """Digests of a checkpoint's files: whatever differs from what was written is named."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

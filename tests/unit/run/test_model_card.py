@@ -1,7 +1,5 @@
 """The card of an exported model, and the folder's way to the hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A checkpoint that a run begins from is exported once, within a deadline."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whose a run's folder is."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

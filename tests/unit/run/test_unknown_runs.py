@@ -1,7 +1,5 @@
 """Commands on the folder of somebody else's run start nothing that its configuration names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

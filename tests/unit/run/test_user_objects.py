@@ -1,7 +1,5 @@
 """Datasets of a script reach the run's folder only when the run may start; a refused start leaves nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

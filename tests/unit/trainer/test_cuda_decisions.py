@@ -44,11 +44,11 @@ SHAPE = parse_model_shape(SMALL)
 def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """The packages that are installed, which the test adds."""
     names: set[str] = set()
-    real = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     made_up = {"transformer_engine", "transformer_engine_torch", "fused_weight_gradient_mlp_cuda"}
 
     def find(name: str, *args: Any) -> Any:
-        return (object() if name in names else None) if name in made_up else real(name, *args)
+        return (object() if name in names else None) if name in made_up else find_spec(name, *args)
 
     monkeypatch.setattr("importlib.util.find_spec", find)
     layer_spec._has_transformer_engine.cache_clear()
@@ -84,8 +84,8 @@ def test_boundaries_that_are_one_tensor_stay_one_on_the_device() -> None:
     layout = lay_out([3, 5], rank=0, size=1)
     copy = build_packed_sequences(layout, transformer_engine=True, move=lambda array: torch.from_numpy(array).clone())
     assert copy.cu_seqlens_q.tolist() == [0, 3, 8]
-    for other in (copy.cu_seqlens_kv, copy.cu_seqlens_q_padded, copy.cu_seqlens_kv_padded):
-        assert other is copy.cu_seqlens_q
+    for boundaries in (copy.cu_seqlens_kv, copy.cu_seqlens_q_padded, copy.cu_seqlens_kv_padded):
+        assert boundaries is copy.cu_seqlens_q
 
 
 @pytest.mark.parametrize(("simulate", "fused"), [(False, True), (True, False)])
@@ -189,27 +189,27 @@ def test_keys_are_repeated_where_no_fused_kernel_takes_groups(
         )
         for platform in (CPU, CUDA)
     )
-    asked: set[tuple[int, int, bool]] = set()
+    head_counts: set[tuple[int, int, bool]] = set()
     query, key, value = (torch.randn(8, 1, heads, 8).to(dtype) for heads in (4, 2, 2))
     packed = build_packed_sequences(lay_out([4, 4]), transformer_engine=False, window=window)
     expected = on_cpu(query, key, value, None, packed_seq_params=packed)
     kernel = F.scaled_dot_product_attention
 
     def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        asked.add((key.shape[1], value.shape[1], options["enable_gqa"]))
+        head_counts.add((key.shape[1], value.shape[1], options["enable_gqa"]))
         return kernel(query, key, value, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
     torch.testing.assert_close(on_gpu(query, key, value, None, packed_seq_params=packed), expected)
-    assert asked == {(2, 2, True) if grouped else (4, 4, False)}
+    assert head_counts == {(2, 2, True) if grouped else (4, 4, False)}
 
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The environment of a process, which the test may change."""
-    made = {"PATH": os.environ["PATH"]}
-    monkeypatch.setattr(os, "environ", made)
-    return made
+    variables = {"PATH": os.environ["PATH"]}
+    monkeypatch.setattr(os, "environ", variables)
+    return variables
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -251,10 +251,10 @@ def test_a_deterministic_rank_asks_torch_cublas_and_nccl(
     deterministic: bool, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Before it makes the first communicator."""
-    asked: list[bool] = []
+    torch_flags: list[bool] = []
 
     def initialize(*_: Any, **__: Any) -> None:
-        asked.append(torch.are_deterministic_algorithms_enabled())
+        torch_flags.append(torch.are_deterministic_algorithms_enabled())
         raise KeyboardInterrupt
 
     monkeypatch.setattr("megatron_grpo.platform.device.detect_platform", lambda: CUDA)
@@ -270,9 +270,9 @@ def test_a_deterministic_rank_asks_torch_cublas_and_nccl(
             RankActor("policy rank 0", 0, 1).start(settings, ("here", 1))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert asked == [deterministic]
-    found = [environment.get(name) for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")]
-    assert found == ([":4096:8", "Ring"] if deterministic else [None, None])
+    assert torch_flags == [deterministic]
+    values = [environment.get(name) for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")]
+    assert values == ([":4096:8", "Ring"] if deterministic else [None, None])
 
 
 def test_calls_and_overridden_methods_fit_the_installed_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """A rank's process: threads, temporary files, remote calls, profile, sketches of tensors."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -28,7 +26,7 @@ from tests.support.programs import read_programs
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "on_machine", "shared", "asked", "expected"),
+    ("cores", "ranks", "on_machine", "shared", "configured_threads", "expected"),
     [
         (8, 2, None, False, None, 4),
         (8, 2, None, True, None, 2),
@@ -45,14 +43,14 @@ def test_ranks_share_the_cores_of_their_machine_with_engines_that_sample_meanwhi
     ranks: int,
     on_machine: int | None,
     shared: bool,
-    asked: int | None,
+    configured_threads: int | None,
     expected: int,
 ) -> None:
     threads: list[int] = []
 
     class Actor:
         @classmethod
-        def options(cls, **_: Any) -> type[Actor]:
+        def options(cls, **_: Any) -> "type[Actor]":
             return cls
 
         @classmethod
@@ -63,7 +61,9 @@ def test_ranks_share_the_cores_of_their_machine_with_engines_that_sample_meanwhi
     monkeypatch.setattr(model_ranks.ray, "remote", lambda _: Actor)
     shape: Any = None
     settings = RankSettings(
-        config=PolicyConfig(model=ModelConfig(path="none"), parallel=ParallelConfig(data=ranks), threads=asked),
+        config=PolicyConfig(
+            model=ModelConfig(path="none"), parallel=ParallelConfig(data=ranks), threads=configured_threads
+        ),
         shape=shape,
         folder="none",
         decay_steps=1,
@@ -156,16 +156,16 @@ def test_the_trace_has_the_operators_of_the_step(tmp_path: Path) -> None:
         assert any(event.get("name") == "[memory]" for event in events)
 
 
-def distance(one: torch.Tensor, other: torch.Tensor, name: str = "weight") -> float:
-    pairs = zip(sketch(one, name), sketch(other, name), strict=True)
+def distance(first: torch.Tensor, second: torch.Tensor, name: str = "weight") -> float:
+    pairs = zip(sketch(first, name), sketch(second, name), strict=True)
     return math.sqrt(sum((a - b) ** 2 for a, b in pairs))
 
 
 @pytest.mark.parametrize("shape", [(1,), (63,), (7, 65), (3, 5, 129)])
 def test_the_sketch_of_a_difference_is_the_difference_of_the_sketches(shape: tuple[int, ...]) -> None:
-    one, other = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
-    difference = [a - b for a, b in zip(sketch(one, "w"), sketch(other, "w"), strict=True)]
-    torch.testing.assert_close(torch.tensor(sketch(one - other, "w")), torch.tensor(difference))
+    first, second = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+    difference = [a - b for a, b in zip(sketch(first, "w"), sketch(second, "w"), strict=True)]
+    torch.testing.assert_close(torch.tensor(sketch(first - second, "w")), torch.tensor(difference))
 
 
 def test_one_changed_element_moves_the_sketch_by_exactly_its_change() -> None:
@@ -185,16 +185,16 @@ def test_distances_are_estimated_without_bias_and_within_the_stated_deviation() 
         tensor = torch.randn(64, SKETCH, generator=draw) * torch.tensor([10.0] + [0.1] * (SKETCH - 1))
         norm = float(tensor.double().norm())
         ratios.append(sum(value**2 for value in sketch(tensor, f"tensor {number}")) / norm**2)
-    found = torch.tensor(ratios)
-    assert float(found.mean()) == pytest.approx(1.0, abs=4 * math.sqrt(2 / SKETCH / len(found)))
-    assert float(found.std()) == pytest.approx(math.sqrt(2 / SKETCH), rel=0.25)
+    estimates = torch.tensor(ratios)
+    assert float(estimates.mean()) == pytest.approx(1.0, abs=4 * math.sqrt(2 / SKETCH / len(estimates)))
+    assert float(estimates.std()) == pytest.approx(math.sqrt(2 / SKETCH), rel=0.25)
 
 
 def test_a_tensor_sketched_in_pieces_has_the_same_sketch(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(1000)
-    whole = sketch(tensor, "w")
+    expected = sketch(tensor, "w")
     monkeypatch.setattr(step_record, "_PIECE", 2 * SKETCH)
-    torch.testing.assert_close(torch.tensor(sketch(tensor, "w")), torch.tensor(whole))
+    torch.testing.assert_close(torch.tensor(sketch(tensor, "w")), torch.tensor(expected))
 
 
 @pytest.mark.parametrize("width", [1, 5, 64, 65, 300])

@@ -27,20 +27,22 @@ LENGTHS = [3, 5, 1]
 
 def test_padding_belongs_to_no_sequence() -> None:
     layout = lay_out(LENGTHS, tensor_multiple=4)
-    found = build_membership(layout, layout.source)
-    assert found.sequence.tolist() == [0] * 3 + [1] * 5 + [2] + [3] * (layout.local_tokens - 9)
-    assert found.weight.tolist() == pytest.approx([1 / 3] * 3 + [1 / 5] * 5 + [1.0] + [0.0] * (layout.local_tokens - 9))
+    membership = build_membership(layout, layout.source)
+    assert membership.sequence.tolist() == [0] * 3 + [1] * 5 + [2] + [3] * (layout.local_tokens - 9)
+    assert membership.weight.tolist() == pytest.approx(
+        [1 / 3] * 3 + [1 / 5] * 5 + [1.0] + [0.0] * (layout.local_tokens - 9)
+    )
     assert not build_membership(layout, select_source(layout, part=0, parts=1, is_dummy=True)).weight.any()
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_share_sequences_hold_every_token_once(size: int) -> None:
     by_rank = [lay_out(LENGTHS, rank=rank, size=size, tensor_multiple=2) for rank in range(size)]
-    held = [(one, select_source(one, part=part, parts=2)) for one in by_rank for part in range(2)]
-    parts = [build_membership(one, source) for one, source in held]
+    layout_sources = [(layout, select_source(layout, part=part, parts=2)) for layout in by_rank for part in range(2)]
+    memberships = [build_membership(layout, source) for layout, source in layout_sources]
     weights = np.zeros(len(LENGTHS))
-    for one in parts:
-        for sequence, weight in zip(one.sequence.tolist(), one.weight.tolist(), strict=True):
+    for membership in memberships:
+        for sequence, weight in zip(membership.sequence.tolist(), membership.weight.tolist(), strict=True):
             if weight:
                 weights[sequence] += weight
     assert weights == pytest.approx(np.ones(len(LENGTHS)))
@@ -117,17 +119,17 @@ def own_choice(kind: dict[str, Any]) -> Tensor:
     return chosen.nonzero()[:, 1].view(4, TOP_K)
 
 
-def weights_of(base_overrides: Tensor, experts: Tensor, kind: dict[str, Any]) -> Tensor:
+def weights_of(scores: Tensor, experts: Tensor, kind: dict[str, Any]) -> Tensor:
     """[tokens, EXPERTS]: what chosen experts, [tokens, TOP_K], weigh, by the formulas; a bias only chooses."""
     if kind.get("moe_router_score_function") == "sigmoid":
-        chosen = base_overrides.sigmoid().gather(1, experts)
+        chosen = scores.sigmoid().gather(1, experts)
         chosen = chosen / chosen.sum(dim=1, keepdim=True) * kind.get("moe_router_topk_scaling_factor", 1.0)
     elif kind.get("moe_router_pre_softmax"):
-        chosen = (base_overrides.exp() / base_overrides.exp().sum(dim=1, keepdim=True)).gather(1, experts)
+        chosen = (scores.exp() / scores.exp().sum(dim=1, keepdim=True)).gather(1, experts)
     else:
-        chosen = base_overrides.gather(1, experts).exp()
+        chosen = scores.gather(1, experts).exp()
         chosen = chosen / chosen.sum(dim=1, keepdim=True)
-    return torch.zeros_like(base_overrides).scatter(1, experts, chosen)
+    return torch.zeros_like(scores).scatter(1, experts, chosen)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

@@ -90,10 +90,10 @@ def test_an_export_ends_where_its_turns_end(
 ) -> None:
     """As transformers' generation reads the folder."""
     source, output = make_source(tmp_path / "source", template, ends), tmp_path / "export"
-    found = find_end_tokens(source, run_template)
-    write_hf_folder([("a", torch.zeros(2))], source, output, chat_template=run_template, end_tokens=found)
+    end_tokens = find_end_tokens(source, run_template)
+    write_hf_folder([("a", torch.zeros(2))], source, output, chat_template=run_template, end_tokens=end_tokens)
     if expected is None:
-        assert found is None
+        assert end_tokens is None
         original, exported = (folder / "generation_config.json" for folder in (source, output))
         assert original.read_text() == exported.read_text()
         return
@@ -109,13 +109,13 @@ def test_a_folder_without_a_tokenizer_keeps_its_end_tokens(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (1, 3, 4), (3, 1, 2, 2)])
 def test_boxes_hold_the_range_in_its_order(shape: tuple[int, ...]) -> None:
-    whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    for start in range(whole.numel() + 1):
-        for stop in range(start, whole.numel() + 1):
-            found = list(split_into_boxes(shape, start, stop))
+    tensor = torch.arange(torch.Size(shape).numel()).view(shape)
+    for start in range(tensor.numel() + 1):
+        for stop in range(start, tensor.numel() + 1):
+            boxes = list(split_into_boxes(shape, start, stop))
             cut = [
-                whole[tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))].reshape(-1)
-                for offset, size in found
+                tensor[tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))].reshape(-1)
+                for offset, size in boxes
             ]
-            assert torch.cat([whole[:0].reshape(-1)[:0], *cut]).tolist() == list(range(start, stop))
-            assert len(found) <= 2 * len(shape) - 1
+            assert torch.cat([tensor[:0].reshape(-1)[:0], *cut]).tolist() == list(range(start, stop))
+            assert len(boxes) <= 2 * len(shape) - 1

@@ -37,37 +37,37 @@ def side(record: RecordedStep, **changes: Any) -> Replayed:
     ]
     tensors = [TensorFigure(kind, 0, name, 1.0, [1.0]) for kind in ("weight", "gradient", "update") for name in names]
     hidden = {point: torch.ones(tokens, 4) for point in points}
-    given = {
+    fields = {
         "logprobs": -torch.ones(tokens),
         "result": TrainResult(0.5, 2.0, 0.1),
         "tensors": tensors,
         "hidden": hidden,
         "captured": np.arange(tokens),
     }
-    return Replayed(**{**given, **changes})
+    return Replayed(**{**fields, **changes})
 
 
-def apart(record: RecordedStep, other: Replayed) -> dict[str, Difference]:
-    found = compare(("other", "one"), record, (other, side(record)), LIMITS)
-    return {one.quantity: one for one in found.differences}
+def apart(record: RecordedStep, replayed: Replayed) -> dict[str, Difference]:
+    comparison = compare(("other", "one"), record, (replayed, side(record)), LIMITS)
+    return {difference.quantity: difference for difference in comparison.differences}
 
 
-def moved(record: RecordedStep, kind: str, *names: str, by: float) -> Replayed:
+def move_tensors(record: RecordedStep, kind: str, *names: str, by: float) -> Replayed:
     """Tensors of a kind whose names contain one of these, moved by a share of their norm."""
 
-    def change(one: TensorFigure) -> TensorFigure:
-        hit = one.kind == kind and any(name in one.name for name in names)
-        return TensorFigure(one.kind, 0, one.name, 1.0, [1.0 + by]) if hit else one
+    def change(figure: TensorFigure) -> TensorFigure:
+        hit = figure.kind == kind and any(name in figure.name for name in names)
+        return TensorFigure(figure.kind, 0, figure.name, 1.0, [1.0 + by]) if hit else figure
 
-    return side(record, tensors=[change(one) for one in side(record).tensors])
+    return side(record, tensors=[change(figure) for figure in side(record).tensors])
 
 
 def test_equal_sides_agree_in_everything(record: RecordedStep) -> None:
-    found = compare(("a", "b"), record, (side(record), side(record)), LIMITS)
-    assert found.agrees
-    assert found.first_difference is None
-    assert [one.quantity for one in found.differences] == list(LIMITS), "in the order of computation"
-    assert {one.difference for one in found.differences} == {0.0}
+    comparison = compare(("a", "b"), record, (side(record), side(record)), LIMITS)
+    assert comparison.agrees
+    assert comparison.first_difference is None
+    assert [difference.quantity for difference in comparison.differences] == list(LIMITS), "in the order of computation"
+    assert {difference.difference for difference in comparison.differences} == {0.0}
 
 
 def test_a_token_that_a_filter_removes_on_one_side_is_no_difference(record: RecordedStep) -> None:
@@ -81,8 +81,8 @@ def test_a_token_that_a_filter_removes_on_one_side_is_no_difference(record: Reco
 
 
 def test_what_only_one_side_knows_is_not_compared(record: RecordedStep) -> None:
-    found = apart(record, side(record, logprobs=None, tensors=[], hidden={}))
-    assert list(found) == ["loss", "gradient norm"]
+    differences = apart(record, side(record, logprobs=None, tensors=[], hidden={}))
+    assert list(differences) == ["loss", "gradient norm"]
     assert not apart(record, side(record, logprobs=None, tensors=[], hidden={}, result=None))
 
 
@@ -92,10 +92,10 @@ def test_the_first_point_in_the_order_of_computation_is_named_with_its_first_tok
     hidden["layers.1.mlp"][first + 2, 1] += 1e-2  # the third token of the second sequence
     hidden["layers.1.mlp"][first + 3, 1] += 5.0
     hidden["layers.1"][0] += 9.0
-    found = apart(record, side(record, hidden=hidden))["hidden states"]
-    assert (found.tensor, found.layer, found.sequence, found.token) == ("layers.1.mlp", 1, 1, 2)
-    assert found.token_id == record.trajectories[1].token_ids[2]
-    assert found.difference == pytest.approx(2.5, rel=1e-3), (
+    difference = apart(record, side(record, hidden=hidden))["hidden states"]
+    assert (difference.tensor, difference.layer, difference.sequence, difference.token) == ("layers.1.mlp", 1, 1, 2)
+    assert difference.token_id == record.trajectories[1].token_ids[2]
+    assert difference.difference == pytest.approx(2.5, rel=1e-3), (
         "the largest of the point, relative to the token's norm of 2"
     )
 
@@ -103,11 +103,15 @@ def test_the_first_point_in_the_order_of_computation_is_named_with_its_first_tok
 def test_only_tokens_that_both_sides_captured_are_compared_and_nan_is_a_difference(record: RecordedStep) -> None:
     hidden = {"norm": torch.ones(5, 4)}
     part = side(record, hidden=hidden, captured=np.arange(5))
-    whole = side(record)
-    whole.hidden["norm"][5:] = 9.0
-    assert compare(("a", "b"), record, (part, whole), LIMITS).agrees
+    full_side = side(record)
+    full_side.hidden["norm"][5:] = 9.0
+    assert compare(("a", "b"), record, (part, full_side), LIMITS).agrees
     hidden["norm"][2, 3] = math.nan
-    (broken,) = [one for one in compare(("a", "b"), record, (part, whole), LIMITS).differences if not one.agrees]
+    (broken,) = [
+        difference
+        for difference in compare(("a", "b"), record, (part, full_side), LIMITS).differences
+        if not difference.agrees
+    ]
     assert (broken.quantity, broken.token) == ("hidden states", 2)
 
 
@@ -115,18 +119,22 @@ def test_only_tokens_that_both_sides_captured_are_compared_and_nan_is_a_differen
 def test_hidden_states_of_tokens_that_predict_nothing_are_left_out(record: RecordedStep, precision: str) -> None:
     """The last sampled token of a sequence, and an environment's words behind it."""
     limits = TOLERANCES[precision]
-    long = [number for number, one in enumerate(record.trajectories) if one.spans[-1].end - one.spans[-1].start > 2]
-    others = list(record.trajectories)
+    long = [
+        number
+        for number, trajectory in enumerate(record.trajectories)
+        if trajectory.spans[-1].end - trajectory.spans[-1].start > 2
+    ]
+    trajectories = list(record.trajectories)
     for number in long:
-        one, last_span = others[number], others[number].spans[-1]
-        spans = [*one.spans[:-1], last_span._replace(end=last_span.end - 2)]
-        others[number] = replace(one, spans=spans, logprobs=one.logprobs[:-2])
+        trajectory, last_span = trajectories[number], trajectories[number].spans[-1]
+        spans = [*trajectory.spans[:-1], last_span._replace(end=last_span.end - 2)]
+        trajectories[number] = replace(trajectory, spans=spans, logprobs=trajectory.logprobs[:-2])
     ends = np.cumsum(record.lengths)
     last = side(record)
     for states in last.hidden.values():
         states[ends - 1] += 5.0
     assert compare(("a", "b"), record, (last, side(record)), limits).agrees
-    observed = replace(record, trajectories=others)
+    observed = replace(record, trajectories=trajectories)
     for states in last.hidden.values():
         states[ends[long] - 2] += 5.0
         states[ends[long] - 3] += 5.0
@@ -152,8 +160,8 @@ def test_a_few_stray_tokens_are_rounding_in_bfloat16_but_not_in_float32(record: 
         hidden = side(record).hidden
         for count, error in errors:
             hidden["layers.1.mlp"][tokens[:count]] = 1.0 + error
-        found = compare(("a", "b"), record, (side(record, hidden=hidden), single), half).differences
-        return next(one for one in found if one.quantity == "hidden states")
+        differences = compare(("a", "b"), record, (side(record, hidden=hidden), single), half).differences
+        return next(difference for difference in differences if difference.quantity == "hidden states")
 
     assert with_errors((1, 0.15)).agrees
     assert with_errors((len(tokens) // 3, 0.09), (2, 0.15)).agrees
@@ -181,8 +189,8 @@ def test_a_tie_of_experts_is_rounding_and_a_router_that_differs_is_not(record: R
 
     half = TOLERANCES["bfloat16"]
     assert compare(("a", "b"), record, (routed(3), routed(0)), half).agrees
-    place = compare(("a", "b"), record, (routed(len(tokens) // 4), routed(0)), half).first_difference
-    assert (place["layer"], place["point"]) == (1, "layers.1.mlp.router")
+    first_difference = compare(("a", "b"), record, (routed(len(tokens) // 4), routed(0)), half).first_difference
+    assert (first_difference["layer"], first_difference["point"]) == (1, "layers.1.mlp.router")
     assert not compare(("a", "b"), record, (routed(3), routed(0)), LIMITS).agrees, "float32 has no such ties"
 
 
@@ -195,16 +203,18 @@ def test_gradients_of_experts_are_compared_layer_by_layer_in_bfloat16(record: Re
         gradients = [TensorFigure("gradient", 0, name, 1.0, [value]) for name, value in zip(names, values, strict=True)]
         return side(record, tensors=gradients)
 
-    def found(limits: Any, **moved: float) -> Difference:
+    def find_difference(limits: Any, **moved: float) -> Difference:
         compared = compare(("a", "b"), record, (with_gradients(**moved), with_gradients()), limits)
-        return next(one for one in compared.differences if one.quantity == "gradients")
+        return next(difference for difference in compared.differences if difference.quantity == "gradients")
 
     half = TOLERANCES["bfloat16"]
-    assert found(half, layers_1_mlp_experts_5=0.9).agrees, "an expert with few tokens, of which some went elsewhere"
-    whole = found(half, layers_1_mlp_experts=0.5, experts_5=0.2)
-    assert (whole.agrees, whole.tensor) == (False, names[13])
-    assert not found(half, norm=0.5).agrees
-    assert not found(LIMITS, layers_1_mlp_experts_5=0.01).agrees
+    assert find_difference(half, layers_1_mlp_experts_5=0.9).agrees, (
+        "an expert with few tokens, of which some went elsewhere"
+    )
+    layer_difference = find_difference(half, layers_1_mlp_experts=0.5, experts_5=0.2)
+    assert (layer_difference.agrees, layer_difference.tensor) == (False, names[13])
+    assert not find_difference(half, norm=0.5).agrees
+    assert not find_difference(LIMITS, layers_1_mlp_experts_5=0.01).agrees
 
 
 def test_recorded_sketches_name_point_and_token(record: RecordedStep) -> None:
@@ -228,54 +238,69 @@ def test_recorded_sketches_name_point_and_token(record: RecordedStep) -> None:
     again["layers.0.mlp"][watched[2]] *= 1.01
     again["layers.0"][watched[1]] *= 1.01
     compared = compare(("a", "b"), record, (side(record, hidden=again), of_run), LIMITS)
-    found = next(one for one in compared.differences if one.quantity == "hidden states")
+    hidden_difference = next(
+        difference for difference in compared.differences if difference.quantity == "hidden states"
+    )
     sequence = int(np.searchsorted(np.cumsum(record.lengths), watched[2], side="right"))
-    assert (found.tensor, found.layer, found.sequence) == ("layers.0.mlp", 0, sequence)
-    assert found.token == watched[2] - int(record.lengths[:sequence].sum())
-    assert found.difference == pytest.approx(0.01, rel=0.4), "an estimate"
+    assert (hidden_difference.tensor, hidden_difference.layer, hidden_difference.sequence) == (
+        "layers.0.mlp",
+        0,
+        sequence,
+    )
+    assert hidden_difference.token == watched[2] - int(record.lengths[:sequence].sum())
+    assert hidden_difference.difference == pytest.approx(0.01, rel=0.4), "an estimate"
 
 
 def test_weights_are_named_forwards_and_gradients_backwards(record: RecordedStep) -> None:
     names = ("layers.1.", "layers.10.", "layers.0.")
-    weights = apart(record, moved(record, "weight", *names, by=1e-3))["weights"]
+    weights = apart(record, move_tensors(record, "weight", *names, by=1e-3))["weights"]
     assert (weights.layer, weights.agrees) == (0, False)
-    gradients = apart(record, moved(record, "gradient", *names, by=1e-2))["gradients"]
+    gradients = apart(record, move_tensors(record, "gradient", *names, by=1e-2))["gradients"]
     assert (gradients.layer, gradients.difference) == (10, pytest.approx(1e-2))
-    head = apart(record, moved(record, "gradient", "lm_head", "embed", by=1e-2))["gradients"]
+    head = apart(record, move_tensors(record, "gradient", "lm_head", "embed", by=1e-2))["gradients"]
     assert (head.tensor, head.layer) == ("lm_head.weight", None)
 
 
 def test_a_tensor_that_is_rounding_alone_is_measured_against_all(record: RecordedStep) -> None:
     """The gradient of a bias of keys is zero but for rounding."""
     noise = [TensorFigure("gradient", 0, "model.layers.0.self_attn.k_proj.bias", 1e-7, [1e-7])]
-    other = [TensorFigure("gradient", 0, "model.layers.0.self_attn.k_proj.bias", 1e-7, [-1e-7])]
-    one = side(record, tensors=[*side(record).tensors, *noise])
-    two = side(record, tensors=[*side(record).tensors, *other])
-    assert compare(("a", "b"), record, (one, two), LIMITS).agrees
+    opposite_noise = [TensorFigure("gradient", 0, "model.layers.0.self_attn.k_proj.bias", 1e-7, [-1e-7])]
+    first = side(record, tensors=[*side(record).tensors, *noise])
+    second = side(record, tensors=[*side(record).tensors, *opposite_noise])
+    assert compare(("a", "b"), record, (first, second), LIMITS).agrees
 
 
 def test_a_tensor_that_one_side_lacks_differs(record: RecordedStep) -> None:
-    lacking = side(record, tensors=[one for one in side(record).tensors if "layers.1." not in one.name])
-    found = apart(record, lacking)
-    assert (found["weights"].tensor, found["weights"].difference) == ("model.layers.1.mlp.up_proj.weight", math.inf)
+    lacking = side(record, tensors=[tensor for tensor in side(record).tensors if "layers.1." not in tensor.name])
+    differences = apart(record, lacking)
+    assert (differences["weights"].tensor, differences["weights"].difference) == (
+        "model.layers.1.mlp.up_proj.weight",
+        math.inf,
+    )
 
 
 def test_the_update_is_compared_as_a_whole(record: RecordedStep) -> None:
-    found = apart(record, moved(record, "update", "layers.1.", by=0.04))["update"]
-    assert found.difference == pytest.approx(0.04 / math.sqrt(5))
-    assert (found.tensor, found.agrees) == ("model.layers.1.mlp.up_proj.weight", True)
-    assert not apart(record, moved(record, "update", "layers.1.", by=0.06))["update"].agrees
+    difference = apart(record, move_tensors(record, "update", "layers.1.", by=0.04))["update"]
+    assert difference.difference == pytest.approx(0.04 / math.sqrt(5))
+    assert (difference.tensor, difference.agrees) == ("model.layers.1.mlp.up_proj.weight", True)
+    assert not apart(record, move_tensors(record, "update", "layers.1.", by=0.06))["update"].agrees
 
 
 def test_log_probabilities_and_numbers_of_the_step(record: RecordedStep) -> None:
     logprobs = side(record).logprobs
     logprobs[int(record.lengths[0]) + 5] += 1e-3
-    found = apart(record, side(record, logprobs=logprobs, result=TrainResult(0.5 + 1e-4, 2.0 + 1e-3, 0.1)))
-    assert (found["log-probabilities"].sequence, found["log-probabilities"].token) == (1, 5)
-    assert found["loss"].difference == pytest.approx(1e-4), "absolute below 1"
-    assert found["gradient norm"].difference == pytest.approx(5e-4)
-    place = compare(("a", "b"), record, (side(record, logprobs=logprobs), side(record)), LIMITS).first_difference
-    assert (place["quantity"], place["sequence"], place["token"]) == ("log-probabilities", 1, 5)
+    differences = apart(record, side(record, logprobs=logprobs, result=TrainResult(0.5 + 1e-4, 2.0 + 1e-3, 0.1)))
+    assert (differences["log-probabilities"].sequence, differences["log-probabilities"].token) == (1, 5)
+    assert differences["loss"].difference == pytest.approx(1e-4), "absolute below 1"
+    assert differences["gradient norm"].difference == pytest.approx(5e-4)
+    first_difference = compare(
+        ("a", "b"), record, (side(record, logprobs=logprobs), side(record)), LIMITS
+    ).first_difference
+    assert (first_difference["quantity"], first_difference["sequence"], first_difference["token"]) == (
+        "log-probabilities",
+        1,
+        5,
+    )
 
 
 def test_the_coarser_precision_decides() -> None:
@@ -290,9 +315,9 @@ def test_values_of_sampled_tokens_come_to_their_places(record: RecordedStep, tmp
     tokens = record.join_tokens()
     assert tokens.lengths == record.lengths.tolist()
     rows = zip(tokens.fields.sampled.split(tokens.lengths), record.trajectories, strict=True)  # type: ignore[union-attr]
-    for sampled, one in rows:
-        places = [place for span in one.spans for place in range(span.start, span.end)]
-        assert torch.nonzero(sampled)[:, 0].tolist() == places
+    for sampled, trajectory in rows:
+        positions = [position for span in trajectory.spans for position in range(span.start, span.end)]
+        assert torch.nonzero(sampled)[:, 0].tolist() == positions
     generation = tokens.fields.generation_logprobs
     first = record.trajectories[0]
     assert generation[first.spans[0].start : first.spans[0].end].tolist() == first.logprobs.tolist()

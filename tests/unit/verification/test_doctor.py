@@ -21,7 +21,7 @@ from megatron_grpo.verification.doctor.examination import examine_run
 from megatron_grpo.verification.doctor.prompts import TEMPLATES
 from megatron_grpo.verification.doctor.suspects.weights import pursue
 from tests.support.rare import rare
-from tests.support.recorded_runs import EOS, RecordedRun, edited_copy, make_run, sampled
+from tests.support.recorded_runs import EOS, RecordedRun, edited_copy, make_run, sample_rollouts
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -51,7 +51,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     return run
 
 
-def examined(run: RecordedRun, scratch: Path, step: int | None = None) -> Diagnosis:
+def examine_copy(run: RecordedRun, scratch: Path, step: int | None = None) -> Diagnosis:
     scratch.mkdir()
     return examine_run(run.run_dir, run.config, run.versions[0], scratch, step=step)
 
@@ -68,8 +68,8 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def test_a_healthy_run_has_nothing(dense: RecordedRun, tmp_path: Path) -> None:
-    dense.write(3, sampled(dense.versions[2], dense.prompts(), version=2))
-    diagnosis = examined(dense, tmp_path / "scratch")
+    dense.write(3, sample_rollouts(dense.versions[2], dense.prompts(), version=2))
+    diagnosis = examine_copy(dense, tmp_path / "scratch")
     assert diagnosis.findings == []
     assert (diagnosis.step, diagnosis.version) == (3, 2)
     assert diagnosis.gap.worst < 1e-4
@@ -83,25 +83,25 @@ def test_a_healthy_run_has_nothing(dense: RecordedRun, tmp_path: Path) -> None:
 def test_a_stale_tensor_is_named(dense: RecordedRun, tmp_path: Path, name: str) -> None:
     old = tensors(dense.versions[1])[name]
     engine = edited_copy(dense.versions[2], tmp_path / "engine", lambda now: now | {name: old})
-    dense.write(3, sampled(engine, dense.prompts(), version=2))
-    diagnosis = examined(dense, tmp_path / "scratch")
+    dense.write(3, sample_rollouts(engine, dense.prompts(), version=2))
+    diagnosis = examine_copy(dense, tmp_path / "scratch")
     assert only(diagnosis) == ("weights", "stale_tensor")
     assert f"kept {name} of version 1" in diagnosis.findings[0].text
 
 
 @pytest.mark.slow
 def test_an_engine_that_is_a_version_behind_is_named(dense: RecordedRun, tmp_path: Path) -> None:
-    dense.write(3, sampled(dense.versions[1], dense.prompts(), version=2))
-    diagnosis = examined(dense, tmp_path / "scratch")
+    dense.write(3, sample_rollouts(dense.versions[1], dense.prompts(), version=2))
+    diagnosis = examine_copy(dense, tmp_path / "scratch")
     assert only(diagnosis) == ("staleness", "version_behind")
     assert "version 1, 1 version behind" in diagnosis.findings[0].text
 
 
 @pytest.mark.slow
 def test_one_of_two_engines_that_is_a_version_behind_is_named(dense: RecordedRun, tmp_path: Path) -> None:
-    behind, right = (sampled(dense.versions[number], dense.prompts(), version=2) for number in (1, 2))
+    behind, right = (sample_rollouts(dense.versions[number], dense.prompts(), version=2) for number in (1, 2))
     dense.write(3, [*behind[:4], *right[4:]])
-    diagnosis = examined(dense, tmp_path / "scratch")
+    diagnosis = examine_copy(dense, tmp_path / "scratch")
     assert only(diagnosis) == ("staleness", "version_behind")
     assert diagnosis.findings[0].text.endswith("(in 4 of 8 rollouts)")
 
@@ -114,8 +114,8 @@ def test_swapped_gate_and_up_are_named(dense: RecordedRun, tmp_path: Path, layer
         gates = {f"{prefix}gate_proj.weight": now[f"{prefix}up_proj.weight"] for prefix in prefixes}
         return now | gates | {f"{prefix}up_proj.weight": now[f"{prefix}gate_proj.weight"] for prefix in prefixes}
 
-    dense.write(1, sampled(edited_copy(dense.versions[0], tmp_path / "engine", swap), dense.prompts()))
-    diagnosis = examined(dense, tmp_path / "scratch", step=1)
+    dense.write(1, sample_rollouts(edited_copy(dense.versions[0], tmp_path / "engine", swap), dense.prompts()))
+    diagnosis = examine_copy(dense, tmp_path / "scratch", step=1)
     assert only(diagnosis) == ("weights", "gate_up_swapped")
     assert diagnosis.findings[0].text.endswith("layer 2" if layers == [2] else "every layer")
 
@@ -124,11 +124,11 @@ def test_swapped_gate_and_up_are_named(dense: RecordedRun, tmp_path: Path, layer
 def test_a_missing_temperature_is_named(dense: RecordedRun, tmp_path: Path, side: str) -> None:
     config = replace(dense.config, generation=replace(dense.config.generation, temperature=0.7))
     run = replace(dense, config=config)
-    right = sampled(run.versions[0], run.prompts(), temperature=0.7)
-    wrong = sampled(run.versions[0], run.prompts(), temperature=0.7, reported=1.0)
+    right = sample_rollouts(run.versions[0], run.prompts(), temperature=0.7)
+    wrong = sample_rollouts(run.versions[0], run.prompts(), temperature=0.7, reported=1.0)
     trained = [{"prev_logprobs": trajectory.logprobs} for trajectory in (right if side == "engine" else wrong)]
     run.write(1, wrong if side == "engine" else right, trained)
-    diagnosis = examined(run, tmp_path / "scratch", step=1)
+    diagnosis = examine_copy(run, tmp_path / "scratch", step=1)
     assert only(diagnosis) == ("sampling", "temperature")
     assert diagnosis.findings[0].text.startswith(f"the {side} does not divide logits by generation.temperature=0.7")
 
@@ -146,18 +146,18 @@ def test_a_stop_token_that_was_not_sampled_is_named(dense: RecordedRun, tmp_path
             trajectory, token_ids=ids, logprobs=logprobs, spans=[Span(start, end + 1, version)], stop_reason="stop"
         )
 
-    rollouts = sampled(dense.versions[0], dense.prompts())
+    rollouts = sample_rollouts(dense.versions[0], dense.prompts())
     assert any(trajectory.token_ids[-1] != EOS for trajectory in rollouts)
     dense.write(1, [with_stop(trajectory) for trajectory in rollouts])
-    diagnosis = examined(dense, tmp_path / "scratch", step=1)
+    diagnosis = examine_copy(dense, tmp_path / "scratch", step=1)
     assert only(diagnosis) == ("tokens", "stop_token")
 
 
 def test_tokens_behind_a_stop_token_are_found(dense: RecordedRun, tmp_path: Path) -> None:
-    rollouts = sampled(dense.versions[0], dense.prompts())
+    rollouts = sample_rollouts(dense.versions[0], dense.prompts())
     rollouts[0].token_ids[rollouts[0].spans[0].start + 1] = EOS
     dense.write(1, rollouts)
-    diagnosis = examined(dense, tmp_path / "scratch", step=1)
+    diagnosis = examine_copy(dense, tmp_path / "scratch", step=1)
     assert any(finding.name == "stop_token" and "behind a stop token" in finding.text for finding in diagnosis.findings)
 
 
@@ -168,8 +168,8 @@ def test_a_template_of_which_the_engine_alone_knew_is_named(dense: RecordedRun, 
     template = tmp_path / "chatml.jinja"
     template.write_text(TEMPLATES["ChatML"])
     other_config = replace(dense.config, data=replace(dense.config.data, chat_template=str(template)))
-    dense.write(1, sampled(dense.versions[0], dense.prompts(other_config), recorded=dense.prompts()))
-    diagnosis = examined(dense, tmp_path / "scratch", step=1)
+    dense.write(1, sample_rollouts(dense.versions[0], dense.prompts(other_config), recorded=dense.prompts()))
+    diagnosis = examine_copy(dense, tmp_path / "scratch", step=1)
     assert only(diagnosis) == ("tokens", "wrong_template")
     assert CHATML in diagnosis.findings[0].text
 
@@ -177,8 +177,8 @@ def test_a_template_of_which_the_engine_alone_knew_is_named(dense: RecordedRun, 
 @pytest.mark.slow
 def test_recorded_prompts_of_another_template_are_named(dense: RecordedRun, tmp_path: Path) -> None:
     plain = replace(dense.config, data=replace(dense.config.data, apply_chat_template=False))
-    dense.write(1, sampled(dense.versions[0], dense.prompts(plain)))
-    diagnosis = examined(dense, tmp_path / "scratch", step=1)
+    dense.write(1, sample_rollouts(dense.versions[0], dense.prompts(plain)))
+    diagnosis = examine_copy(dense, tmp_path / "scratch", step=1)
     assert only(diagnosis) == ("tokens", "wrong_template")
     assert "plain text" in diagnosis.findings[0].text
     assert diagnosis.findings[0].key == "data.apply_chat_template"
@@ -189,10 +189,10 @@ def _round_routers(model: Any) -> None:
     for layer in model.model.layers:
         gate = getattr(layer.mlp, "gate", None)
         if gate is not None:
-            gate.forward = _rounded(gate)
+            gate.forward = _round_gate(gate)
 
 
-def _rounded(gate: Any) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+def _round_gate(gate: Any) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
     def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         flat = hidden.reshape(-1, hidden.shape[-1]).bfloat16()
         logits = torch.nn.functional.linear(flat, gate.weight.bfloat16()).float()
@@ -204,8 +204,8 @@ def _rounded(gate: Any) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
 
 @pytest.mark.slow
 def test_a_router_in_bfloat16_is_named(experts: RecordedRun, tmp_path: Path) -> None:
-    experts.write(1, sampled(experts.versions[0], experts.prompts(), prepare=_round_routers))
-    diagnosis = examined(experts, tmp_path / "scratch", step=1)
+    experts.write(1, sample_rollouts(experts.versions[0], experts.prompts(), prepare=_round_routers))
+    diagnosis = examine_copy(experts, tmp_path / "scratch", step=1)
     assert only(diagnosis) == ("routing", "router_precision")
 
 
@@ -214,15 +214,15 @@ def test_a_stale_matrix_of_one_expert_is_named(experts: RecordedRun, tmp_path: P
     name = "model.layers.2.mlp.experts.3.down_proj.weight"
     old = tensors(experts.versions[0])[name]
     engine = edited_copy(experts.versions[1], tmp_path / "engine", lambda now: now | {name: old})
-    experts.write(2, sampled(engine, experts.prompts(), version=1))
-    diagnosis = examined(experts, tmp_path / "scratch", step=2)
+    experts.write(2, sample_rollouts(engine, experts.prompts(), version=1))
+    diagnosis = examine_copy(experts, tmp_path / "scratch", step=2)
     assert only(diagnosis) == ("weights", "stale_tensor")
     assert f"kept {name} of version 0" in diagnosis.findings[0].text
 
 
 def test_a_healthy_mixture_of_experts_has_nothing(experts: RecordedRun, tmp_path: Path) -> None:
-    experts.write(2, sampled(experts.versions[1], experts.prompts(), version=1))
-    assert examined(experts, tmp_path / "scratch", step=2).findings == []
+    experts.write(2, sample_rollouts(experts.versions[1], experts.prompts(), version=1))
+    assert examine_copy(experts, tmp_path / "scratch", step=2).findings == []
 
 
 @pytest.mark.slow
@@ -231,19 +231,19 @@ def test_rotary_embeddings_without_their_scaling_are_named(tmp_path: Path, rope:
     run = make_run(tmp_path, "llama", rope_parameters=rope)
     plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     other_run = make_run(tmp_path / "engine", "llama", rope_parameters=plain)  # the same seed, so the same weights
-    run.write(1, sampled(other_run.versions[0], run.prompts()))
-    diagnosis = examined(run, tmp_path / "scratch", step=1)
+    run.write(1, sample_rollouts(other_run.versions[0], run.prompts()))
+    diagnosis = examine_copy(run, tmp_path / "scratch", step=1)
     assert only(diagnosis) == ("layer", "rope_scaling")
     assert "without its scaling (rope_type=llama3" in diagnosis.findings[0].text
-    run.write(1, sampled(run.versions[0], run.prompts()))
-    assert examined(run, tmp_path / "healthy", step=1).findings == []
+    run.write(1, sample_rollouts(run.versions[0], run.prompts()))
+    assert examine_copy(run, tmp_path / "healthy", step=1).findings == []
 
 
 @pytest.mark.slow
 def test_rounding_to_bfloat16_is_no_finding(tmp_path: Path) -> None:
     run = make_run(tmp_path, "qwen2", "policy.precision=bfloat16")
-    run.write(1, sampled(run.versions[0], run.prompts(), dtype=torch.bfloat16))
-    diagnosis = examined(run, tmp_path / "scratch", step=1)
+    run.write(1, sample_rollouts(run.versions[0], run.prompts(), dtype=torch.bfloat16))
+    diagnosis = examine_copy(run, tmp_path / "scratch", step=1)
     assert diagnosis.findings == []
     assert diagnosis.gap.mean > 1e-3, "the types do differ"
 
@@ -252,8 +252,8 @@ def test_rounding_to_bfloat16_is_no_finding(tmp_path: Path) -> None:
 def test_types_of_the_two_sides_that_differ_are_named(dense: RecordedRun, tmp_path: Path) -> None:
     generation = replace(dense.config.generation, engine=replace(dense.config.generation.engine, dtype="bfloat16"))
     run = replace(dense, config=replace(dense.config, generation=generation))
-    run.write(1, sampled(run.versions[0], run.prompts(), dtype=torch.bfloat16))
-    assert only(examined(run, tmp_path / "scratch", step=1)) == ("precision", "precision")
+    run.write(1, sample_rollouts(run.versions[0], run.prompts(), dtype=torch.bfloat16))
+    assert only(examine_copy(run, tmp_path / "scratch", step=1)) == ("precision", "precision")
 
 
 class SpoiledRank(PolicyRank):
@@ -270,8 +270,8 @@ def test_what_no_suspect_explains_is_found_layer_by_layer(
     dense: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hidden_states, "PolicyRank", SpoiledRank)
-    dense.write(1, sampled(dense.versions[0], dense.prompts()))
-    diagnosis = examined(dense, tmp_path / "scratch", step=1)
+    dense.write(1, sample_rollouts(dense.versions[0], dense.prompts()))
+    diagnosis = examine_copy(dense, tmp_path / "scratch", step=1)
     assert only(diagnosis) == ("layer", "first_layer")
     assert "the trainer computes layers.2.mlp differently" in diagnosis.findings[0].text
 
@@ -285,11 +285,11 @@ def top_4(logits: Tensor) -> Tensor:
 def test_a_filter_that_training_repeats_is_no_difference(dense: RecordedRun, tmp_path: Path, recorded: bool) -> None:
     """Nor are tokens that it removes in training."""
     run = replace(dense, config=replace(dense.config, generation=replace(dense.config.generation, top_k=4)))
-    rollouts = sampled(run.versions[0], run.prompts(), choose=top_4)
+    rollouts = sample_rollouts(run.versions[0], run.prompts(), choose=top_4)
     trained = [{"prev_logprobs": trajectory.logprobs.copy()} for trajectory in rollouts]
     trained[0]["prev_logprobs"][1] = -np.inf
     run.write(1, rollouts, trained if recorded else ())
-    diagnosis = examined(run, tmp_path / "scratch", step=1)
+    diagnosis = examine_copy(run, tmp_path / "scratch", step=1)
     assert diagnosis.findings == []
     assert diagnosis.error == pytest.approx(1.0, abs=1e-3)
     assert any("1 tokens were left out: the filter" in remark for remark in diagnosis.remarks) == recorded
@@ -299,14 +299,14 @@ def test_a_filter_that_training_repeats_is_no_difference(dense: RecordedRun, tmp
 def test_a_filter_that_training_does_not_repeat_is_named(dense: RecordedRun, tmp_path: Path) -> None:
     generation = replace(dense.config.generation, top_k=4, bad_words=["never said"])
     run = replace(dense, config=replace(dense.config, generation=generation))
-    run.write(1, sampled(run.versions[0], run.prompts(), choose=top_4))
-    diagnosis = examined(run, tmp_path / "scratch", step=1)
+    run.write(1, sample_rollouts(run.versions[0], run.prompts(), choose=top_4))
+    diagnosis = examine_copy(run, tmp_path / "scratch", step=1)
     assert only(diagnosis) == ("sampling", "sampling_options")
     assert diagnosis.findings[0].key == "generation.top_k"
 
 
 def test_the_command(dense: RecordedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dense.write(1, sampled(dense.versions[0], dense.prompts(), reported=2.0))
+    dense.write(1, sample_rollouts(dense.versions[0], dense.prompts(), reported=2.0))
     run_dir = str(dense.run_dir)
     assert doctor.main([run_dir, "step=1", "--json"]) == 1
     answer = json.loads(capsys.readouterr().out)
@@ -330,7 +330,7 @@ def test_the_command(dense: RecordedRun, tmp_path: Path, capsys: pytest.CaptureF
 def test_mistakes_of_the_user(
     dense: RecordedRun, arguments: Sequence[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dense.write(1, sampled(dense.versions[0], dense.prompts()[:4]))
+    dense.write(1, sample_rollouts(dense.versions[0], dense.prompts()[:4]))
     assert doctor.main([argument.replace("{run}", str(dense.run_dir)) for argument in arguments]) == 2
     assert text in capsys.readouterr().err
 

@@ -25,7 +25,7 @@ from megatron_grpo.verification.doctor.suspects.side import Side
 from megatron_grpo.verification.oracle import Oracle
 from tests.support.planted.cases import CASES, DEFECTS, HEALTHY, Case, examine, fresh, verdict
 from tests.support.planted.runs import RUNS
-from tests.support.recorded_runs import RecordedRun, make_run, sampled
+from tests.support.recorded_runs import RecordedRun, make_run, sample_rollouts
 
 STEP = 1e-3
 """Share of a change that is made."""
@@ -35,14 +35,20 @@ STEP = 1e-3
 def side(tmp_path_factory: pytest.TempPathFactory) -> Side:
     """The record of two rollouts of a small mixture of experts."""
     run = make_run(tmp_path_factory.mktemp("run"), "qwen3_moe")
-    drawn = sampled(run.versions[0], run.prompts()[:2], samples=1)
+    drawn = sample_rollouts(run.versions[0], run.prompts()[:2], samples=1)
     rows = [
-        {"token_ids": one.token_ids, "logprobs": one.logprobs, "spans": [tuple(span) for span in one.spans]}
-        for one in drawn
+        {
+            "token_ids": trajectory.token_ids,
+            "logprobs": trajectory.logprobs,
+            "spans": [tuple(span) for span in trajectory.spans],
+        }
+        for trajectory in drawn
     ]
     rollouts = [rollout for row in rows if (rollout := read_rollout(row, 0, recomputed=False))]
     recorded = torch.cat([rollout.read_column("logprobs") for rollout in rollouts])
-    return Side("engine", Oracle(run.versions[0]), rollouts, [one.tokens for one in rollouts], Law(), recorded)
+    return Side(
+        "engine", Oracle(run.versions[0]), rollouts, [trajectory.tokens for trajectory in rollouts], Law(), recorded
+    )
 
 
 def measure_slope(side: Side, changed: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -105,14 +111,14 @@ def test_units_that_the_record_does_not_show_stay() -> None:
 
 def cases_of(cases: Sequence[Any]) -> list[Any]:
     """Parameters of a test."""
-    return [pytest.param(one, id=one.name, marks=[] if one.fast else pytest.mark.slow) for one in cases]
+    return [pytest.param(case, id=case.name, marks=[] if case.fast else pytest.mark.slow) for case in cases]
 
 
 MakeRun = Callable[..., RecordedRun]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RecordedRun]:
+def recorded_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RecordedRun]:
     """Runs by name, each made once."""
     runs: dict[str, RecordedRun] = {}
 
@@ -125,9 +131,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RecordedRu
 
 
 @pytest.fixture
-def make(made: Callable[[str], RecordedRun], tmp_path: Path) -> MakeRun:
+def make(recorded_runs: Callable[[str], RecordedRun], tmp_path: Path) -> MakeRun:
     """Makes a run with an empty record, by its name and changes of its configuration."""
-    return lambda name, *overrides: fresh(made(name), tmp_path, *overrides)
+    return lambda name, *overrides: fresh(recorded_runs(name), tmp_path, *overrides)
 
 
 @pytest.mark.parametrize("case", cases_of(DEFECTS))
@@ -138,7 +144,7 @@ def test_a_defect_is_named(case: Case, make: MakeRun) -> None:
     judged = verdict(case, answer)
     assert judged == "named" or (judged.startswith("unnamed") and not case.must), f"{judged}: {answer.texts}"
     assert answer.code in (1, 2)
-    assert (answer.code == 1) == bool(answer.found), "a refusal has no object, and a finding has one"
+    assert (answer.code == 1) == bool(answer.diagnosis), "a refusal has no object, and a finding has one"
     assert "Traceback" not in answer.errors
 
 
@@ -148,48 +154,54 @@ def test_a_healthy_run_is_clean(case: Case, make: MakeRun) -> None:
     case.plant(run)
     answer = examine(run)
     assert answer.code == 0, answer.texts
-    assert answer.found["findings"] == []
+    assert answer.diagnosis["findings"] == []
 
 
 def test_rollouts_of_a_version_that_is_gone_are_counted(make: MakeRun) -> None:
     """Nothing is wrong in the rollouts that can be scored, and the exit code says that these are not all."""
     run = make("dense")
     newest = len(run.versions) - 1
-    drawn = sampled(run.versions[newest], run.prompts(), version=newest)
-    gone = [replace(one, spans=[span._replace(version=7) for span in one.spans]) for one in drawn[:3]]
-    run.write(newest + 1, [*gone, *drawn[3:]])
+    drawn = sample_rollouts(run.versions[newest], run.prompts(), version=newest)
+    stale_rollouts = [
+        replace(trajectory, spans=[span._replace(version=7) for span in trajectory.spans]) for trajectory in drawn[:3]
+    ]
+    run.write(newest + 1, [*stale_rollouts, *drawn[3:]])
     answer = examine(run)
-    assert (answer.code, answer.found["findings"], answer.found["unseen_rollouts"]) == (3, [], 3)
-    assert any("of version 7; 3 rollouts have no other tokens" in remark for remark in answer.found["remarks"])
+    assert (answer.code, answer.diagnosis["findings"], answer.diagnosis["unseen_rollouts"]) == (3, [], 3)
+    assert any("of version 7; 3 rollouts have no other tokens" in remark for remark in answer.diagnosis["remarks"])
 
 
 def test_the_engine_of_the_rollouts_that_differ_is_named(make: MakeRun) -> None:
     run = make("dense")
     newest = len(run.versions) - 1
-    right, behind = (sampled(run.versions[number], run.prompts(), version=newest) for number in (newest, newest - 1))
+    right, behind = (
+        sample_rollouts(run.versions[number], run.prompts(), version=newest) for number in (newest, newest - 1)
+    )
     run.write(
-        newest + 1, [replace(one, engine=1) for one in behind[:4]] + [replace(one, engine=0) for one in right[4:]]
+        newest + 1,
+        [replace(trajectory, engine=1) for trajectory in behind[:4]]
+        + [replace(trajectory, engine=0) for trajectory in right[4:]],
     )
     assert "(in 4 of 8 rollouts: all of engine 1)" in examine(run).texts
 
 
 def test_there_are_enough_kinds() -> None:
-    assert len({one.name for one in DEFECTS}) == len(DEFECTS) >= 20
-    assert sum(one.must for one in DEFECTS) >= 0.8 * len(DEFECTS)
-    assert len({one.name for one in HEALTHY}) == len(HEALTHY) >= 12
+    assert len({case.name for case in DEFECTS}) == len(DEFECTS) >= 20
+    assert sum(case.must for case in DEFECTS) >= 0.8 * len(DEFECTS)
+    assert len({case.name for case in HEALTHY}) == len(HEALTHY) >= 12
 
 
 def test_a_recomputed_figure_has_not_the_name_of_the_recorded_one(
     make: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (leak,) = [one for one in CASES["trainers"] if one.name == "packed sequences leak"]
+    (leak,) = [defect for defect in CASES["trainers"] if defect.name == "packed sequences leak"]
     run = make(leak.run)
     leak.plant(run)
     recorded = read_lines(run.run_dir / "metrics.jsonl")[-1]["token_mult_prob_error"]
     assert recorded > 1.1, "the leak shows"
     doctor.main([str(run.run_dir)])
     text = capsys.readouterr().out
-    figures = [float(one) for one in re.findall(r"token_mult_prob_error[ =:]+([\d.]+\d)", text)]
+    figures = [float(figure) for figure in re.findall(r"token_mult_prob_error[ =:]+([\d.]+\d)", text)]
     assert figures, text
     assert figures == pytest.approx([recorded] * len(figures), rel=1e-3)
 
@@ -243,6 +255,6 @@ def test_steps_are_judged_by_the_limits_of_their_loop(
     config = recorded(enabled=is_asynchronous)
     monkeypatch.setattr(examination, "find_suspicious_steps", judge)
     monkeypatch.setattr(examination, "read_model_shape", lambda model: None)
-    with pytest.raises(SeenError) as seen:
+    with pytest.raises(SeenError) as error_info:
         examination.examine_run(tmp_path, config, tmp_path, tmp_path)
-    assert seen.value.args == (is_asynchronous,)
+    assert error_info.value.args == (is_asynchronous,)

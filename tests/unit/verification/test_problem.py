@@ -28,7 +28,7 @@ from tests.support.released_configs import GEMMA3_1B, in_the_new_spelling
 PADDING = 20
 
 
-def made(folder: Path, **changes: object) -> Path:
+def make_model(folder: Path, **changes: object) -> Path:
     """A small random model, the same one for the same sizes."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**SMALL, **changes})).save_pretrained(folder)
@@ -40,24 +40,24 @@ def test_the_row_of_the_padding_token_gets_its_gradient(tmp_path: Path) -> None:
     ids = batch.fields.token_ids
     assert ids is not None
     assert (ids == PADDING).any()
-    without = compute_truth(made(tmp_path, model_type="qwen2"), batch).gradients
+    without = compute_truth(make_model(tmp_path, model_type="qwen2"), batch).gradients
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": PADDING}))
-    found = compute_truth(tmp_path, batch).gradients
-    assert found.keys() == without.keys()
-    for name, gradient in found.items():
+    gradients = compute_truth(tmp_path, batch).gradients
+    assert gradients.keys() == without.keys()
+    for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, without[name], msg=name)
 
 
 def test_experts_may_have_any_width(tmp_path: Path) -> None:
     sizes = {**EXPERTS, "intermediate_size": 66, "sliding_window": None}
     batch = make_batch(SMALL["vocab_size"], 4, 16, 0)
-    truth = compute_truth(made(tmp_path, model_type="mixtral", **sizes), batch)
+    truth = compute_truth(make_model(tmp_path, model_type="mixtral", **sizes), batch)
     assert truth.gradients["model.layers.0.block_sparse_moe.experts.0.w1.weight"].shape == (66, SMALL["hidden_size"])
 
 
 def test_a_failure_of_transformers_is_one_message(tmp_path: Path) -> None:
-    folder = made(tmp_path, model_type="qwen2")
+    folder = make_model(tmp_path, model_type="qwen2")
     (folder / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(RunError, match=f"^transformers cannot compute {tmp_path}: SafetensorError: [^\\n]*$"):
         compute_truth(folder, make_batch(SMALL["vocab_size"], 4, 16, 0))
@@ -150,11 +150,11 @@ def cut_off(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def empty(file: Path) -> None:
+def clear_file(file: Path) -> None:
     file.write_bytes(b"")
 
 
-def overwritten(file: Path) -> None:
+def overwrite_column(file: Path) -> None:
     """The contents of a column are gone, the metadata at the end is not."""
     content = bytearray(file.read_bytes())
     content[4 : len(content) // 3] = bytes(len(content) // 3 - 4)
@@ -176,7 +176,7 @@ def run_dir(recorded_run: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("damage", [cut_off, empty, overwritten, without_a_column])
+@pytest.mark.parametrize("damage", [cut_off, clear_file, overwrite_column, without_a_column])
 @pytest.mark.parametrize(
     ("command", "arguments"), [(doctor.main, ["step=1"]), (replay.main, ["step=1", "device=cpu"]), (report.main, [])]
 )
@@ -190,13 +190,13 @@ def test_commands_name_a_damaged_file(
     file = locate_rollouts_file(run_dir, 1)
     damage(file)
     assert command([str(run_dir), *arguments]) == 2
-    told = capsys.readouterr().err
-    assert f"{file} is damaged or was not written to its end: " in told
-    assert "copy it again from where the run wrote it, or move it out" in told
-    assert "Traceback" not in told
+    errors = capsys.readouterr().err
+    assert f"{file} is damaged or was not written to its end: " in errors
+    assert "copy it again from where the run wrote it, or move it out" in errors
+    assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("damage", [cut_off, empty, overwritten, without_a_column])
+@pytest.mark.parametrize("damage", [cut_off, clear_file, overwrite_column, without_a_column])
 def test_functions_name_a_damaged_file(damage: Callable[[Path], None], run_dir: Path) -> None:
     file = locate_rollouts_file(run_dir, 1)
     damage(file)

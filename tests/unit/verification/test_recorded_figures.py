@@ -24,12 +24,12 @@ from megatron_grpo.verification.doctor.recorded_figures import (
     read_run_figures,
 )
 from megatron_grpo.verification.doctor.suspects.side import Candidate, Side, Suspect, fit
-from tests.support.recorded_runs import RecordedRun, make_run, sampled
+from tests.support.recorded_runs import RecordedRun, make_run, sample_rollouts
 
 
-def write_metrics(run_dir: Path, *errors: float | None, **more: Any) -> None:
+def write_metrics(run_dir: Path, *errors: float | None, **metrics: Any) -> None:
     rows = [
-        {"step": number, "token_mult_prob_error": error, "token_mult_prob_error_max": error, **more}
+        {"step": number, "token_mult_prob_error": error, "token_mult_prob_error_max": error, **metrics}
         for number, error in enumerate(errors, start=1)
     ]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -77,8 +77,8 @@ def test_a_recorded_error_has_to_be_explained(recorded: float, computed: float, 
 def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     run = make_run(tmp_path_factory.mktemp("run"), "qwen3", "policy.parallel.tensor=2", "policy.packing=false")
     run.add_version()
-    run.write(1, sampled(run.versions[0], run.prompts()))
-    run.write(2, sampled(run.versions[1], run.prompts(), version=1))
+    run.write(1, sample_rollouts(run.versions[0], run.prompts()))
+    run.write(2, sample_rollouts(run.versions[1], run.prompts(), version=1))
     return run
 
 
@@ -91,7 +91,7 @@ def examine(run: RecordedRun, capsys: pytest.CaptureFixture[str], *arguments: st
 def test_a_run_is_not_healthy_against_its_record(
     run: RecordedRun, error: float | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run.write(2, sampled(run.versions[1], run.prompts(), version=1))
+    run.write(2, sample_rollouts(run.versions[1], run.prompts(), version=1))
     write_metrics(run.run_dir, 1.0000003, error)
     code, diagnosis = examine(run, capsys, "step=2")
     (finding,) = diagnosis["findings"]
@@ -104,7 +104,7 @@ def test_a_run_is_not_healthy_against_its_record(
 
 
 def test_the_step_whose_error_stands_out_is_examined(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
-    run.write(2, sampled(run.versions[1], run.prompts(), version=1))
+    run.write(2, sample_rollouts(run.versions[1], run.prompts(), version=1))
     write_metrics(run.run_dir, 9.2, 1.0000003)
     code, diagnosis = examine(run, capsys)
     assert (code, diagnosis["step"]) == (1, 1)
@@ -120,22 +120,22 @@ def test_every_engine_is_scored_although_few_tokens_are(
     run: RecordedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The second sample of each prompt is of an engine that is a version behind."""
-    right, behind = (sampled(run.versions[number], run.prompts(), version=1) for number in (1, 0))
+    right, behind = (sample_rollouts(run.versions[number], run.prompts(), version=1) for number in (1, 0))
     run.write(2, [behind[number] if number % 2 else right[number] for number in range(len(right))])
     (run.run_dir / "metrics.jsonl").unlink(missing_ok=True)
     code, diagnosis = examine(run, capsys, "step=2", "tokens=30")
-    assert (code, [one["name"] for one in diagnosis["findings"]]) == (1, ["version_behind"])
+    assert (code, [finding["name"] for finding in diagnosis["findings"]]) == (1, ["version_behind"])
 
 
 def test_a_run_that_refused_a_refit_is_not_healthy(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
     """No step is wrong then: the run ended before the engines served."""
-    run.write(2, sampled(run.versions[1], run.prompts(), version=1))
+    run.write(2, sample_rollouts(run.versions[1], run.prompts(), version=1))
     write_metrics(run.run_dir, 1.0000003, 1.0000002)
     summary = run.run_dir / "summary.json"
     reason = "version 2 is not served: generation engine 0, worker 1: lm_head.weight differs"
     summary.write_text(json.dumps({"outcome": "failed", "reason": reason}))
     code, diagnosis = examine(run, capsys)
-    assert (code, [one["name"] for one in diagnosis["findings"]]) == (1, ["refused_refit"])
+    assert (code, [finding["name"] for finding in diagnosis["findings"]]) == (1, ["refused_refit"])
     assert "lm_head.weight differs" in diagnosis["findings"][0]["text"]
     summary.write_text(json.dumps({"outcome": "completed", "reason": None}))
     assert examine(run, capsys)[0] == 0
@@ -155,7 +155,7 @@ def test_settings_that_engines_reported_are_compared(
             if hasattr(module, "variance_epsilon"):
                 module.variance_epsilon = 0.0123
 
-    run.write(2, sampled(run.versions[1], run.prompts(), version=1, prepare=other_epsilon))
+    run.write(2, sample_rollouts(run.versions[1], run.prompts(), version=1, prepare=other_epsilon))
     (run.run_dir / "metrics.jsonl").unlink(missing_ok=True)
     engines = run.run_dir / "engines.json"
     engines.write_text(json.dumps([{"model": {"rms_norm_eps": 0.0123, "vocab_size": 99999}, "dtype": "torch.float32"}]))
@@ -177,9 +177,9 @@ def make_side(recorded: Tensor, rollouts: int = 4) -> Side:
     """A side whose rollouts have equally many tokens; nothing computes it."""
     size = len(recorded) // rollouts
     tokens = Tokens(torch.zeros(size + 1, dtype=torch.int64), torch.arange(1, size + 1), torch.ones(size).long())
-    one: Any = Rollout({"group": 0, "sample": 0}, tokens, torch.arange(size))
+    rollout: Any = Rollout({"group": 0, "sample": 0}, tokens, torch.arange(size))
     oracle: Any = None
-    return Side("engine", oracle, [one] * rollouts, [tokens] * rollouts, Law(), recorded)
+    return Side("engine", oracle, [rollout] * rollouts, [tokens] * rollouts, Law(), recorded)
 
 
 def candidate(name: str, predicted: Tensor, assumes: int = 1) -> Candidate:
@@ -244,11 +244,11 @@ def test_the_closest_on_the_rollouts_that_differ_most_are_tried_on_all() -> None
     count = 8 * SCREENED
     base, recorded = torch.full((count,), -2.0), torch.full((count,), -2.0)
     recorded[: count // 2] += torch.linspace(0.1, 0.5, count // 2)
-    seen: list[int] = []
+    sizes: list[int] = []
 
     def group(part: Side) -> Iterator[Candidate]:
         def predict(side: Side) -> Tensor:
-            seen.append(len(side.recorded))
+            sizes.append(len(side.recorded))
             return side.recorded
 
         for number in range(20):
@@ -257,16 +257,16 @@ def test_the_closest_on_the_rollouts_that_differ_most_are_tried_on_all() -> None
     side = make_side(recorded, rollouts=32)
     tried = Search(side, base, FLOAT32, time.monotonic() + 60)
     tried.try_groups([group])
-    assert seen[:20] == [SCREENED] * 20
-    assert set(seen[20:]) == {count}
-    assert len(seen) < 40
+    assert sizes[:20] == [SCREENED] * 20
+    assert set(sizes[20:]) == {count}
+    assert len(sizes) < 40
 
 
 def test_a_search_ends_in_time_and_says_so() -> None:
     tried = Search(make_side(RECORDED), BASE, FLOAT32, time.monotonic() - 1)
     tried.try_groups([lambda _: iter([candidate("first", BASE), candidate("second", RECORDED)])])
     assert tried.ran_out_of_time
-    assert [one.suspect.name for one in tried.explanations] == ["first"]
+    assert [explanation.suspect.name for explanation in tried.explanations] == ["first"]
 
 
 def test_rounding_moves_the_same_tokens_the_same_way_and_a_wrong_tensor_does_not() -> None:

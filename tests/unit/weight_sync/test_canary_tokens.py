@@ -108,7 +108,7 @@ def test_an_expert_that_only_one_sequence_uses_is_noticed_by_the_second_canary(t
 
 
 def test_a_wrong_head_of_attention_is_noticed(tmp_path: Path) -> None:
-    """All tokens behind the first ones attend by it, so the median sees a large fault and the largest token any."""
+    """All tokens behind the first ones attend by it: the median sees a large fault, the largest any."""
     model = load_eager_model(prepare_model("tiny:qwen3", False, tmp_path, 0), torch.float32)
     prompt = make_prompt(score(model))
     projection = model.model.layers[1].self_attn.o_proj.weight

@@ -55,17 +55,17 @@ def layer(tmp_path: Path) -> Iterator[Any]:
         initialize_model_parallel(1, 1)
         config.model_config = SimpleNamespace(dtype=torch.bfloat16)
         blocks = OnlineQuantizationConfig(QuantizationConfigArgs(linear="fp8_per_block"))
-        made = MergedColumnParallelLinear(INPUTS, OUTPUTS, bias=False, quant_config=blocks, prefix="mlp.gate_up_proj")
-        record_metadata_for_reloading(made)
-        _load(made, _weights(seed=0))
-        yield made
+        linear = MergedColumnParallelLinear(INPUTS, OUTPUTS, bias=False, quant_config=blocks, prefix="mlp.gate_up_proj")
+        record_metadata_for_reloading(linear)
+        _load(linear, _weights(seed=0))
+        yield linear
         cleanup_dist_env_and_memory()
 
 
 @needs_amx
 def test_what_is_rounded_before_lands_as_vllm_would_have_rounded_it(layer: Any) -> None:
     inputs = torch.randn(5, INPUTS, dtype=torch.bfloat16)
-    before, kept = layer(inputs)[0], {name: one.data_ptr() for name, one in layer.named_parameters()}
+    before, addresses = layer(inputs)[0], {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
     weights = _weights(seed=1)
     rebuilt = RebuiltLayer(layer)
     rebuilt.open().weight.data.copy_(torch.cat(weights))
@@ -79,7 +79,9 @@ def test_what_is_rounded_before_lands_as_vllm_would_have_rounded_it(layer: Any) 
     assert torch.equal(layer(inputs)[0], rounded_there)
     exact = inputs.float() @ torch.cat(weights).float().T
     assert (rounded_there.float() - exact).abs().max() < 0.02 * exact.abs().max(), "the weights are FP8 numbers"
-    assert {name: one.data_ptr() for name, one in layer.named_parameters()} == kept, "in the memory that was there"
+    assert {name: parameter.data_ptr() for name, parameter in layer.named_parameters()} == addresses, (
+        "in the memory that was there"
+    )
 
 
 @needs_amx
@@ -101,12 +103,12 @@ def test_other_layers_are_told_apart(layer: Any) -> None:
 def _weights(seed: int) -> list[Tensor]:
     """The matrices, bfloat16: E4M3 numbers times 2^-10, in every block the largest, so that rounding is exact."""
     generator = torch.Generator().manual_seed(seed)
-    made = []
+    matrices = []
     for rows in OUTPUTS:
         numbers = (torch.randn(rows, INPUTS, generator=generator) * 100).clamp(-448, 448)
         numbers[::128, ::128] = 448.0
-        made.append((numbers.to(torch.float8_e4m3fn).float() / 1024).bfloat16())
-    return made
+        matrices.append((numbers.to(torch.float8_e4m3fn).float() / 1024).bfloat16())
+    return matrices
 
 
 def _load(layer: Any, weights: list[Tensor]) -> None:
@@ -153,11 +155,11 @@ class Method:
 def kernel_layer(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(kernel_state, "detect_platform", lambda: Platform("cuda", torch.device("cpu"), "nccl"))
     monkeypatch.setattr(kernel_state, "_PACKAGES", (__name__,))
-    made: Any = nn.Module()
-    made.weight = nn.Parameter(torch.ones(2), requires_grad=False)
-    made.quant_method = Method()
-    made.quant_method.convert(made)
-    return made
+    module: Any = nn.Module()
+    module.weight = nn.Parameter(torch.ones(2), requires_grad=False)
+    module.quant_method = Method()
+    module.quant_method.convert(module)
+    return module
 
 
 def test_the_first_objects_get_the_values_of_a_conversion(kernel_layer: Any) -> None:
@@ -278,18 +280,18 @@ def replay(config: Config, shape: ModelShape, engine: list[list[Box]], pieces: P
             expected[module] += count_elements(box.layout.tensor) * width
             of_layers[index[box.tensor].layer] += count_elements(box.layout.tensor) * width
     remaining: dict[str, int] = {}
-    most = 0
+    open_bytes = 0
     for piece in pieces[pieces["target"] == target]:  # a worker's pieces are in the order of their turns
         module = find_module(keys[piece["tensor"]][0])
         if module is None:
             continue
         remaining.setdefault(module, expected[module])
-        most = max(most, sum(expected[name] for name in remaining))
+        open_bytes = max(open_bytes, sum(expected[name] for name in remaining))
         remaining[module] -= count_elements(read_ranges(piece)) * width
         if not remaining[module]:
             del remaining[module]
     assert not remaining, "every module is complete at the end"
-    return most, max(of_layers.values())
+    return open_bytes, max(of_layers.values())
 
 
 @pytest.mark.slow
@@ -311,14 +313,14 @@ def test_engines_of_every_recipe_have_few_layers_open(command: tuple[str, ...]) 
     pieces = plan_recipe(config, shape, engine, by_layer=True)
     last = len(engine) * min(config.generation.parallel.data, 2) - 1
     for target in {0, last}:
-        most, largest = replay(config, shape, engine, pieces, target)
-        assert 0 < most <= largest
-        assert most + largest <= min(estimate * 1.02, MOST_OPEN * largest), "a layer and its converted form"
+        open_bytes, largest = replay(config, shape, engine, pieces, target)
+        assert 0 < open_bytes <= largest
+        assert open_bytes + largest <= min(estimate * 1.02, MOST_OPEN * largest), "a layer and its converted form"
 
 
 def test_without_the_order_of_layers_many_would_be_open() -> None:
     config = recipe_config("+exp=qwen3_30b_a3b_4nodes")
     shape = read_model_shape(config.policy.model.path)
     engine = assume_boxes(shape, config.generation.parallel)
-    most, largest = replay(config, shape, engine, plan_recipe(config, shape, engine, by_layer=False), 0)
-    assert most > MOST_OPEN * largest
+    open_bytes, largest = replay(config, shape, engine, plan_recipe(config, shape, engine, by_layer=False), 0)
+    assert open_bytes > MOST_OPEN * largest

@@ -42,22 +42,22 @@ from tests.support.engine_configs import ENGINE_CONFIGS
 ROWS, INPUTS = [96, 32], 300
 
 
-def _between(one: Tensor, other: Tensor) -> float:
-    return measure_difference(compute_fingerprint(one), compute_fingerprint(other))
+def _between(first: Tensor, second: Tensor) -> float:
+    return measure_difference(compute_fingerprint(first), compute_fingerprint(second))
 
 
 def test_the_difference_is_that_of_the_norms() -> None:
     torch.manual_seed(0)
-    one, noise = torch.randn(64, 500), torch.randn(64, 500)
+    tensor, noise = torch.randn(64, 500), torch.randn(64, 500)
     for size in (1e-6, 1e-2, 1.0):
-        assert _between(one, one + size * noise) == pytest.approx(size, rel=0.6)
-    estimates = [_between(one, one + 0.1 * torch.randn(64, 500)) for _ in range(100)]
+        assert _between(tensor, tensor + size * noise) == pytest.approx(size, rel=0.6)
+    estimates = [_between(tensor, tensor + 0.1 * torch.randn(64, 500)) for _ in range(100)]
     assert sum(estimates) / 100 == pytest.approx(0.1, rel=0.1)
 
 
 def test_equal_numbers_have_equal_fingerprints_in_every_dtype_that_holds_them() -> None:
-    one = torch.randn(50, 700).bfloat16()
-    assert _between(one, one.float()) == 0
+    tensor = torch.randn(50, 700).bfloat16()
+    assert _between(tensor, tensor.float()) == 0
     assert _between(torch.zeros(3, 4), torch.zeros(3, 4)) == 0
     assert _between(torch.zeros(3, 4), torch.eye(3, 4)) == float("inf")
     vector = torch.randn(70)
@@ -67,21 +67,21 @@ def test_equal_numbers_have_equal_fingerprints_in_every_dtype_that_holds_them() 
 @pytest.mark.parametrize("change", ["bit", "rows", "columns", "sign", "nan"])
 def test_what_a_sum_would_miss_is_seen(change: str) -> None:
     torch.manual_seed(0)
-    one = torch.randn(40, 1500).bfloat16()
-    other = one.clone()
+    tensor = torch.randn(40, 1500).bfloat16()
+    changed = tensor.clone()
     if change == "bit":
-        other.view(torch.int16)[7, 1200] ^= 1
+        changed.view(torch.int16)[7, 1200] ^= 1
     elif change == "rows":
-        other[[3, 4]] = other[[4, 3]]
+        changed[[3, 4]] = changed[[4, 3]]
     elif change == "columns":
-        other[:, [1001, 5]] = other[:, [5, 1001]]
+        changed[:, [1001, 5]] = changed[:, [5, 1001]]
     elif change == "sign":
-        other = -other
+        changed = -changed
     else:
-        other[1, 1] = torch.nan
-    expected, found = {"w": compute_fingerprint(one)}, {"w": [*compute_fingerprint(other), EXACT_TOLERANCE]}
-    assert list(find_differing(expected, found)) == ["w"]
-    assert not find_differing(expected, {"w": [*compute_fingerprint(one), EXACT_TOLERANCE]})
+        changed[1, 1] = torch.nan
+    expected, reported = {"w": compute_fingerprint(tensor)}, {"w": [*compute_fingerprint(changed), EXACT_TOLERANCE]}
+    assert list(find_differing(expected, reported)) == ["w"]
+    assert not find_differing(expected, {"w": [*compute_fingerprint(tensor), EXACT_TOLERANCE]})
 
 
 def test_an_expert_is_applied_to_the_probes() -> None:
@@ -107,8 +107,8 @@ def test_an_expert_is_applied_to_the_probes() -> None:
         output = expert.add(lower, down[None, :, rows])
         total += torch.tensor(output[:DIRECTIONS])
     inputs = draw_probes(hidden, torch.device("cpu"))
-    whole = (functional.silu(inputs @ gate.T) * (inputs @ up.T)) @ down.T
-    torch.testing.assert_close(total, torch.tensor(compute_fingerprint(whole)[:DIRECTIONS]), rtol=1e-4, atol=1e-3)
+    expected = (functional.silu(inputs @ gate.T) * (inputs @ up.T)) @ down.T
+    torch.testing.assert_close(total, torch.tensor(compute_fingerprint(expected)[:DIRECTIONS]), rtol=1e-4, atol=1e-3)
 
 
 def test_experts_of_one_tensor_have_biases_and_names_of_their_own() -> None:
@@ -184,10 +184,12 @@ def test_a_layer_that_vllm_has_packed_has_the_fingerprint_of_its_weights(dtype: 
     layer = MergedColumnParallelLinear(INPUTS, ROWS, bias=False, params_dtype=dtype, prefix="gate_up")
     layer.weight.data.copy_(torch.cat(weights))
     layer.quant_method.process_weights_after_loading(layer)
-    found = _fingerprint_layer(layer, _boxes(), dtype)
-    assert not find_differing({"gate": compute_fingerprint(weights[0]), "up": compute_fingerprint(weights[1])}, found)
+    fingerprints = _fingerprint_layer(layer, _boxes(), dtype)
+    assert not find_differing(
+        {"gate": compute_fingerprint(weights[0]), "up": compute_fingerprint(weights[1])}, fingerprints
+    )
     assert set(
-        find_differing({"gate": compute_fingerprint(-weights[0]), "up": compute_fingerprint(weights[1])}, found)
+        find_differing({"gate": compute_fingerprint(-weights[0]), "up": compute_fingerprint(weights[1])}, fingerprints)
     ) == {"gate"}
 
 

@@ -53,14 +53,16 @@ def ranks(way: str) -> Iterator[dict[tuple[Side, int], Any]]:
     store = open_store("127.0.0.1", 60.0)
     training, generation = ParallelConfig(tensor=2), GenerationParallelConfig(pipeline=2)
     dtypes = ["float32"] * len(build_weight_map(SHAPE))
-    places = split_policy(training, SHAPE), table_boxes(generation, SHAPE)
-    scheduled = plan_messages(SHAPE, *places, 1, dtypes, 1024)
+    shards = split_policy(training, SHAPE), table_boxes(generation, SHAPE)
+    scheduled = plan_messages(SHAPE, *shards, 1, dtypes, 1024)
     write_plan(store, scheduled, SOURCES, TARGETS, dtypes, shared_memory=way in ("handed over", "not to be seen"))
     rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=TARGETS, timeout_s=60.0)
     members: list[tuple[Side, int]] = [("source", 0), ("source", 1), ("target", 0), ("target", 1)]
     with ThreadPoolExecutor(len(members)) as pool:
-        made = [pool.submit(LINKS[side], rendezvous, number, CPU, build_weight_map(SHAPE)) for side, number in members]
-        yield {member: one.result() for member, one in zip(members, made, strict=True)}
+        futures = [
+            pool.submit(LINKS[side], rendezvous, number, CPU, build_weight_map(SHAPE)) for side, number in members
+        ]
+        yield {member: future.result() for member, future in zip(members, futures, strict=True)}
 
 
 def test_what_is_packed_arrives_and_buffers_are_used_again_when_they_are_empty(
@@ -71,8 +73,10 @@ def test_what_is_packed_arrives_and_buffers_are_used_again_when_they_are_empty(
         for rank in ranks.values():
             rank._watch._end = 0.0
         with ThreadPoolExecutor(len(ranks)) as pool:
-            run = {m: pool.submit(_send if m[0] == "source" else _receive, one) for m, one in ranks.items()}
-            came = {member[1]: one.result() for member, one in run.items() if member[0] == "target"}
+            run = {
+                m: pool.submit(_send if m[0] == "source" else _receive, rank_links) for m, rank_links in ranks.items()
+            }
+            came = {member[1]: future.result() for member, future in run.items() if member[0] == "target"}
         for target, messages in came.items():
             for number, content in enumerate(messages):
                 source = ranks["target", target]._peers[number]
@@ -88,43 +92,51 @@ def test_what_is_packed_arrives_and_buffers_are_used_again_when_they_are_empty(
 def test_messages_of_another_node_come_through_the_rank_beside_the_engine(
     one_stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stages of a policy on nodes of their own, and an engine on each node: every message goes over the nodes once."""
+    """Stages of a policy on nodes of their own, an engine on each: a message leaves its node once."""
     if one_stream:
         monkeypatch.setattr(shard_sender, "join_group", nccl_like.join)
     store = open_store("127.0.0.1", 60.0)
     training, generation = ParallelConfig(tensor=2, pipeline=2), GenerationParallelConfig(tensor=2)
     dtypes = ["float32"] * len(build_weight_map(SHAPE))
-    places = split_policy(training, SHAPE), table_boxes(generation, SHAPE)
-    scheduled = plan_messages(SHAPE, *places, 2, dtypes, 1024, devices_per_node=2)
+    shards = split_policy(training, SHAPE), table_boxes(generation, SHAPE)
+    scheduled = plan_messages(SHAPE, *shards, 2, dtypes, 1024, devices_per_node=2)
     assert np.array_equal(scheduled["relay"] != NO_RELAY, scheduled["source"] // 2 != scheduled["target"] // 2)
     write_plan(store, scheduled, 4, 4, dtypes, shared_memory=True)
     rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=4, timeout_s=60.0, same_gpus=True)
     members: list[tuple[Side, int]] = [(side, number) for side in LINKS for number in range(4)]
     with ThreadPoolExecutor(len(members)) as pool:
-        made = [pool.submit(LINKS[side], rendezvous, number, CPU, build_weight_map(SHAPE)) for side, number in members]
-        ends: dict[tuple[Side, int], Any] = {member: one.result() for member, one in zip(members, made, strict=True)}
-        run = {
-            member: pool.submit(_send_numbered if member[0] == "source" else _receive, one)
-            for member, one in ends.items()
+        futures = [
+            pool.submit(LINKS[side], rendezvous, number, CPU, build_weight_map(SHAPE)) for side, number in members
+        ]
+        ends: dict[tuple[Side, int], Any] = {
+            member: future.result() for member, future in zip(members, futures, strict=True)
         }
-        came = {member[1]: one.result() for member, one in run.items() if member[0] == "target"}
+        run = {
+            member: pool.submit(_send_numbered if member[0] == "source" else _receive, rank_links)
+            for member, rank_links in ends.items()
+        }
+        came = {member[1]: future.result() for member, future in run.items() if member[0] == "target"}
     for target, messages in came.items():
         assert ends["target", target]._buffers is None, "all is handed over in memory"
         for pieces, content in zip(ends["target", target].messages, messages, strict=True):
             source, turn = int(pieces[0]["source"]), int(pieces[0]["turn"])
             assert torch.equal(content, _content(source, target, turn, len(content)))
-    sent = [len(one.messages) - sum(one.is_relayed) for (side, _), one in ends.items() if side == "source"]
-    relayed = [sum(one.is_relayed) for (side, _), one in ends.items() if side == "source"]
+    sent = [
+        len(rank_links.messages) - sum(rank_links.is_relayed)
+        for (side, _), rank_links in ends.items()
+        if side == "source"
+    ]
+    relayed = [sum(rank_links.is_relayed) for (side, _), rank_links in ends.items() if side == "source"]
     assert sum(sent) == sum(map(len, came.values()))
     assert min(relayed) > 2 * BUFFERS, "buffers of relays are used several times"
 
 
-def _send_numbered(one: SourceLinks) -> None:
+def _send_numbered(rank_links: SourceLinks) -> None:
     def fill(number: int, buffer: Tensor) -> None:
-        first = one.messages[number][0]
-        buffer[:-16] = _content(one._rank, int(first["target"]), int(first["turn"]), len(buffer) - 16)
+        first = rank_links.messages[number][0]
+        buffer[:-16] = _content(rank_links._rank, int(first["target"]), int(first["turn"]), len(buffer) - 16)
 
-    one.send(fill, VERSION)
+    rank_links.send(fill, VERSION)
 
 
 def test_a_rank_that_fails_is_no_reason_to_wait_for_the_deadline(ranks: dict[tuple[Side, int], Any]) -> None:
@@ -134,11 +146,11 @@ def test_a_rank_that_fails_is_no_reason_to_wait_for_the_deadline(ranks: dict[tup
     began = time.monotonic()
     with ThreadPoolExecutor(len(ranks)) as pool:
         bad = pool.submit(ranks["source", 1].send, out, VERSION)
-        others = [pool.submit(_send, ranks["source", 0])]
-        others += [pool.submit(_receive, ranks["target", target]) for target in range(TARGETS)]
-        for one in (bad, *others):
+        other_futures = [pool.submit(_send, ranks["source", 0])]
+        other_futures += [pool.submit(_receive, ranks["target", target]) for target in range(TARGETS)]
+        for future in (bad, *other_futures):
             with pytest.raises(RuntimeError):
-                one.result()
+                future.result()
     assert time.monotonic() - began < 20
     with pytest.raises(RuntimeError, match="failed before and were not made anew"):
         ranks["source", 1].begin(0)
@@ -150,19 +162,19 @@ def _content(source: int, target: int, number: int, nbytes: int) -> Tensor:
     return torch.randint(256, (nbytes,), generator=generator, dtype=torch.uint8)
 
 
-def _send(one: SourceLinks) -> None:
+def _send(rank_links: SourceLinks) -> None:
     def fill(number: int, buffer: Tensor) -> None:
-        target = one._peers[number]
-        earlier = one._peers[:number].count(target)
-        buffer[:-16] = _content(one._rank, target, earlier, len(buffer) - 16)
+        target = rank_links._peers[number]
+        earlier = rank_links._peers[:number].count(target)
+        buffer[:-16] = _content(rank_links._rank, target, earlier, len(buffer) - 16)
 
-    one.send(fill, VERSION)
+    rank_links.send(fill, VERSION)
 
 
-def _receive(one: TargetLinks) -> list[Tensor]:
+def _receive(rank_links: TargetLinks) -> list[Tensor]:
     """The content of each message."""
     came: list[Tensor] = []
-    one.receive(lambda _, buffer: came.append(buffer[:-16].clone()), VERSION)
+    rank_links.receive(lambda _, buffer: came.append(buffer[:-16].clone()), VERSION)
     return came
 
 
@@ -171,8 +183,8 @@ A_WHILE_S = 0.3
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(3) as made:
-        yield made
+    with ThreadPoolExecutor(3) as executor:
+        yield executor
 
 
 @pytest.fixture
@@ -180,10 +192,10 @@ def members(pool: ThreadPoolExecutor) -> Iterator[list[NcclLikeGroup]]:
     store = open_store("127.0.0.1", 60.0)
     rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=2, timeout_s=60.0)
     joined = [pool.submit(nccl_like.join, rendezvous, rank, 3, torch.device("cpu")) for rank in range(3)]
-    made = [one.result() for one in joined]
-    yield made
-    for one in made:
-        one.abort()
+    groups = [future.result() for future in joined]
+    yield groups
+    for group in groups:
+        group.abort()
 
 
 def numbers() -> list[Tensor]:
@@ -246,8 +258,8 @@ def test_nobody_is_told_that_a_peer_has_aborted(pool: ThreadPoolExecutor, member
 def test_the_first_transfer_blocks_and_an_abort_ends_it(pool: ThreadPoolExecutor, members: list[NcclLikeGroup]) -> None:
     sending, receiving = pool.submit(members[0].send, numbers(), 1, 0), pool.submit(members[2].recv, room(), 1, 0)
     time.sleep(A_WHILE_S)
-    for one, member in ((sending, members[0]), (receiving, members[2])):
-        assert not one.done()
+    for transfer, member in ((sending, members[0]), (receiving, members[2])):
+        assert not transfer.done()
         member.abort()
         with pytest.raises(RuntimeError, match="aborted"):
-            one.result(timeout=20)
+            transfer.result(timeout=20)

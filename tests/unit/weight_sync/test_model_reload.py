@@ -57,7 +57,7 @@ def model() -> nn.Module:
     return layers
 
 
-def offer(layer: Any, value: float, expert: int) -> None:
+def load_values(layer: Any, value: float, expert: int) -> None:
     layer.weight.weight_loader(layer.weight, torch.full((3,), value), expert)
 
 
@@ -68,7 +68,7 @@ def test_the_experts_of_other_ranks_may_come_before_and_after_the_own_one(model:
         opened = layer.weight  # a loop over tensors holds on to what it found by name
         for value, expert in ((9.0, 1), (version, 0), (9.0, 1)):
             opened.weight_loader(opened, torch.full((3,), value), expert)
-        offer(model[1], version, 0)
+        load_values(model[1], version, 0)
         reload.finish()
         assert layer.weight.tolist() == [[2.0 * version] * 3]
         assert layer.weight.data_ptr() == memory
@@ -77,7 +77,7 @@ def test_the_experts_of_other_ranks_may_come_before_and_after_the_own_one(model:
 def test_a_layer_of_which_nothing_comes_keeps_its_weights_and_its_kernel(model: Any) -> None:
     reload, kernel = ModelReload(made_up_worker(model)), model[1].quant_method.moe_kernel
     reload.begin()
-    offer(model[0], 4.0, 0)
+    load_values(model[0], 4.0, 0)
     reload.finish()
     assert model[0].weight.tolist() == [[8.0] * 3]
     assert model[1].weight.tolist() == [[0.0] * 3]
@@ -87,12 +87,12 @@ def test_a_layer_of_which_nothing_comes_keeps_its_weights_and_its_kernel(model: 
 def test_a_reload_that_is_abandoned_makes_the_next_one_possible(model: Any) -> None:
     reload = ModelReload(made_up_worker(model))
     reload.begin()
-    offer(model[0], 9.0, 1)
+    load_values(model[0], 9.0, 1)
     reload.abandon()
     assert model[0].weight.tolist() == [[0.0] * 3]
     assert model[0].quant_method.moe_kernel is not None
     reload.begin()
-    offer(model[0], 3.0, 0)
+    load_values(model[0], 3.0, 0)
     reload.finish()
     assert model[0].weight.tolist() == [[6.0] * 3]
 

@@ -43,7 +43,7 @@ from tests.support.refit_models import DENSE as DENSE_CONFIG
 def test_beside_each_other_nothing_comes_from_further_than_it_must(
     training: dict[str, int], generation: dict[str, int]
 ) -> None:
-    """Rank n of the policy and rank n of the engines share a device: what it has is not sent by another."""
+    """Rank n of policy and engines share a device: what it has is not sent by another."""
     shape = parse_model_shape(DENSE)
     sources = split_policy(ParallelConfig(**training), shape)
     engine = table_boxes(GenerationParallelConfig(**generation), shape)
@@ -62,8 +62,10 @@ def test_beside_each_other_nothing_comes_from_further_than_it_must(
         assert entry.axis is not None, "what is not split is everywhere"
         slices = [entry.list_slices(shape, keys[piece["tensor"]].layer, part, 2, 0) for part in range(2)]
         parts = [find_ranges(rank_slices[piece["section"]]) for rank_slices in slices]
-        own, sent = parts[piece["target"] % 2], read_ranges(piece)
-        assert not all(have.begin <= want.begin and want.end <= have.end for have, want in zip(own, sent, strict=True))
+        own_ranges, sent = parts[piece["target"] % 2], read_ranges(piece)
+        assert not all(
+            have.begin <= want.begin and want.end <= have.end for have, want in zip(own_ranges, sent, strict=True)
+        )
         assert piece["source"] % 2 != piece["target"] % 2
     unchanged = [name for name in plans[0].dtype.names or () if name != "source"]
     assert all(np.array_equal(plans[0][name], plans[1][name]) for name in unchanged)
@@ -73,7 +75,7 @@ def test_beside_each_other_nothing_comes_from_further_than_it_must(
     ("training", "is_apart"), [({"tensor": 2, "data": 2}, False), ({"tensor": 2, "pipeline": 2}, True)]
 )
 def test_what_another_node_has_is_counted_apart(training: dict[str, int], is_apart: bool) -> None:
-    """Two nodes of two GPUs, with an engine of two ranks on each; a stage of the policy is on one of them."""
+    """Two nodes of two GPUs have an engine of two ranks each; a stage of the policy is on one."""
     shape, generation = parse_model_shape(DENSE), GenerationParallelConfig(tensor=2, data=2)
     summary = summarize_refit(shape, ParallelConfig(**training), generation, "float32", 2**21, devices_per_node=2)
     crossing = {link: size for link, size in summary.links.items() if link[0] // 2 != link[1] // 2}
@@ -101,7 +103,7 @@ def test_pieces_tile_every_box_and_lie_in_a_slice_of_their_sender(
     monkeypatch.setattr(transfer_plan, "build_weight_map", lambda _: rows)
     keys = index_tensors(rows, SHAPE)
     sizes = {name: key.tensor.measure(SHAPE.sizes) for name, key in keys.items()}
-    engine = [halved(list_full_boxes(sizes), halves)]
+    engine = [cut_boxes(list_full_boxes(sizes), halves)]
     shards = split_policy(LAYOUTS[layout], SHAPE)
     pieces = transfer_plan.plan_messages(SHAPE, shards, engine, 1, ["float32"] * len(rows), 2**10)
     counts = {name: torch.zeros(size) for name, size in sizes.items()}
@@ -122,7 +124,7 @@ def test_pieces_tile_every_box_and_lie_in_a_slice_of_their_sender(
     assert tables == "gpt_oss" or {*pieces["section"].tolist()} == {0, 1, 2}
 
 
-def halved(boxes: list[Box], halves: int) -> list[Box]:
+def cut_boxes(boxes: list[Box], halves: int) -> list[Box]:
     """Boxes cut along their last dimension, wherever sections begin."""
     parts = []
     for box in boxes:
@@ -233,11 +235,11 @@ def test_another_process_sees_what_is_written() -> None:
 def test_what_is_written_later_is_seen_too_and_the_memory_ends_with_its_users() -> None:
     shared = HostMemory(1 << 20)
     address = shared.export_address()
-    seen = HostMemory.map_address(address)
+    view = HostMemory.map_address(address)
     shared.tensor[7] = 9
-    assert seen[7] == 9
+    assert view[7] == 9
     del shared
-    assert seen[7] == 9, "who sees it keeps it"
+    assert view[7] == 9, "who sees it keeps it"
     assert HostMemory.map_address(address) is None
 
 
@@ -246,10 +248,10 @@ def test_an_address_that_is_not_exactly_right_is_none(wrong: str, tmp_path: Path
     """As a process of another machine would read it, where files of these numbers may be anything."""
     shared = HostMemory(64)
     process, file, name = shared.export_address()
-    with (tmp_path / name).open("wb") as other:
+    with (tmp_path / name).open("wb") as other_file:
         addresses = {
             "process": (2**22 + 1, file, name),
-            "file": (process, other.fileno(), name),
+            "file": (process, other_file.fileno(), name),
             "name": (process, file, HostMemory(64).export_address()[-1]),
         }
         assert HostMemory.map_address(addresses[wrong]) is None
@@ -286,13 +288,13 @@ def test_an_address_on_a_gpu_travels_as_json_and_is_what_torch_rebuilds_from(mon
 
 
 def test_memory_for_other_processes_is_no_expandable_segment(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings, seen = [choose_cuda_settings()], []
+    settings, applied_settings = [choose_cuda_settings()], []
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", choose_cuda_settings())
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: seen.append(settings[-1]))
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: applied_settings.append(settings[-1]))
     CudaMemory(8)
-    assert seen == ["expandable_segments:False"]
+    assert applied_settings == ["expandable_segments:False"]
     assert settings[-1] == settings[0]
 
 

@@ -45,7 +45,7 @@ LOST = RayTaskError("receive_weights", "", EngineLostError("a vLLM process of th
 DEAD = ActorDiedError()
 
 
-def diagnosed(monkeypatch: pytest.MonkeyPatch, ranks: Sequence[Any], engines: Sequence[Any]) -> dict[int, str]:
+def find_diagnoses(monkeypatch: pytest.MonkeyPatch, ranks: Sequence[Any], engines: Sequence[Any]) -> dict[int, str]:
     """What is said of calls of ranks and engines: FINE, an error, or NEVER over."""
     answers = {f"rank {number}": answer for number, answer in enumerate(ranks)}
     answers |= {f"engine {number}": answer for number, answer in enumerate(engines)}
@@ -73,7 +73,7 @@ def diagnosed(monkeypatch: pytest.MonkeyPatch, ranks: Sequence[Any], engines: Se
 
 @pytest.mark.parametrize("engines", [[TOLD, FINE], [TOLD, TOLD]])
 def test_who_can_say_what_went_wrong_is_not_lost(engines: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert diagnosed(monkeypatch, [FINE, TOLD], engines) == {}
+    assert find_diagnoses(monkeypatch, [FINE, TOLD], engines) == {}
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,11 @@ def test_who_can_say_what_went_wrong_is_not_lost(engines: list[Any], monkeypatch
 def test_engines_that_are_dead_or_silent_are_lost(
     ranks: list[Any], answer: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert diagnosed(monkeypatch, ranks, [TOLD, answer]) == {1: f"refit of version 3: late; {reason}"}
+    assert find_diagnoses(monkeypatch, ranks, [TOLD, answer]) == {1: f"refit of version 3: late; {reason}"}
 
 
 def test_a_rank_may_be_waiting_for_an_engine_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(diagnosed(monkeypatch, [NEVER, FINE], [NEVER, TOLD])) == [0]
+    assert list(find_diagnoses(monkeypatch, [NEVER, FINE], [NEVER, TOLD])) == [0]
 
 
 @pytest.mark.parametrize(("ranks", "engines"), [([FINE, DEAD], [TOLD, TOLD]), ([TOLD, DEAD], [LOST, NEVER])])
@@ -100,12 +100,12 @@ def test_a_dead_rank_is_the_end_whatever_the_engines_are(
     ranks: list[Any], engines: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(PolicyLostError, match=r"^refit of version 3: late; policy rank 1 is gone, and no rank of"):
-        diagnosed(monkeypatch, ranks, engines)
+        find_diagnoses(monkeypatch, ranks, engines)
 
 
 def test_a_rank_that_nobody_keeps_waiting_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PolicyLostError, match=r"^refit of version 3: late; policy rank 0 is stuck, and no rank of"):
-        diagnosed(monkeypatch, [NEVER, TOLD], [TOLD, TOLD])
+        find_diagnoses(monkeypatch, [NEVER, TOLD], [TOLD, TOLD])
 
 
 class Receiver:
@@ -157,13 +157,13 @@ def test_every_flipped_bit_is_noticed() -> None:
 
 def test_exchanged_words_are_noticed() -> None:
     words = torch.randint(-(2**62), 2**62, (64,))
-    found = {int(compute_checksum(words))}
+    checksums = {int(compute_checksum(words))}
     for i in range(64):
         for j in range(i):
             exchanged = words.clone()
             exchanged[[i, j]] = words[[j, i]]
-            found.add(int(compute_checksum(exchanged)))
-    assert len(found) == 1 + 64 * 63 // 2
+            checksums.add(int(compute_checksum(exchanged)))
+    assert len(checksums) == 1 + 64 * 63 // 2
 
 
 def test_a_message_of_another_version_is_refused() -> None:
@@ -240,11 +240,11 @@ QUICK = {("nccl", fault, MIDDLE) for fault in (KILL_WORKER, FLIP, KILL_RANK)}
 
 def cases(faults: tuple[str, ...], moments: tuple[str, ...] = MOMENTS) -> Any:
     """Every fault at every moment, over both kinds of group."""
-    found = [
-        pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow, id=", ".join(one))
-        for one in product(("nccl", "gloo"), faults, moments)
+    parameters = [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id=", ".join(case))
+        for case in product(("nccl", "gloo"), faults, moments)
     ]
-    return pytest.mark.parametrize(("scene", "fault", "moment"), found, indirect=["scene"])
+    return pytest.mark.parametrize(("scene", "fault", "moment"), parameters, indirect=["scene"])
 
 
 @cases((KILL_WORKER, STALL_WORKER))
@@ -257,8 +257,8 @@ def test_one_dead_engine_costs_one_engine(scene: Scene, fault: str, moment: str)
         scene.inject(moment, target, None)
     report, seconds = scene.publish(2)
     assert scene.generation.restarts == [1, 0]
-    [told] = report.replaced
-    assert told.startswith("generation engine 0 was replaced: ")
+    [reason] = report.replaced
+    assert reason.startswith("generation engine 0 was replaced: ")
     assert seconds < BUSY_S
     assert scene.publish(3)[0].retries == 0
 

@@ -120,8 +120,8 @@ def test_polling_adds_a_tenth_to_a_wait_and_leaves_the_store_alone(monkeypatch: 
     """A large refit has thousands of turns of a millisecond, and the store has a thousand members."""
     clock = Clock()
     monkeypatch.setattr(refit_group, "time", clock)
-    asked: Any = AskedStore()
-    watch = Watch(asked, timeout_s=1000.0)
+    asked_store: Any = AskedStore()
+    watch = Watch(asked_store, timeout_s=1000.0)
 
     def wait(seconds: float) -> tuple[float, int]:
         """Seconds that a wait took, and how often it polled."""
@@ -139,9 +139,9 @@ def test_polling_adds_a_tenth_to_a_wait_and_leaves_the_store_alone(monkeypatch: 
         waited, polls = wait(seconds)
         assert waited < 1.2 * seconds
         assert polls < 100, "it does not spin"
-    assert asked.looks == 0
+    assert asked_store.looks == 0
     wait(10.0)
-    assert 15 <= asked.looks <= 10 / FAILURE_CHECK_S
+    assert 15 <= asked_store.looks <= 10 / FAILURE_CHECK_S
 
 
 class Clock:
@@ -170,11 +170,11 @@ def test_an_abort_over_gloo_ends_what_is_pending_here() -> None:
     _store, rendezvous = _open(timeout_s=60.0)
     with ThreadPoolExecutor(2) as pool:
         joined = [pool.submit(refit_group.join_group, rendezvous, rank, 2, torch.device("cpu")) for rank in range(2)]
-        mine, theirs = (one.result() for one in joined)
-    pending = mine.recv([torch.zeros(8, dtype=torch.uint8)], 1, 0)
+        own_group, theirs = (future.result() for future in joined)
+    pending = own_group.recv([torch.zeros(8, dtype=torch.uint8)], 1, 0)
     time.sleep(0.1)
     assert not pending.is_completed()
-    mine.abort()
+    own_group.abort()
     with pytest.raises(RuntimeError):
         pending.wait()
     theirs.abort()
@@ -183,24 +183,24 @@ def test_an_abort_over_gloo_ends_what_is_pending_here() -> None:
 def test_over_nccl_the_communicator_of_all_members_is_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else torch makes one for each pair, and inside of a send."""
     _store, rendezvous = _open(timeout_s=60.0)
-    made: list[Any] = []
+    calls: list[Any] = []
 
     fields = NcclConfig(size=ctypes.sizeof(NcclConfig), magic=NCCL_MAGIC)
 
     class Nccl:
         def __init__(self, _store: Any, rank: int, size: int, _options: Any) -> None:
-            made.append((rank, size, os.environ["TORCH_NCCL_BLOCKING_WAIT"]))
+            calls.append((rank, size, os.environ["TORCH_NCCL_BLOCKING_WAIT"]))
 
         @staticmethod
         def Options() -> Any:  # noqa: N802  # as in torch
             return SimpleNamespace(config=SimpleNamespace(unsafe_get_ptr=lambda: ctypes.addressof(fields)))
 
         def eager_connect_single_device(self, device: torch.device) -> None:
-            made.append(device)
+            calls.append(device)
 
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
     refit_group.join_group(rendezvous, 1, 3, torch.device("cuda", 0))
-    assert made == [(1, 3, "1"), torch.device("cuda", 0)]
+    assert calls == [(1, 3, "1"), torch.device("cuda", 0)]
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
     assert fields.nChannelsPerNetPeer == NET_CHANNELS
 
@@ -246,7 +246,7 @@ def test_a_version_has_the_changed_tensors_only_and_older_files_go(tmp_path: Pat
     values = {name: torch.randn(10) for name in NAMES}  # 40 bytes: two of them in a file
 
     first = writer.write(values.items(), "1", 0, rewrite=False)
-    assert len({one.file for one in first.values()}) == 3
+    assert len({written.file for written in first.values()}) == 3
     _is_readable(tmp_path, first, values)
 
     values[NAMES[1]] = torch.randn(10)
@@ -260,12 +260,12 @@ def test_a_version_has_the_changed_tensors_only_and_older_files_go(tmp_path: Pat
     third = writer.write(values.items(), "3", 0, rewrite=False)
     remove_unread(tmp_path, Manifest("run", 3, third))
     _is_readable(tmp_path, third, values)
-    left = sorted(path.name for path in (tmp_path / "1").iterdir())
-    assert left == ["rank-0-0001.safetensors", "rank-0-0002.safetensors"]
+    remaining_files = sorted(path.name for path in (tmp_path / "1").iterdir())
+    assert remaining_files == ["rank-0-0001.safetensors", "rank-0-0002.safetensors"]
 
-    whole = writer.write(values.items(), "4", 0, rewrite=True)
-    assert all(one.file.startswith("4/") for one in whole.values())
-    remove_unread(tmp_path, Manifest("run", 4, whole))
+    fourth = writer.write(values.items(), "4", 0, rewrite=True)
+    assert all(written.file.startswith("4/") for written in fourth.values())
+    remove_unread(tmp_path, Manifest("run", 4, fourth))
     assert [path.name for path in tmp_path.iterdir()] == ["4"]
 
 
@@ -281,7 +281,7 @@ def test_after_a_failure_everything_is_written_again(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="a rank is gone"):
         writer.write(failing(), "2", 0, rewrite=False)
     again = writer.write(values.items(), "3", 0, rewrite=False)
-    assert all(one.file.startswith("3/") for one in again.values())
+    assert all(written.file.startswith("3/") for written in again.values())
 
 
 def test_ranks_that_have_no_tensors_write_nothing(tmp_path: Path) -> None:
@@ -295,14 +295,14 @@ def test_a_manifest_is_read_as_it_was_written_and_damage_shows(tmp_path: Path) -
     assert read_manifest(tmp_path) == manifest
     assert [path.name for path in tmp_path.iterdir()] == [MANIFEST], "no temporary file is left"
     text = (tmp_path / MANIFEST).read_text()
-    for place in range(0, len(text), 7):
-        damaged = text[:place] + chr(ord(text[place]) ^ 1) + text[place + 1 :]
+    for position in range(0, len(text), 7):
+        damaged = text[:position] + chr(ord(text[position]) ^ 1) + text[position + 1 :]
         (tmp_path / MANIFEST).write_text(damaged)
         try:
-            same = json.loads(damaged) == json.loads(text)  # a space between the parts
+            is_equal = json.loads(damaged) == json.loads(text)  # a space between the parts
         except ValueError:
-            same = False
-        if not same:
+            is_equal = False
+        if not is_equal:
             with pytest.raises(ValueError, match="is damaged"):
                 read_manifest(tmp_path)
     (tmp_path / MANIFEST).unlink()
@@ -335,11 +335,11 @@ def test_what_is_loaded_is_whole_layers() -> None:
 
 def _is_readable(folder: Path, stored: dict[str, WrittenTensor], values: dict[str, Tensor]) -> None:
     assert list(stored) == list(values)
-    for name, one in stored.items():
-        read = load_file(folder / one.file)[name]
+    for name, written in stored.items():
+        read = load_file(folder / written.file)[name]
         assert torch.equal(read, values[name])
-        assert compute_digest(read) == one.digest
-        assert one.nbytes == read.nbytes
+        assert compute_digest(read) == written.digest
+        assert written.nbytes == read.nbytes
 
 
 MOST_MODULES = 25

@@ -43,27 +43,27 @@ def list_tensors(shape: ModelShape) -> list[tuple[WeightEntry, TensorKey]]:
     return [(entries[key.row], key) for key in index_tensors(entries, shape).values()]
 
 
-def sent_piece(piece: Any, place: RankShard, shape: ModelShape, tensor: tuple[WeightEntry, TensorKey]) -> Tensor:
+def sent_piece(piece: Any, shard: RankShard, shape: ModelShape, tensor: tuple[WeightEntry, TensorKey]) -> Tensor:
     """[rows, columns]: what a rank of the policy cuts out of its own parameter, which Megatron-Core lays out."""
     entry, key = tensor
-    part = place.expert_tensor if entry.per_expert else place.tensor
+    part = shard.expert_tensor if entry.per_expert else shard.tensor
     slices = entry.list_slices(shape, key.layer, part.index, part.count, key.expert)
     rows = pad_vocab(shape, part.count) // part.count
-    parameter = merge_slices(entry, [cut(one) for one in slices], shape, rows)
-    whole = split_parameter(entry, parameter, slices, shape)[piece["section"]]
+    parameter = merge_slices(entry, [cut(tensor_slice) for tensor_slice in slices], shape, rows)
+    section = split_parameter(entry, parameter, slices, shape)[piece["section"]]
     first = [indices.begin for indices in find_ranges(slices[piece["section"]])]
     bounds = [
         (part.begin - begin, part.end - begin, size)
-        for part, begin, size in zip(read_ranges(piece), first, whole.shape, strict=True)
+        for part, begin, size in zip(read_ranges(piece), first, section.shape, strict=True)
     ]
     assert all(0 <= begin < end <= size for begin, end, size in bounds)
-    return whole[tuple(slice(begin, end) for begin, end, _ in bounds)]
+    return section[tuple(slice(begin, end) for begin, end, _ in bounds)]
 
 
 def count_open_layers(pieces: Pieces) -> int:
     """Most layers of which a target has got some pieces of experts, and not all."""
     keys, entries = list(index_tensors(build_weight_map(MOE), MOE).values()), build_weight_map(MOE)
-    most = 0
+    most_open = 0
     for target in set(pieces["target"].tolist()):
         messages = split_messages(pieces[pieces["target"] == target])
         layers = [
@@ -74,9 +74,9 @@ def count_open_layers(pieces: Pieces) -> int:
         open_layers: set[int] = set()
         for number, message_layers in enumerate(layers):
             open_layers |= set(message_layers)
-            most = max(most, len(open_layers))
+            most_open = max(most_open, len(open_layers))
             open_layers -= {layer for layer in open_layers if last[layer] == number}
-    return most
+    return most_open
 
 
 @pytest.mark.parametrize("pipeline", [1, 4])
@@ -140,18 +140,18 @@ def test_every_number_of_every_rank_comes_once_and_from_where_it_is(case: Any) -
     scheduled, boxes = plan(shape, training, generation, bucket), table_boxes(generation, shape)
     tensors = list_tensors(shape)
     for target in range(len(engine) * generation.data):
-        place = engine[target % len(engine)]
-        expected = vllm_parameters(shape, place)
-        mine = scheduled[scheduled["target"] == target]
+        shard = engine[target % len(engine)]
+        expected = vllm_parameters(shape, shard)
+        target_pieces = scheduled[scheduled["target"] == target]
         model = model_of(expected)
-        writer = ModelWriter(model, torch.float32, boxes[target % len(engine)], [mine])
-        for position, piece in enumerate(mine):
+        writer = ModelWriter(model, torch.float32, boxes[target % len(engine)], [target_pieces])
+        for position, piece in enumerate(target_pieces):
             sent = sent_piece(piece, sources[piece["source"]], shape, tensors[piece["tensor"]])
             writer.write(0, position, sent)
-        held = dict(model.named_parameters())
-        assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
+        parameters = dict(model.named_parameters())
+        assert all(torch.equal(parameters[name], tensor) for name, tensor in expected.items())
         # As many as there are, all of them right: none came twice.
-        brought = sum(count_elements(read_ranges(piece)) for piece in mine)
+        brought = sum(count_elements(read_ranges(piece)) for piece in target_pieces)
         padding = (-(-shape.vocab // 64) * 64 - shape.vocab) * shape.hidden
         assert (
             sum(t.numel() for t in expected.values()) - 2 * padding
@@ -216,45 +216,45 @@ LARGE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("deepseek_v3", marks=pytest.mark.slow), "qwen3_235b"])
 def test_large_layouts_by_arithmetic(name: str) -> None:
-    """Boxes that are disjoint and add up to what a rank has cover it, each number once; and senders share the work."""
+    """Disjoint boxes that add up to a rank's numbers cover each once; senders share the work."""
     raw, training, generation = LARGE[name]
     shape = parse_model_shape(raw)
     engine, bucket = split_engine(generation, shape), 256 * 2**20
     pieces = plan(shape, training, generation, bucket)
     for target in (0, len(engine) // 2, len(engine) * generation.data - 1):
-        place = engine[target % len(engine)]
-        mine = pieces[pieces["target"] == target]
-        keys = mine[["tensor"]]
-        begins = mine["ranges"][:, :2, 0].T
+        shard = engine[target % len(engine)]
+        target_pieces = pieces[pieces["target"] == target]
+        keys = target_pieces[["tensor"]]
+        begins = target_pieces["ranges"][:, :2, 0].T
         order = np.lexsort((*begins[::-1], *(keys[k] for k in keys.dtype.names[::-1])))
-        ordered = mine[order]
-        same = keys[order][1:] == keys[order][:-1]
+        ordered = target_pieces[order]
+        same_tensor = keys[order][1:] == keys[order][:-1]
         # Strips of one tensor follow each other in rows, or lie side by side in columns.
         apart = (ordered["ranges"][1:, :2, 0] >= ordered["ranges"][:-1, :2, 1]).any(axis=1)
-        assert (apart | ~same).all()
-        assert mine["bytes"].sum() == 4 * owned_numbers(shape, place)
+        assert (apart | ~same_tensor).all()
+        assert target_pieces["bytes"].sum() == 4 * owned_numbers(shape, shard)
     load = np.bincount(pieces["source"], weights=pieces["bytes"], minlength=training.world_size)
     by_stage = load.reshape(training.pipeline, -1)
     assert (by_stage.max(1) - by_stage.min(1)).max() <= 0.35 * load.mean(), "replicas and neighbours share"
     assert align(np.array([1, 16, 17])).tolist() == [16, 16, 32]
 
 
-def owned_numbers(shape: ModelShape, place: RankShard) -> int:
+def owned_numbers(shape: ModelShape, shard: RankShard) -> int:
     """How many numbers a rank of an engine has, without padding, from the sizes of the model."""
     total = 0
     for entry in build_weight_map(shape):
-        total += _numbers_of(entry, shape, place)
+        total += _numbers_of(entry, shape, shard)
     return total
 
 
-def _numbers_of(entry: WeightEntry, shape: ModelShape, place: RankShard) -> int:
+def _numbers_of(entry: WeightEntry, shape: ModelShape, shard: RankShard) -> int:
     split = {"vocab", "ffn", "groups", "heads", "expert_ffn", "shared_ffn"}
     if entry.copy:
         return 0
-    layers = [n for n in place.layers if entry.kind is None or entry.kind in shape.list_kinds(n)]
+    layers = [n for n in shard.layers if entry.kind is None or entry.kind in shape.list_kinds(n)]
     if entry.half is None:
-        layers = [0] if (place.has_embedding if entry.name.startswith("embedding") else place.has_output) else []
-    part = place.expert_tensor if entry.per_expert else place.tensor
+        layers = [0] if (shard.has_embedding if entry.name.startswith("embedding") else shard.has_output) else []
+    part = shard.expert_tensor if entry.per_expert else shard.tensor
     numbers = 0
     for tensor in entry.hf:
         size = int(np.prod(tensor.measure(shape.sizes)))
@@ -267,7 +267,7 @@ def _numbers_of(entry: WeightEntry, shape: ModelShape, place: RankShard) -> int:
         elif split & set(names):
             size //= part.count
         numbers += size
-    experts = place.experts[1] - place.experts[0] if entry.per_expert else 1
+    experts = shard.experts[1] - shard.experts[0] if entry.per_expert else 1
     return numbers * experts * len(layers)
 
 
@@ -275,8 +275,8 @@ def test_a_model_that_is_not_filled_is_refused() -> None:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     shape, layouts = parse_model_shape({**DENSE, "vocab_size": 64}), (ParallelConfig(), GenerationParallelConfig())
-    [place], [boxes] = split_engine(layouts[1], shape), table_boxes(layouts[1], shape)
-    model = model_of(vllm_parameters(shape, place) | {"model.layers.0.extra.weight": torch.zeros(3)})
+    [shard], [boxes] = split_engine(layouts[1], shape), table_boxes(layouts[1], shape)
+    model = model_of(vllm_parameters(shape, shard) | {"model.layers.0.extra.weight": torch.zeros(3)})
     record_metadata_for_reloading(model)
     with pytest.raises(ValueError, match=r"use broadcast. .*layers.0.extra.weight: 0 of 3 numbers$"):
         ModelWriter(model, torch.float32, boxes, [plan(shape, *layouts, 2**20)])
@@ -286,8 +286,8 @@ def test_a_parameter_of_which_pieces_are_missing_is_refused() -> None:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     shape, layouts = parse_model_shape({**DENSE, "vocab_size": 64}), (ParallelConfig(), GenerationParallelConfig())
-    [place], [boxes] = split_engine(layouts[1], shape), table_boxes(layouts[1], shape)
-    model = model_of(vllm_parameters(shape, place))
+    [shard], [boxes] = split_engine(layouts[1], shape), table_boxes(layouts[1], shape)
+    model = model_of(vllm_parameters(shape, shard))
     record_metadata_for_reloading(model)
     pieces = plan(shape, *layouts, 2**20)
     ModelWriter(model, torch.float32, boxes, [pieces])
@@ -301,8 +301,8 @@ def test_a_tied_head_is_filled_with_the_embedding() -> None:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     shape, layouts = parse_model_shape({**DENSE, "vocab_size": 64}), (ParallelConfig(), GenerationParallelConfig())
-    [place], [boxes] = split_engine(layouts[1], shape), table_boxes(layouts[1], shape)
-    model = model_of(vllm_parameters(shape, place) | {"lm_head.weight": torch.zeros(1)})
+    [shard], [boxes] = split_engine(layouts[1], shape), table_boxes(layouts[1], shape)
+    model = model_of(vllm_parameters(shape, shard) | {"lm_head.weight": torch.zeros(1)})
     embedding = model.get_parameter("model.embed_tokens.weight")
     model.get_submodule("lm_head").weight = nn.Parameter(embedding.data, requires_grad=False)
     record_metadata_for_reloading(model)
@@ -345,8 +345,8 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
     dtypes, boxes = choose_wire_dtypes(shape, "float32", fp8_blocks=True), table_boxes(generation, shape)
     scheduled = plan_messages(shape, sources, boxes, 1, dtypes, 2**16)
     kinds, tensors = [getattr(torch, dtype) for dtype in dtypes], list_tensors(shape)
-    for target, place in enumerate(engine):
-        expected = vllm_parameters(shape, place)
+    for target, shard in enumerate(engine):
+        expected = vllm_parameters(shape, shard)
         read = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
         rounded = set()
         for message in split_messages(scheduled[scheduled["target"] == target]):
@@ -359,8 +359,8 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
                 values = parcel.view_values(buffer).float()
                 scales = parcel.view_scales(buffer)
                 if scales is not None:
-                    each = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-                    values *= each[: values.shape[0], : values.shape[1]]
+                    block_scales = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+                    values *= block_scales[: values.shape[0], : values.shape[1]]
                 box = boxes[target][piece["box"]]
                 read[box.parameter][to_slices(box.layout.locate(read_ranges(piece)))] = box.layout.compute(values)
                 rounded |= {box.parameter} if scales is not None else set()

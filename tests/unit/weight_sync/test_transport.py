@@ -74,7 +74,7 @@ class Scripted(TransferMode):
         return TransferReport(version, bytes_sent=1, tensors=1, buckets=1)
 
 
-def scripted(
+def make_transport(
     generation: FakeGeneration, *outcomes: Exception | None, retries: int = 1
 ) -> tuple[WeightTransport, Scripted]:
     faked: Any = generation
@@ -87,7 +87,7 @@ ALL = (0, 1, 2)
 
 
 def test_links_are_made_once_and_anew_after_a_failure() -> None:
-    transport, mode = scripted(FakeGeneration(), None, None, BAD)
+    transport, mode = make_transport(FakeGeneration(), None, None, BAD)
     transport.connect()
     for version in (1, 2):
         assert transport.publish(version).retries == 0
@@ -98,7 +98,7 @@ def test_links_are_made_once_and_anew_after_a_failure() -> None:
 
 def test_an_attempt_that_costs_an_engine_is_no_retry() -> None:
     generation = FakeGeneration()
-    transport, _ = scripted(generation, make_loss(1), make_loss(0, 2), retries=0)
+    transport, _ = make_transport(generation, make_loss(1), make_loss(0, 2), retries=0)
     report = transport.publish(4)
     assert generation.replaced == [[1], [0, 2]]
     assert report.retries == 2
@@ -109,7 +109,7 @@ def test_an_attempt_that_costs_an_engine_is_no_retry() -> None:
 
 
 def test_retries_are_counted_beside_replacements() -> None:
-    transport, _ = scripted(FakeGeneration(), BAD, make_loss(1), BAD, retries=1)
+    transport, _ = make_transport(FakeGeneration(), BAD, make_loss(1), BAD, retries=1)
     with pytest.raises(
         RefitError, match=r"^a bit was flipped; tried again: no answer; tried again: a bit was flipped$"
     ):
@@ -117,13 +117,13 @@ def test_retries_are_counted_beside_replacements() -> None:
 
 
 def test_an_engine_that_is_not_replaced_any_more_ends_the_refit() -> None:
-    transport, _ = scripted(FakeGeneration(attempts_left=1), make_loss(1), make_loss(1))
+    transport, _ = make_transport(FakeGeneration(attempts_left=1), make_loss(1), make_loss(1))
     with pytest.raises(RefitError, match=r"^engine 1 died; that was the last one$"):
         transport.publish(4)
 
 
 def test_nothing_is_tried_without_the_whole_policy() -> None:
-    transport, mode = scripted(FakeGeneration(), PolicyLostError("policy rank 1 is gone"), retries=5)
+    transport, mode = make_transport(FakeGeneration(), PolicyLostError("policy rank 1 is gone"), retries=5)
     with pytest.raises(PolicyLostError):
         transport.publish(4)
     assert [entry for entry in mode.log if entry[0] == 4] == [(4, ALL)]
@@ -131,7 +131,7 @@ def test_nothing_is_tried_without_the_whole_policy() -> None:
 
 def test_engines_that_were_lost_in_between_get_what_was_published_last_and_the_others_nothing() -> None:
     generation = FakeGeneration()
-    transport, mode = scripted(generation, None, BAD)
+    transport, mode = make_transport(generation, None, BAD)
     transport.publish(7)
     transport.restore({2: "it died over a response", 0: "so did this"})
     assert generation.replaced == [[2, 0]]
@@ -144,7 +144,7 @@ def test_engines_that_were_lost_in_between_get_what_was_published_last_and_the_o
 
 @pytest.mark.parametrize(("attempts_left", "outcomes"), [(0, [None]), (1, [None, BAD, BAD]), (1, [None, make_loss(1)])])
 def test_what_cannot_be_restored_is_no_failure_of_what_is_trained(attempts_left: int, outcomes: list[Any]) -> None:
-    transport, _ = scripted(FakeGeneration(attempts_left), *outcomes)
+    transport, _ = make_transport(FakeGeneration(attempts_left), *outcomes)
     transport.publish(7)
     with pytest.raises(SamplingError):
         transport.restore({1: "it died over a response"})

@@ -45,7 +45,7 @@ class Made(nn.Module):
             self.loader(dict(self.named_parameters()), name, tensor)
 
 
-def numbered(sizes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def number_elements(sizes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Tensors whose elements are all different, from 1 on."""
     begin, tensors = 1, {}
     for name, size in sizes.items():
@@ -55,7 +55,9 @@ def numbered(sizes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     return tensors
 
 
-def filled(boxes: Iterable[Box], tensors: dict[str, Tensor], sizes: dict[str, torch.Size]) -> dict[str, Tensor]:
+def fill_parameters(
+    boxes: Iterable[Box], tensors: dict[str, Tensor], sizes: dict[str, torch.Size]
+) -> dict[str, Tensor]:
     """Parameters as the boxes say, -1 elsewhere."""
     parameters = {name: torch.full(size, -1.0, dtype=torch.float64) for name, size in sizes.items()}
     for box in boxes:
@@ -141,10 +143,10 @@ def test_boxes_say_what_a_loader_does(case: str, device: str) -> None:
     trace = trace_weights(Made(sizes, loader, device), {"t": (size, torch.float64)})
     assert trace.unexplained == {}
     assert unpack_boxes(pack_boxes(trace.boxes)) == trace.boxes
-    model, tensors = Made(sizes, loader), numbered({"t": size})
+    model, tensors = Made(sizes, loader), number_elements({"t": size})
     model.load_weights((name, tensor.clone()) for name, tensor in tensors.items())
     expected = {name: parameter.data for name, parameter in model.named_parameters()}
-    actual = filled(trace.boxes, tensors, {name: tensor.shape for name, tensor in expected.items()})
+    actual = fill_parameters(trace.boxes, tensors, {name: tensor.shape for name, tensor in expected.items()})
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
 
 
@@ -153,9 +155,9 @@ def test_a_part_of_a_box_is_located_in_the_parameter(case: str) -> None:
     """Elements written one by one are those of whole boxes."""
     sizes, size, loader = CASES[case]
     boxes = trace_weights(Made(sizes, loader), {"t": (size, torch.float64)}).boxes
-    tensors, shapes = numbered({"t": size}), {name: torch.Size(size) for name, size in sizes.items()}
-    expected = filled(boxes, tensors, shapes)
-    written = filled([box for box in boxes if not box.tensor], tensors, shapes)
+    tensors, shapes = number_elements({"t": size}), {name: torch.Size(size) for name, size in sizes.items()}
+    expected = fill_parameters(boxes, tensors, shapes)
+    written = fill_parameters([box for box in boxes if not box.tensor], tensors, shapes)
     for box in boxes:
         rows = box.layout.tensor[0] if box.tensor else None
         for row in range(rows.begin, rows.end, rows.step) if rows is not None else ():
@@ -254,7 +256,9 @@ def test_loaded_numbers_are_where_the_boxes_say(family: str, layout: str, tmp_pa
     if shape.experts is None and parallel.expert > 1:
         parallel = GenerationParallelConfig(tensor=2, pipeline=2)
     sizes = measure_tensors(shape)
-    tensors = {name: tensor / 1e4 if name.endswith("A_log") else tensor for name, tensor in numbered(sizes).items()}
+    tensors = {
+        name: tensor / 1e4 if name.endswith("A_log") else tensor for name, tensor in number_elements(sizes).items()
+    }
     for rank in {0, parallel.ranks_per_engine - 1}:
         with build_rank(tmp_path, rank, parallel, "bfloat16") as (model, config), set_current_vllm_config(config):
             trace = trace_model(model, sizes, torch.bfloat16)
@@ -266,7 +270,7 @@ def test_loaded_numbers_are_where_the_boxes_say(family: str, layout: str, tmp_pa
             }
             actual = {name: tensor.data for name, tensor in {**dict(model.named_parameters()), **buffers}.items()}
         assert trace.unexplained == {}
-        expected = filled(trace.boxes, tensors, {name: tensor.shape for name, tensor in actual.items()})
+        expected = fill_parameters(trace.boxes, tensors, {name: tensor.shape for name, tensor in actual.items()})
         torch.testing.assert_close({name: actual[name] for name in expected}, expected, rtol=1e-6, atol=0)
         assert all((tensor != -1).all() for tensor in actual.values())
 

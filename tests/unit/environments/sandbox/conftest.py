@@ -1,7 +1,5 @@
 """What holds after every test of the sandbox."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """A hundred programs of all kinds leave no process, no folder, no mount and no descriptor behind."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from dataclasses import replace

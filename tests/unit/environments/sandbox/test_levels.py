@@ -1,7 +1,5 @@
 """How strong a sandbox a machine allows, and what is told where it is less than is required."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Programs in the sandbox: what they may use, and that they and what they started end in time."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

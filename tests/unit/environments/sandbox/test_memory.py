@@ -1,7 +1,5 @@
 """Programs in the sandbox hold no more memory than they may, whatever its kind, with a memory cgroup and without."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import replace

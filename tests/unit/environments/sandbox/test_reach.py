@@ -1,7 +1,5 @@
 """Programs in the sandbox: what they cannot reach, and what they can."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -27,13 +27,13 @@ from megatron_grpo.observability.page.write import (
 )
 from megatron_grpo.report import main
 from tests.support.forked import as_ordinary_user
-from tests.support.report_runs import PROMPT, byte_tokenizer, make_run, metrics_of, spoken
+from tests.support.report_runs import PROMPT, byte_tokenizer, make_answer, make_run, metrics_of
 from tests.support.trajectories import make_trajectory
 
 ELEMENT = re.compile(r'<script type="(?:application/json|text/plain)" id="([^"]*)">([^<]*)</script>')
 
 
-def embedded(file: Path) -> dict[str, Any]:
+def read_data(file: Path) -> dict[str, Any]:
     """Every element of data of a page by its name, read as the page reads it."""
     documents = {}
     for name, text in ELEMENT.findall(file.read_text()):
@@ -45,7 +45,8 @@ def embedded(file: Path) -> dict[str, Any]:
 def run(tmp_path: Path) -> Path:
     tokenizer = byte_tokenizer(tmp_path / "model")
     rows = [
-        spoken(tokenizer, f"answer {n} é", group=n // 2, sample=n % 2, reward=n / 3, prompt_idx=n) for n in range(6)
+        make_answer(tokenizer, f"answer {n} é", group=n // 2, sample=n % 2, reward=n / 3, prompt_idx=n)
+        for n in range(6)
     ]
     rows[1].reward_metrics = {"suspect/touched_harness": 1.0, "suspect/idle_tests": 0.0, "other": 1.0}
     return make_run(tmp_path / "run", steps=3, model=tmp_path / "model", trajectories=rows)
@@ -85,7 +86,7 @@ def test_a_page_is_one_file_that_names_no_other(run: Path) -> None:
 
 
 def test_a_page_holds_what_the_run_wrote(run: Path) -> None:
-    data = embedded(write_report([run]))
+    data = read_data(write_report([run]))
     (run_data,) = data["runs"]
     assert run_data["metrics"]["step"] == [1, 2, 3]
     assert run_data["metrics"]["reward"] == pytest.approx([0.01, 0.02, 0.03])
@@ -116,7 +117,7 @@ def test_a_page_holds_what_the_run_wrote(run: Path) -> None:
 def test_what_does_not_fit_is_left_out_evenly_and_counted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trajectories, "MAX_FULL_TOKENS", 3 * 60)  # two answers of each step
     monkeypatch.setattr(trajectories, "MAX_ROWS", 3 * 4)
-    data = embedded(write_report([run]))
+    data = read_data(write_report([run]))
     counts = data["runs"][0]["trajectories"]
     assert (counts["written"], counts["rows"], counts["full"]) == (18, 12, 6)
     assert all(list(data[f"run0-step{step}"]["full"]) == ["0", "1"] for step in (1, 2, 3)), "samples of one prompt"
@@ -124,12 +125,12 @@ def test_what_does_not_fit_is_left_out_evenly_and_counted(run: Path, monkeypatch
 
 def test_a_long_step_ends_the_reading(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trajectories, "MAX_READ_TOKENS", 3 * 50)
-    assert embedded(write_report([run]))["runs"][0]["trajectories"]["rows"] == 6, "two of each step"
+    assert read_data(write_report([run]))["runs"][0]["trajectories"]["rows"] == 6, "two of each step"
 
 
 def test_without_the_tokenizer_there_is_the_text(run: Path) -> None:
     (run.parent / "model" / "tokenizer.json").unlink()
-    data = embedded(write_report([run]))
+    data = read_data(write_report([run]))
     assert "shown as text" in data["runs"][0]["trajectories"]["remark"]
     assert data["run0-step1"]["response"][1] == "answer 1 é"
     assert "ids" not in data["run0-step1"]["full"]["1"]
@@ -142,7 +143,7 @@ def test_a_run_that_ended_early_has_a_page(missing: str, run: Path) -> None:
         path.rename(run / "elsewhere")
     else:
         path.unlink()
-    assert len(embedded(write_report([run]))["runs"]) == 1
+    assert len(read_data(write_report([run]))["runs"]) == 1
 
 
 def test_what_is_damaged_is_told_and_nothing_more(
@@ -226,7 +227,7 @@ def test_the_page_of_a_read_only_run_comes_into_the_current_folder(capfd: pytest
         stdout = capfd.readouterr().out
         assert f"{run} cannot be written (Permission denied); output=FILE chooses another file" in stdout
         assert f"wrote {page}\n" in stdout
-        assert embedded(page)["runs"][0]["name"] == "run"
+        assert read_data(page)["runs"][0]["name"] == "run"
         assert as_ordinary_user(partial(written_from, closed)) == 2
         stdout = capfd.readouterr().err
         assert f"report: give output=FILE: neither {run} nor {closed} cannot be written: Permission denied" in stdout
@@ -239,7 +240,7 @@ def test_the_page_of_a_read_only_run_comes_into_the_current_folder(capfd: pytest
 def test_a_mismatch_of_a_millionth_is_in_the_page(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({**metrics_of(4), "token_mult_prob_error": 1.0000003}) + "\n")
-    (run_data,) = embedded(write_report([run]))["runs"]
+    (run_data,) = read_data(write_report([run]))["runs"]
     assert run_data["metrics"]["token_mult_prob_error"][-1] == 1.0000003
 
 
