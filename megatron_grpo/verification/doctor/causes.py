@@ -292,12 +292,13 @@ class Causes:
             partial(iterate_stale_parts, parts, partial(self.load_oracle, number), texts[number]) for number in earlier
         ]
         yield [*stale, partial(iterate_missing_parts, parts), iterate_permutations]
-        fine = list_fine_parts(side.oracle, pipelines)
+        # A tensor stands beside the fine parts that hold it, which explain as much if their others have no effect.
+        fine = [*parts, *list_fine_parts(side.oracle, pipelines)]
         older = near[:MOST_VERSIONS]
         named = [(partial(self.load_oracle, number), self._describe_version(number, has_adapters)) for number in older]
-        adapters = [partial(iterate_adapter_parts, [*parts, *fine], partial(self.load_oracle, 0))]
+        adapters = [partial(iterate_adapter_parts, fine, partial(self.load_oracle, 0))]
         yield [
-            *(partial(iterate_fine_stale_parts, [*parts, *fine], load, text) for load, text in named),
+            *(partial(iterate_fine_stale_parts, fine, load, text) for load, text in named),
             partial(iterate_fine_parts, fine),
             *(adapters if has_adapters and version != 0 else []),
         ]

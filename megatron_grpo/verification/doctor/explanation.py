@@ -104,6 +104,8 @@ class Search:
     def conclude(self) -> Finding | None:
         """Make the finding of the best explanation; None: none explains enough."""
         # Of explanations that come equally close the one that assumes least is chosen, and the others are mentioned.
+        # Then the one with the fewest tensors: a factor of a matrix before a norm changes nothing, so a part that holds
+        # it beside the wrong tensor explains as much as that tensor alone.
         candidates = [
             explanation
             for explanation in self.explanations
@@ -116,7 +118,7 @@ class Search:
             return None
         limit = max(EQUAL * closest.after.mean, EXACT)
         equals = [explanation for explanation in candidates if explanation.after.mean <= limit]
-        chosen = min(equals, key=lambda explanation: explanation.suspect.assumes)
+        chosen = min(equals, key=lambda explanation: (explanation.suspect.assumes, explanation.suspect.tensors))
         suspect, name = chosen.suspect, self.side.name
         text = f"the {name} {suspect.text}"
         if not self._is_reproduced(chosen):

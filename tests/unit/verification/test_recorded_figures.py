@@ -182,8 +182,8 @@ def make_side(recorded: Tensor, rollouts: int = 4) -> Side:
     return Side("engine", oracle, [rollout] * rollouts, [tokens] * rollouts, Law(), recorded)
 
 
-def candidate(name: str, predicted: Tensor, assumes: int = 1) -> Candidate:
-    suspect = Suspect(name, "weights", f"is {name}", "a key", assumes)
+def candidate(name: str, predicted: Tensor, assumes: int = 1, tensors: int = 1) -> Candidate:
+    suspect = Suspect(name, "weights", f"is {name}", "a key", assumes, tensors=tensors)
     return suspect, lambda side: predicted[: len(side.recorded)]
 
 
@@ -214,6 +214,15 @@ def test_of_equal_explanations_the_one_that_assumes_least_is_named() -> None:
     tried.try_groups([lambda _: iter([candidate("set", RECORDED, 5), candidate("tensor", RECORDED + 1e-6, 1)])])
     finding = tried.conclude()
     assert finding.name == "tensor"
+
+
+def test_of_equal_explanations_that_assume_as_much_the_one_with_the_fewest_tensors_is_named() -> None:
+    tried = search(RECORDED, BASE)
+    wide, narrow = candidate("projections", RECORDED, 2, 3), candidate("projection", RECORDED + 1e-6, 2, 1)
+    tried.try_groups([lambda _: iter([wide, narrow, candidate("order", RECORDED, 3, 1)])])
+    finding = tried.conclude()
+    assert finding.name == "projection"
+    assert "is projections: 100.0%" in finding.others
 
 
 def test_what_leaves_much_of_the_gap_is_only_mentioned() -> None:

@@ -36,6 +36,8 @@ class Suspect:
     """Independent assumptions: parts of the model that are wrong together, and fitted numbers. Fewer are better."""
     only_exact: bool = False
     """Whether it counts only if it reproduces the record: of many thousand changes some come near by chance."""
+    tensors: int = 1
+    """Tensors whose numbers it changes. Of some no number matters, as before a norm: then fewer are better."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,10 +86,16 @@ def iterate_fine_stale_parts(
     ours, theirs = side.oracle.list_tensors(), load().list_tensors()
     changes = {name: theirs[name] - ours[name] for name in ours if ours[name].is_floating_point()}
     (effects,) = compute_effects(side, [make_part_probe(parts, changes)])
-    for number in effects.rank_changes(RANKED):
-        values = parts[number].mix(ours, theirs)
+    chosen = [parts[number] for number in effects.rank_changes(RANKED)]
+    yield from _iterate_mixed_parts(chosen, ours, theirs, text)
+
+
+def _iterate_mixed_parts(parts: Sequence[Part], ours: Values, theirs: Values, text: str) -> Iterator[Candidate]:
+    for part in parts:
+        values = part.mix(ours, theirs)
         if values:
-            suspect = Suspect("stale_tensor", "weights", f"kept {parts[number].name} of {text}", REFIT)
+            words = f"kept {part.name} of {text}"
+            suspect = Suspect("stale_tensor", "weights", words, REFIT, tensors=len(values))
             yield suspect, partial(_with_values, values)
 
 
@@ -112,7 +118,8 @@ def iterate_adapter_parts(parts: Sequence[Part], load: Callable[[], Oracle], sid
         if factor is not None:
             text = f"has merged the adapters of {part.name} times {factor:.4g}"
             key = "policy.lora.alpha and policy.lora.rank; " + REFIT
-            yield Suspect("adapters_scaled", "weights", text, key, assumes=2), partial(predict, factor)
+            count = len(part.regions.keys() & changes)
+            yield Suspect("adapters_scaled", "weights", text, key, assumes=2, tensors=count), partial(predict, factor)
 
 
 def _scale_adapters(part: Part, ours: Values, bare: Values, factor: float) -> dict[str, Tensor]:
@@ -136,11 +143,7 @@ def iterate_stale_parts(
         side: the record.
     """
     ours, theirs = side.oracle.list_tensors(), load().list_tensors()
-    for part in parts:
-        values = part.mix(ours, theirs)
-        if values:
-            suspect = Suspect("stale_tensor", "weights", f"kept {part.name} of {text}", REFIT)
-            yield suspect, partial(_with_values, values)
+    yield from _iterate_mixed_parts(parts, ours, theirs, text)
     # An engine may copy tied weights for the head, so a refit may reach one of the two alone.
     if side.oracle.is_tied and not torch.equal(ours[EMBEDDING], theirs[EMBEDDING]):
         head = Suspect("stale_tensor", "weights", f"kept the head ({HEAD}, tied to {EMBEDDING}) of {text}", REFIT)
@@ -178,7 +181,7 @@ def iterate_missing_parts(parts: Sequence[Part], side: Side) -> Iterator[Candida
     for part in parts:
         is_norm = all("norm" in name for name in part.regions)
         for factor, added, words in (*WRONG, *(WRONG_NORMS if is_norm else ())):
-            suspect = Suspect("wrong_tensor", "weights", f"has {words} {part.name}", REFIT)
+            suspect = Suspect("wrong_tensor", "weights", f"has {words} {part.name}", REFIT, tensors=len(part.regions))
             yield suspect, partial(_with_values, part.scale(ours, factor, added))
 
 
@@ -203,7 +206,7 @@ def _iterate_multiples(parts: Sequence[Part], ours: Values, side: Side) -> Itera
         factor = _fit_factor(predict_scaled, side, plain, gap)
         if factor is not None:
             text = f"has {part.name} times {factor:.4g}"
-            suspect = Suspect("scaled_tensor", "weights", text, REFIT, assumes=2)
+            suspect = Suspect("scaled_tensor", "weights", text, REFIT, assumes=2, tensors=len(part.regions))
             yield suspect, partial(_with_values, part.scale(ours, factor))
 
 
