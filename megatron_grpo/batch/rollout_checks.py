@@ -26,7 +26,10 @@ FREE_VALUES, VALUES_OF_A_BYTE = 2**24, 16
 MAX_BATCH_BYTES = 2**31  # of texts that are read at once; a text that repeats takes no space in the file
 # Columns that earlier versions did not write.
 _ADDED = ("engine", "fault", "notes", "reward_errors", "segment_tokens", "token", "turn_rewards", "turn_tokens")
-_NEVER_EMPTY = ("prompt_idx", "group", "sample", "token_ids", "spans", "logprobs", "response", "stop_reason")
+_NEVER_EMPTY = (
+    *("prompt_idx", "group", "sample", "token_ids", "spans", "logprobs", "response", "stop_reason"),
+    *("reward_parts", "reward_metrics", "notes", "task_name"),
+)
 _BY_TOKEN = ("logprobs", "prev_logprobs", "advantages")  # a value for each sampled token
 
 
@@ -76,14 +79,19 @@ def require_possible(
         run: what is known of the recorded run.
         is_trained: the rollout is trained on, and so needs finite numbers.
     """
-    checks = (_find_value_problems(row), _find_token_problems(row, run), _find_span_problems(row))
-    places = _find_place_problems(row, last_group, run)
-    for problem in chain(*checks, places, _find_number_problems(row) if is_trained else ()):
+    problems = [
+        _find_value_problems(row),
+        _find_token_problems(row, run),
+        _find_span_problems(row),
+        _find_place_problems(row, last_group, run),
+        *([_find_number_problems(row)] if is_trained else []),
+    ]
+    for problem in chain.from_iterable(problems):
         raise ValueError(f"row {number}, prompt {row['prompt_idx']}, sample {row['sample']} has {problem}")
 
 
 def _find_value_problems(row: Mapping[str, Any]) -> Iterator[str]:
-    yield from (f"no {name}" for name in _NEVER_EMPTY if row[name] is None)
+    yield from (f"no {name}" for name in _NEVER_EMPTY if row.get(name, "") is None)
     if row["stop_reason"] not in ("stop", "length"):
         yield f"the stop_reason {to_text(row['stop_reason'])}"
     turn_rewards, turn_tokens = row.get("turn_rewards") or [], row.get("turn_tokens") or []

@@ -308,7 +308,10 @@ def examine_file(file: Path) -> RecordedFile:
 
 
 def read_recorded_rollouts(file: Path) -> tuple[StepFacts, list[list[Trajectory]]]:
-    """Read a step's file to train on it: facts, and rollouts by prompt; raises as `examine_file`."""
+    """Read a step's facts and rollouts, by prompt, to train on them.
+
+    Raises as `examine_file`; rewards and log-probabilities that are not finite are damage, too.
+    """
     record = examine_file(file).record
     with _translate_damage():
         trajectories = [Trajectory.from_row(row) for row in _decode_rows(0, file, is_trained=True)]

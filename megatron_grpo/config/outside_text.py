@@ -60,7 +60,7 @@ def make_name(text: str) -> str:
 
 
 def mark_name(name: str, text: str) -> str:
-    """Add a digest of the text to a name that was made of it, unless they are equal.
+    """Add a digest of its text to a name that differs from it.
 
     Texts that differ late, or in control characters, would have one name, and the later value would replace the other.
     """

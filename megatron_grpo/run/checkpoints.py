@@ -327,7 +327,7 @@ def find_start_checkpoint(checkpointer: Checkpointer, config: Config, stop: Even
 
 
 def _require_figures(run_dir: Path, subject: str) -> None:
-    """Require that the figures of earlier steps, which a resumed run continues, can be read."""
+    """Require readable figures of earlier steps, which a resumed run continues."""
     try:
         read_metrics(run_dir)
         read_steps(run_dir / VALIDATION_FILE)

@@ -67,6 +67,7 @@ def write(folder: Path, *, trained: Any = None, **changes: Any) -> Path:
         ({"loss_multiplier": math.nan}, "the loss_multiplier nan"),
         ({"stop_reason": "tool"}, "the stop_reason tool"),
         ({"response": None}, "no response"),
+        ({"task_name": None}, "no task_name"),
         ({"trained": {"advantages": np.zeros(9, dtype=np.float32)}}, "9 advantages of 3 sampled tokens"),
     ],
 )
@@ -152,6 +153,8 @@ def replace_column(file: Path, name: str, values: Any) -> None:
         ("notes", ["x"], "its column notes is string"),
         ("token_ids", pa.array([[1, None, 3, 4]], type=pa.list_(pa.int32())), "sample 0 has no number at some tokens"),
         ("token_ids", pa.array([None], type=pa.list_(pa.int32())), "sample 0 has no token_ids"),
+        ("reward_parts", pa.array([None], type=pa.map_(pa.string(), pa.float64())), "sample 0 has no reward_parts"),
+        ("notes", pa.array([None], type=pa.map_(pa.string(), pa.string())), "sample 0 has no notes"),
         ("spans", pa.array([[[1, None, 0]]], type=pa.list_(pa.list_(pa.int64()))), r"the span \[1, None, 0\]"),
     ],
 )
