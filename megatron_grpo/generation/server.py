@@ -27,7 +27,7 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.errors import CanaryError, RunError, select_first_line, to_text
 from megatron_grpo.config.generation_schema import RefitMode
-from megatron_grpo.config.outside_text import describe_error
+from megatron_grpo.config.outside_text import describe_error, make_line
 from megatron_grpo.data.tokenizer import encode_text, load_tokenizer, make_sample_texts, quote_difference
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_canary import SAMPLING_ARGUMENTS, CanaryPrompt, CanaryResult
@@ -46,7 +46,6 @@ CONNECT_S = 10.0
 PROBE_S = 1.0  # between two requests to a server that does not answer
 NAN_LOGPROB = -9999.0  # the server writes this number for a log-probability that is NaN
 ROUNDING = 1e-3  # by which a log-probability, or a sum of probabilities, may exceed what is possible
-ERROR_CHARACTERS = 500  # of a server's error that a message repeats
 ANSWER_BYTES = 2**30  # of an answer about all workers, at most
 # Of a response: a token with its text takes some hundred bytes, a number in base 64 up to eleven.
 _BASE_BYTES, _TOKEN_BYTES, _NUMBER_BYTES = 2**20, 2**12, 11
@@ -76,14 +75,13 @@ async def read_answer(answer: aiohttp.ClientResponse, limit: int, address: str, 
     else:
         raise RunError(f"{address} gives an answer of more than {limit} bytes")
     if answer.status >= 300:
-        text = content.decode(errors="replace")[:ERROR_CHARACTERS]
-        target = answer.headers.get("Location")
-        text = text if target is None else f"which redirects to {target}; give that in {key}"
+        text, target = content.decode(errors="replace"), answer.headers.get("Location")
+        text = make_line(text if target is None else f"which redirects to {target}; give that in {key}")
         raise RunError(f"{address} answers {answer.status}: {text}")
     try:
         return json.loads(content) if content else None
     except (ValueError, RecursionError) as error:
-        quoted = to_text(content[:ERROR_CHARACTERS].decode(errors="replace"))
+        quoted = to_text(content.decode(errors="replace"))
         raise RunError(f"{address} gives no JSON ({select_first_line(error)}), but {quoted}") from None
 
 

@@ -326,7 +326,7 @@ WRONG_ANSWERS: dict[str, tuple[dict[str, Any], str]] = {
         r"gives an answer of more than \d+ bytes",
     ),
     "an endless error": ({"body": b"x" * 2**21, "status": 500}, r"gives an answer of more than \d+ bytes"),
-    "an error": ({"text": "no \x1b[2J memory", "status": 500}, r"answers 500: no"),
+    "an error": ({"text": "no \x1b[2J memory", "status": 500}, r"answers 500: no \\x1b\[2J memory"),
     "a page": ({"text": "<html>", "content_type": "text/html"}, r"gives no JSON \(.*\), but <html>"),
     "cut off": ({"text": '{"choices": ['}, r"gives no JSON \(.*\), but \{"),
     "deep": ({"text": "[" * 100_000}, "gives no JSON"),
