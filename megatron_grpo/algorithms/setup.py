@@ -29,6 +29,7 @@ from megatron_grpo.algorithms.supervised import SupervisedRun
 from megatron_grpo.batch.generation_requests import make_sampling_settings
 from megatron_grpo.batch.special_tokens import StopConditions
 from megatron_grpo.batch.trajectory import Trajectory
+from megatron_grpo.config.outside_text import describe_error
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import PromptData
 from megatron_grpo.data.loader import BatchLoader
@@ -47,7 +48,7 @@ from megatron_grpo.preflight.environment_checks import check_scoring
 from megatron_grpo.prepare.models import prepare
 from megatron_grpo.rollouts.engine_replacer import RestoreEngines, refuse_to_restore
 from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.run.checkpoint_files import read_loader_state, read_state
+from megatron_grpo.run.checkpoint_files import STATE_FILE, CheckpointError, read_loader_state, read_state
 from megatron_grpo.run.directory import ENGINES_FILE, POLICY_FOLDER, VALUE_FOLDER, record_start
 from megatron_grpo.run.exports import export_checkpoint_model
 from megatron_grpo.run.launch import Models, restore_from_folder, start_engines, start_models, start_rollouts
@@ -207,19 +208,31 @@ def _resume(config: Config, startup: Startup, models: Models, loader: BatchLoade
     path, progress = startup.start_from.result(), _Progress()
     startup.checkpointer.remove_leftovers()
     if path is not None:
-        state = read_state(path)
+        progress = _read_progress(config, path)
         loader.load_state_dict(read_loader_state(path))
         models.policy.load_checkpoint(str(path / POLICY_FOLDER))
         if models.value is not None:
             models.value.load_checkpoint(str(path / VALUE_FOLDER))
-        loop = config.training_loop
-        groups = [[Trajectory.from_row(row) for row in group] for group in state["batch_cache"]]
-        # Groups of another size cannot share a batch with the groups of this run.
-        groups = [group for group in groups if len(group) == loop.num_generations_per_prompt]
-        progress = _Progress(state["save_state"], True, groups if loop.use_dynamic_sampling else [])
     if isinstance(loader, RecordedSteps):
         loader.require_start(progress.state["total_steps"] + 1)
     return progress
+
+
+def _read_progress(config: Config, path: Path) -> _Progress:
+    """Read the progress in a checkpoint; CheckpointError if no run wrote it."""
+    state, loop = read_state(path), config.training_loop
+    try:
+        groups = [[Trajectory.from_row(row) for row in group] for group in state["batch_cache"]]
+        if lacking := make_save_state().keys() - state["save_state"].keys():
+            raise ValueError(f"save_state has no {min(lacking)}")
+        if not all(rollout.finite_logprobs for group in groups for rollout in group):
+            raise ValueError("a log-probability in batch_cache is not finite")
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        text = f"is damaged: it does not hold the state of a run ({describe_error(error)})"
+        raise CheckpointError(f"{path / STATE_FILE} {text}") from None
+    # Groups of another size cannot share a batch with the groups of this run.
+    groups = [group for group in groups if len(group) == loop.num_generations_per_prompt]
+    return _Progress(state["save_state"], True, groups if loop.use_dynamic_sampling else [])
 
 
 def _make_sampling_run(

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_grpo.batch.trajectory import REWARD_REMOVED, SCORING_RETRIES, SUSPECT_PREFIX
 from megatron_grpo.config.data_schema import ENVIRONMENT_PREFIX, UNUSUALLY_SHORT
-from megatron_grpo.config.outside_text import CONTROLS, NAME_CHARACTERS
+from megatron_grpo.config.outside_text import CONTROLS, NAME_CHARACTERS, mark_name
 
 MAX_METRICS = 200  # of environments in one response, step or run; further ones are left out, with a message
 
@@ -39,7 +39,7 @@ def make_metric_name(name: str) -> str:
     """Prefix a reported name with env/, unless it is suspect/NAME."""
     # No part between slashes is empty, "." or "..", because trackers store names as paths.
     parts = CONTROLS.sub("_", name[:NAME_CHARACTERS]).split("/")
-    clean = "/".join("_" if part.strip() in ("", ".", "..") else part for part in parts)
+    clean = mark_name("/".join("_" if part.strip() in ("", ".", "..") else part for part in parts), name)
     # suspect/unusually_short is the run's own, in every environment.
     return clean if clean.startswith(SUSPECT_PREFIX) and is_environment_metric(clean) else ENVIRONMENT_PREFIX + clean
 

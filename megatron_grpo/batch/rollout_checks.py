@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from megatron_grpo.batch.rollout_files import RunFacts
+
 BATCH_ROWS = 256  # most rows that are read at once
 MAX_VALUES = 2**28  # of a column in a row group; a run ends one with the prompt that reaches 2**22 tokens
 # A column of equal values takes no space in the file. A run writes log-probabilities, which do.
@@ -24,7 +26,10 @@ FREE_VALUES, VALUES_OF_A_BYTE = 2**24, 16
 MAX_BATCH_BYTES = 2**31  # of texts that are read at once; a text that repeats takes no space in the file
 # Columns that earlier versions did not write.
 _ADDED = ("engine", "fault", "notes", "reward_errors", "segment_tokens", "token", "turn_rewards", "turn_tokens")
-_NEVER_EMPTY = ("prompt_idx", "group", "sample", "token_ids", "spans", "logprobs", "response", "stop_reason")
+_NEVER_EMPTY = (
+    *("prompt_idx", "group", "sample", "token_ids", "spans", "logprobs", "response", "stop_reason"),
+    *("reward_parts", "reward_metrics", "notes", "task_name"),
+)
 _BY_TOKEN = ("logprobs", "prev_logprobs", "advantages")  # a value for each sampled token
 
 
@@ -60,19 +65,33 @@ def choose_batch_rows(metadata: pq.FileMetaData) -> int:
     return max(1, min(BATCH_ROWS, MAX_BATCH_BYTES // max([1, *sizes])))
 
 
-def require_possible(row: Mapping[str, Any], vocab: int | None) -> None:
+def require_possible(
+    row: Mapping[str, Any], number: int, last_group: int, run: RunFacts | None, *, is_trained: bool
+) -> None:
     """Check a row of a file of rollouts; ValueError: no run writes it.
 
-    `vocab`: number of the model's tokens; None: not recorded. Log-probabilities and advantages may be any numbers,
-    because a run that computed wrong ones records them.
+    Log-probabilities and advantages may be any numbers, because a run that computed wrong ones records them, and the
+    doctor looks at them.
+
+    Args:
+        number: of the row, from 1.
+        last_group: group of the row before.
+        run: what is known of the recorded run.
+        is_trained: the rollout is trained on, and so needs finite numbers.
     """
-    finders = (_find_value_problems, _find_token_problems, _find_span_problems)
-    for problem in chain.from_iterable(find(row, vocab) for find in finders):
-        raise ValueError(f"prompt {row['prompt_idx']}, sample {row['sample']} has {problem}")
+    problems = [
+        _find_value_problems(row),
+        _find_token_problems(row, run),
+        _find_span_problems(row),
+        _find_place_problems(row, last_group, run),
+        *([_find_number_problems(row)] if is_trained else []),
+    ]
+    for problem in chain.from_iterable(problems):
+        raise ValueError(f"row {number}, prompt {row['prompt_idx']}, sample {row['sample']} has {problem}")
 
 
-def _find_value_problems(row: Mapping[str, Any], vocab: int | None) -> Iterator[str]:
-    yield from (f"no {name}" for name in _NEVER_EMPTY if row[name] is None)
+def _find_value_problems(row: Mapping[str, Any]) -> Iterator[str]:
+    yield from (f"no {name}" for name in _NEVER_EMPTY if row.get(name, "") is None)
     if row["stop_reason"] not in ("stop", "length"):
         yield f"the stop_reason {to_text(row['stop_reason'])}"
     turn_rewards, turn_tokens = row.get("turn_rewards") or [], row.get("turn_tokens") or []
@@ -84,7 +103,29 @@ def _find_value_problems(row: Mapping[str, Any], vocab: int | None) -> Iterator[
         yield f"the loss_multiplier {to_text(weight)}, which is not from 0 to 1"
 
 
-def _find_token_problems(row: Mapping[str, Any], vocab: int | None) -> Iterator[str]:
+def _find_place_problems(row: Mapping[str, Any], last_group: int, run: RunFacts | None) -> Iterator[str]:
+    group, sample = row["group"], row["sample"]
+    if min(group, sample, row["prompt_idx"]) < 0:
+        yield f"the group {group}, prompt_idx {row['prompt_idx']} or sample {sample}, which are numbers from 0"
+    if run is not None and group >= run.prompts_per_step:
+        yield f"the group {group}, and a step of the run has {run.prompts_per_step} prompts"
+    if run is not None and sample >= run.samples_per_prompt:
+        yield f"the sample {sample}, and a prompt of the run has {run.samples_per_prompt} samples"
+    if group < last_group:
+        yield f"the group {group} behind the group {last_group}"
+
+
+def _find_number_problems(row: Mapping[str, Any]) -> Iterator[str]:
+    rewards = {
+        "reward": row["reward"],
+        **{f"reward_parts.{to_text(name)}": part for name, part in row["reward_parts"].items()},
+    }
+    yield from (f"the {name} nan" for name, reward in rewards.items() if reward is not None and math.isnan(reward))
+    for index in np.flatnonzero(~np.isfinite(row["logprobs"])).tolist():
+        yield f"the log-probability {row['logprobs'][index]} at its sampled token {index + 1}"
+
+
+def _find_token_problems(row: Mapping[str, Any], run: RunFacts | None) -> Iterator[str]:
     token_ids = row["token_ids"]
     # Of numbers with gaps Arrow makes an array of another type.
     if token_ids.dtype != np.int32 or any(
@@ -93,11 +134,11 @@ def _find_token_problems(row: Mapping[str, Any], vocab: int | None) -> Iterator[
         yield "no number at some tokens"
     if len(token_ids) and token_ids.min() < 0:
         yield f"the token {token_ids.min()}"
-    if len(token_ids) and vocab is not None and token_ids.max() >= vocab:
-        yield f"the token {token_ids.max()}, and the model has {vocab} tokens"
+    if len(token_ids) and run is not None and token_ids.max() >= run.vocab:
+        yield f"the token {token_ids.max()}, and the model has {run.vocab} tokens"
 
 
-def _find_span_problems(row: Mapping[str, Any], vocab: int | None) -> Iterator[str]:
+def _find_span_problems(row: Mapping[str, Any]) -> Iterator[str]:
     tokens, before, sampled = len(row["token_ids"]), 0, 0
     segments = row.get("segment_tokens") or [tokens]
     if row.get("segment_tokens") and not (None not in segments and min(segments) > 0 and sum(segments) == tokens):

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.batch.rollout_checks import choose_batch_rows, find_file_problem, require_possible
-from megatron_grpo.batch.trajectory import ROW_FIELDS, Outcome, Trajectory
+from megatron_grpo.batch.trajectory import Outcome, Trajectory
 from megatron_grpo.config.errors import select_first_line
 from megatron_grpo.config.outside_files import require_regular
 
@@ -163,10 +163,13 @@ def _make_table(rows: Sequence[tuple[int, Trajectory, TrainedValues]]) -> pa.Tab
 DAMAGE_ADVICE = "copy it again from where the run wrote it, or move it out of the folder"  # end of a message
 
 
-def read_rows(step: int, file: Path) -> Iterator[dict[str, Any]]:
-    """Read one file's rollouts lazily, as `read_rollouts`; ValueError if it is damaged."""
+def read_rows(step: int, file: Path, *, is_trained: bool = False) -> Iterator[dict[str, Any]]:
+    """Read one file's rollouts lazily, as `read_rollouts`; ValueError if it is damaged.
+
+    is_trained: they are trained on, so those whose rewards or log-probabilities are not finite are damage, too.
+    """
     with _translate_damage(file):
-        yield from _decode_rows(step, file)
+        yield from _decode_rows(step, file, is_trained=is_trained)
 
 
 @contextmanager
@@ -183,12 +186,7 @@ def _translate_damage(file: Path | None = None) -> Iterator[None]:
         raise ValueError(problem if file is None else f"{file} {problem}; {DAMAGE_ADVICE}") from None
 
 
-def _read_vocab(metadata: Mapping[bytes, bytes] | None) -> int | None:
-    """Read the number of the recorded model's tokens, if it is recorded."""
-    return StepRecord.from_metadata(metadata).run.vocab if METADATA_KEY in (metadata or {}) else None
-
-
-def _decode_rows(step: int, file: Path) -> Iterator[dict[str, Any]]:
+def _decode_rows(step: int, file: Path, *, is_trained: bool) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     require_regular(file)
@@ -196,13 +194,17 @@ def _decode_rows(step: int, file: Path) -> Iterator[dict[str, Any]]:
         problem = find_file_problem(file, opened.metadata, opened.schema_arrow, _make_schema())
         if problem is not None:
             raise ValueError(problem)
-        vocab = _read_vocab(opened.metadata.metadata)
+        metadata = opened.metadata.metadata
+        run = StepRecord.from_metadata(metadata).run if METADATA_KEY in (metadata or {}) else None
+        number, last_group = 0, 0
         for batch in opened.iter_batches(batch_size=choose_batch_rows(opened.metadata)):
             plain = batch.select([name for name in batch.schema.names if name not in _ARRAYS])
             arrays = {name: batch.column(name).to_numpy(zero_copy_only=False) for name in _ARRAYS}
             for index, row in enumerate(plain.to_pylist(maps_as_pydicts="strict")):
                 row |= {name: column[index] for name, column in arrays.items()}
-                require_possible(row, vocab)
+                number += 1
+                require_possible(row, number, last_group, run, is_trained=is_trained)
+                last_group = row["group"]
                 yield {"step": step, **row}
 
 
@@ -306,10 +308,12 @@ def examine_file(file: Path) -> RecordedFile:
 
 
 def read_recorded_rollouts(file: Path) -> tuple[StepFacts, list[list[Trajectory]]]:
-    """Read a step's file: facts, and rollouts by prompt; raises as `examine_file`."""
+    """Read a step's facts and rollouts, by prompt, to train on them.
+
+    Raises as `examine_file`; rewards and log-probabilities that are not finite are damage, too.
+    """
     record = examine_file(file).record
     with _translate_damage():
-        rows = [{name: value for name, value in row.items() if name in ROW_FIELDS} for row in _decode_rows(0, file)]
-    trajectories = [Trajectory.from_row(row) for row in rows]
+        trajectories = [Trajectory.from_row(row) for row in _decode_rows(0, file, is_trained=True)]
     # The samples of a prompt are neighbours in the file.
     return record.step, [list(group) for _, group in groupby(trajectories, key=lambda trajectory: trajectory.group)]

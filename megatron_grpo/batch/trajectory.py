@@ -187,7 +187,7 @@ class Trajectory(Outcome):
 
     @staticmethod
     def from_row(row: Mapping[str, Any]) -> Trajectory:
-        """Invert `to_saved_row` or `to_row`."""
+        """Invert `to_saved_row` or `to_row`; further entries are left out."""
         routed = None
         if row.get("routed") is not None:
             token_bytes, encoded = row["routed"]
@@ -197,7 +197,8 @@ class Trajectory(Outcome):
             "token_ids": np.asarray(row["token_ids"], dtype=np.int32),
             "logprobs": np.asarray(row["logprobs"], dtype=np.float32),
         }
-        return Trajectory(**{**row, **arrays, "spans": [Span(*span) for span in row["spans"]]})
+        values = {name: row[name] for name in ROW_FIELDS if name in row}
+        return Trajectory(**{**values, **arrays, "spans": [Span(*span) for span in row["spans"]]})
 
 
 ROW_FIELDS = tuple(field.name for field in fields(Trajectory) if field.init)  # of a trajectory's row: not the counts

@@ -21,7 +21,7 @@ _PATTERNS = tuple(
     for pattern in (
         r"(:/{1,2})[^\s/?#'\"<>]*(@)",  # user:password@host; a path has only one slash
         r"(:/{1,2})[^\s/:@]{1,256}:(?!\d{1,5}(?:[/?#\s]|$))[^\s@]{1,1024}(@)",  # a password with / ? or #
-        r"(?<![\w./@-])()[\w.+%-]+:[^\s/:@]+(@)(?=\w)",  # without a scheme
+        r"(?:(?<![\w./@-])|(?<=//))()[\w.+%-]+:[^\s/:@]+(@)(?=\w)",  # without a scheme
         rf"(?i)([?&#]{_IN_QUERY}=)[^\s&#'\"]+",
         rf"(?i)((?<![\w-])--?[\w-]*(?:{_NAME}|token|auth)(?:=|['\",\s]+))(?!-){_VALUE}",  # --api-key VALUE
         rf"(?i)((?<![\w.-])(?:[\w.-]*[-_.])?(?:{_NAME}|{_TOKEN})['\"]?=['\"]?){_VALUE}",  # options.api_key=VALUE

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from hashlib import blake2b
 from typing import Any
 
 REASON_CHARACTERS = 1000  # of the reason why a rollout failed
@@ -51,6 +52,22 @@ def describe_error(error: BaseException) -> str:
     except Exception as failure:  # noqa: BLE001 - its class is from outside, too
         text = f"its text cannot be written ({type(failure).__name__})"
     return make_line(f"{type(error).__name__}: {text}")
+
+
+def make_name(text: str) -> str:
+    """Make a printable name of at most NAME_CHARACTERS; different texts have different ones."""
+    return mark_name(make_line(text, NAME_CHARACTERS), text)
+
+
+def mark_name(name: str, text: str) -> str:
+    """Add a digest of its text to a name that differs from it.
+
+    Texts that differ late, or in control characters, would have one name, and the later value would replace the other.
+    """
+    if name == text:
+        return name
+    digest = blake2b(text.encode(errors="surrogatepass"), digest_size=4).hexdigest()
+    return f"{name[: NAME_CHARACTERS - len(digest) - 1]}-{digest}"
 
 
 def make_note(text: str) -> str:

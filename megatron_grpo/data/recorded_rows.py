@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.batch import rollout_files as files
-from megatron_grpo.batch.trajectory import ROW_FIELDS, Trajectory
+from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.data_schema import DataConfig
 
 RECORDED = "<recorded>"  # key, in a row, of a recorded sequence; no column has this name
@@ -51,7 +51,7 @@ class RecordedRows:
             text = "has no rollouts/step_N.parquet; give the folder of a run that recorded them (logger.rollouts=all)"
             raise ValueError(text)
         rows = itertools.chain.from_iterable(
-            _choose_rollouts(file, files.read_rows(step, file), data) for step, file in steps.items()
+            _choose_rollouts(file, files.read_rows(step, file, is_trained=True), data) for step, file in steps.items()
         )
         self._sequences = list(rows)
 
@@ -83,7 +83,7 @@ def _choose_rollouts(file: Path, rows: Iterator[dict[str, Any]], data: DataConfi
 
 def _read_segments(origin: str, row: Mapping[str, Any]) -> Iterator[RecordedSequence]:
     """Read a rollout's segments, each with its own context."""
-    segments = Trajectory.from_row({name: row[name] for name in ROW_FIELDS if name in row}).split_segments()
+    segments = Trajectory.from_row(row).split_segments()
     for number, segment in enumerate(segments, start=1):
         if segment.spans:
             yield RecordedSequence(

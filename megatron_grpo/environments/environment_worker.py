@@ -21,7 +21,7 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import ResponseError, RunError
-from megatron_grpo.config.outside_text import NAME_CHARACTERS, clean_json, describe_error, make_line, make_note
+from megatron_grpo.config.outside_text import clean_json, describe_error, make_line, make_name, make_note
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.scores import (
     EnvironmentRequest,
@@ -163,10 +163,10 @@ class EnvironmentWorker:
             score,
             reward=reward,
             correct=None if score.correct is None else bool(score.correct),
-            parts={make_line(str(name), NAME_CHARACTERS): float(part) for name, part in score.parts.items()},
+            parts={make_name(str(name)): float(part) for name, part in score.parts.items()},
             metrics=name_reported_metrics(score.metrics),
             notes={
-                make_line(str(name), NAME_CHARACTERS): make_note(note if isinstance(note, str) else repr(note))
+                make_name(str(name)): make_note(note if isinstance(note, str) else repr(note))
                 for name, note in islice(score.notes.items(), MAX_NOTES)
             },
         )

@@ -31,6 +31,7 @@ from megatron_grpo.preflight.layout_checks import (
     count_engine_gpus,
     count_reward_model_gpus,
 )
+from megatron_grpo.preflight.model_file_checks import explain_unusable_model
 from megatron_grpo.preflight.reward_checks import check_environments, check_system_prompts
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 from megatron_grpo.preflight.sampling_checks import check_requests, check_servers
@@ -219,8 +220,10 @@ def find_evaluation_problems(config: Config) -> list[Problem]:
     fill_in_gpus(config.cluster)
     shape = find_model_shape(config)
     arguments = {key: values for key, values in select_passed_fields(config).items() if key.startswith("generation.")}
+    path, has_score = config.policy.model.path, config.trains_reward_model
     problems = [
         *find_secret_problems(config),
+        *explain_unusable_model(f"policy.model.path={path}", path, has_score=has_score),
         *_find_config_problems(config, shape),
         *find_engine_problems(config, shape),
         *check_owned_fields(arguments),

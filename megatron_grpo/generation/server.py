@@ -25,8 +25,9 @@ from megatron_grpo.cluster.actor_calls import Arguments, Method
 from megatron_grpo.cluster.futures import wrap_for_pickling
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
-from megatron_grpo.config.errors import CanaryError
+from megatron_grpo.config.errors import CanaryError, RunError, select_first_line, to_text
 from megatron_grpo.config.generation_schema import RefitMode
+from megatron_grpo.config.outside_text import describe_error, make_line
 from megatron_grpo.data.tokenizer import encode_text, load_tokenizer, make_sample_texts, quote_difference
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_canary import SAMPLING_ARGUMENTS, CanaryPrompt, CanaryResult
@@ -44,7 +45,12 @@ from megatron_grpo.models.families.reading import read_model_shape
 CONNECT_S = 10.0
 PROBE_S = 1.0  # between two requests to a server that does not answer
 NAN_LOGPROB = -9999.0  # the server writes this number for a log-probability that is NaN
-ERROR_CHARACTERS = 500  # of a server's error that a message repeats
+ROUNDING = 1e-3  # by which a log-probability, or a sum of probabilities, may exceed what is possible
+ANSWER_BYTES = 2**30  # of an answer about all workers, at most
+# Of a response: a token with its text takes some hundred bytes, a number in base 64 up to eleven.
+_BASE_BYTES, _TOKEN_BYTES, _NUMBER_BYTES = 2**20, 2**12, 11
+
+_GENERATE = "/inference/v1/generate"
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +61,28 @@ class ServerGoneError(RuntimeError):
 
 class OtherWeightsError(Exception):
     """A response was sampled by weights that this run did not send."""
+
+
+async def read_answer(answer: aiohttp.ClientResponse, limit: int, address: str, key: str) -> Any:
+    """Read the JSON of a server's answer; None: it is empty.
+
+    RunError: it is an error or redirection, no JSON, or has more than `limit` bytes. `key`: of the server's address.
+    """
+    try:
+        await answer.content.readexactly(limit + 1)
+    except asyncio.IncompleteReadError as error:
+        content = error.partial
+    else:
+        raise RunError(f"{address} gives an answer of more than {limit} bytes")
+    if answer.status >= 300:
+        text, target = content.decode(errors="replace"), answer.headers.get("Location")
+        text = make_line(text if target is None else f"which redirects to {target}; give that in {key}")
+        raise RunError(f"{address} answers {answer.status}: {text}")
+    try:
+        return json.loads(content) if content else None
+    except (ValueError, RecursionError) as error:
+        quoted = to_text(content.decode(errors="replace"))
+        raise RunError(f"{address} gives no JSON ({select_first_line(error)}), but {quoted}") from None
 
 
 class ServerEngine(Engine):
@@ -75,6 +103,7 @@ class ServerEngine(Engine):
         self._tokenizer: Any = None
         self._requests: dict[str, asyncio.Task[GenerationOutput | str]] = {}
         self._statistics = EngineStatistics()
+        self._vocab = 0  # tokens of the model; set by `start`
         self._source: tuple[RefitMode, dict[str, Any], int] | None = None  # arguments of the last `connect_weights`
         self._version: int | None = None  # committed last; None: no version was committed
         # Set while the server may sample: not during a change of weights, nor after a failed one.
@@ -173,7 +202,7 @@ class ServerEngine(Engine):
 
     async def _compute_canary(self, number: int, tokens: tuple[int, ...]) -> list[float]:
         body = {"request_id": f"canary.{number}", "token_ids": list(tokens), "sampling_params": SAMPLING_ARGUMENTS}
-        candidates = (await self._post("/inference/v1/generate", body))["prompt_logprobs"][1:]
+        candidates = (await self._post(_GENERATE, body))["prompt_logprobs"][1:]
         return [by_token[str(token)]["logprob"] for token, by_token in zip(tokens[1:], candidates, strict=True)]
 
     @phase("fingerprint weights")
@@ -192,18 +221,25 @@ class ServerEngine(Engine):
             "token_ids": request.prompt_ids.tolist(),
             "sampling_params": {key: value for key, value in arguments.items() if value != []},
         }
+        most_tokens, prompt_tokens = arguments["max_tokens"], len(request.prompt_ids)
+        most_bytes = _BASE_BYTES + most_tokens * _TOKEN_BYTES
+        if (form := self._settings.routed) is not None:  # the server's answer has the experts of all layers
+            most_bytes += (prompt_tokens + most_tokens) * (form.layers[-1] + 1) * form.top_k * _NUMBER_BYTES
         while True:
             await self._serving.wait()  # a change of weights holds requests back
             if self._settings.keeps_cache:  # separates prompts cached under different weights
                 body["cache_salt"] = f"{self._prefix}{self._version}"
             try:
-                answer = await self._post("/inference/v1/generate", body)
-                return self._parse_response(answer, len(request.prompt_ids))
+                answer = await self._post(_GENERATE, body, most_bytes=most_bytes)
+                return self._parse_response(answer, prompt_tokens, most_tokens)
             except (ServerGoneError, OtherWeightsError) as error:
                 logger.warning("%s: %s: %s", name, type(error).__name__, error)
                 await self._ensure_current_version()
+            except (LookupError, TypeError, AttributeError, ValueError) as error:
+                text = f"gives no response ({describe_error(error)}), but {to_text(answer)}"
+                raise RunError(f"{self._url}{_GENERATE} {text}") from None
 
-    def _parse_response(self, answer: dict[str, Any], prompt_tokens: int) -> GenerationOutput | str:
+    def _parse_response(self, answer: dict[str, Any], prompt_tokens: int, most_tokens: int) -> GenerationOutput | str:
         (choice,) = answer["choices"]
         if choice["finish_reason"] not in ("stop", "length"):
             return f"the server ended a request early: {choice['finish_reason']}"
@@ -211,8 +247,15 @@ class ServerEngine(Engine):
         if not spans or not all(span["version"].startswith(self._prefix) for span in spans):
             raise OtherWeightsError
         token_ids, content = choice["token_ids"], choice["logprobs"]["content"]
-        assert [token["token_id"] for token in content] == token_ids, "one log-probability per sampled token"
         logprobs = [math.nan if token["logprob"] == NAN_LOGPROB else token["logprob"] for token in content]
+        if [token["token_id"] for token in content] != token_ids or len(token_ids) > most_tokens:
+            raise ValueError(f"{len(content)} log-probabilities of other than {len(token_ids)} of {most_tokens} tokens")
+        if not all(type(token) is int and 0 <= token < self._vocab for token in token_ids):
+            raise ValueError(f"token ids that the model's {self._vocab} tokens have not")
+        if any(logprob > ROUNDING for logprob in logprobs):
+            raise ValueError("log-probabilities above 0")
+        if [0, *(span["end"] for span in spans)] != [*(span["start"] for span in spans), len(token_ids)]:
+            raise ValueError("weight versions of other tokens")
         routed: NDArray[np.uint8] | str | None = None
         if (form := self._settings.routed) is not None:
             encoded = choice.get("routed_experts")  # numpy's format in base 64
@@ -291,6 +334,7 @@ class ServerEngine(Engine):
         if "problem" in worker:
             raise RuntimeError(f"{url}: {worker['problem']}")
         expected = json.loads(json.dumps(asdict(read_model_shape(self._settings.model_path))))
+        self._vocab = expected["vocab"]
         served = [(name, worker["shape"].get(name), value) for name, value in expected.items()]
         differences = [f"{name} {actual}, not {value}" for name, actual, value in served if actual != value]
         if differences:
@@ -341,19 +385,16 @@ class ServerEngine(Engine):
         except TimeoutError:
             raise RuntimeError(f"no vLLM server answers within {limit}: {reason}") from None
 
-    async def _post(self, path: str, body: Any = None, **query: str) -> Any:
-        return await self._request("POST", path, json={} if body is None else body, params=query)
+    async def _post(self, path: str, body: Any = None, *, most_bytes: int = ANSWER_BYTES, **query: str) -> Any:
+        return await self._request("POST", path, most_bytes, json={} if body is None else body, params=query)
 
-    async def _request(self, method: str, path: str, **options: Any) -> Any:
+    async def _request(self, method: str, path: str, most_bytes: int = ANSWER_BYTES, **options: Any) -> Any:
         """Send a request; returns parsed JSON. Raises ServerGoneError, or a server's RuntimeError."""
         try:
-            async with self._session.request(method, self._url + path, **options) as answer:
+            # A redirection would get prompts and token, and could be to anybody.
+            async with self._session.request(method, self._url + path, allow_redirects=False, **options) as answer:
                 if answer.status == 401:
-                    raise RuntimeError(f"{self._url} requires a token, and MEGATRON_GRPO_TOKEN is not set to it")
-                if answer.status >= 400:
-                    text = await answer.text()
-                    text = text if len(text) <= ERROR_CHARACTERS else f"{text[:ERROR_CHARACTERS]}…"
-                    raise RuntimeError(f"{self._url}{path} answers {answer.status}: {text}")
-                return await answer.json() if answer.content_type == "application/json" else None
+                    raise RunError(f"{self._url} requires a token, and MEGATRON_GRPO_TOKEN is not set to it")
+                return await read_answer(answer, most_bytes, self._url + path, "generation.server.urls")
         except (aiohttp.ClientError, ConnectionError) as error:
             raise ServerGoneError(f"{self._url}: {error}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,15 +15,14 @@ from numpy.typing import NDArray
 from megatron_grpo.batch.special_tokens import list_added_tokens
 from megatron_grpo.batch.step_batch import TokenArrays
 from megatron_grpo.batch.token_batch import find_token_indices
-from megatron_grpo.config.errors import RunError, select_first_line, to_text
+from megatron_grpo.config.errors import RunError, to_text
 from megatron_grpo.config.secret_values import make_authorization
 from megatron_grpo.data.tokenizer import encode_text, load_tokenizer, make_sample_texts, quote_difference
-from megatron_grpo.generation.server import CONNECT_S, ERROR_CHARACTERS
+from megatron_grpo.generation.server import CONNECT_S, ROUNDING, read_answer
 
 IN_FLIGHT = 64  # requests of a step that a server has at once
 # A teacher's probabilities are float32 numbers, whose sum says nothing about a smaller rest.
 LEAST_TAIL = 1e-7
-ROUNDING = 1e-3  # by which log-probabilities, or a sum of probabilities, may exceed what is possible
 _BYTES_PER_ENTRY = 1024  # of an answer, at most; a token with its text takes about a hundred
 _MORE_BYTES = 2**20
 
@@ -113,25 +111,10 @@ async def _fetch_sequence(session: aiohttp.ClientSession, server: TeacherServer,
 
 async def _post(session: aiohttp.ClientSession, server: TeacherServer, path: str, body: Any, entries: int = 0) -> Any:
     """Post a request; returns the JSON of an answer with so many log-probabilities."""
-    limit = _MORE_BYTES + entries * _BYTES_PER_ENTRY
+    limit, url = _MORE_BYTES + entries * _BYTES_PER_ENTRY, server.url.rstrip("/") + path
     # A redirection would get the tokens, and could be to anybody.
-    async with session.post(server.url.rstrip("/") + path, json=body, allow_redirects=False) as answer:
-        try:
-            await answer.content.readexactly(limit)
-        except asyncio.IncompleteReadError as error:
-            content = error.partial
-        else:
-            raise RunError(f"{server.address}{path} gives an answer of more than {limit} bytes")
-        if answer.status >= 300:
-            text = content.decode(errors="replace")[:ERROR_CHARACTERS]
-            target = answer.headers.get("Location")
-            text = text if target is None else f"which redirects to {target}; give that in {server.key}"
-            raise RunError(f"{server.address}{path} answers {answer.status}: {text}")
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        text = f"gives no JSON ({select_first_line(error)}), but {to_text(content.decode(errors='replace'))}"
-        raise RunError(f"{server.address}{path} {text}") from None
+    async with session.post(url, json=body, allow_redirects=False) as answer:
+        return await read_answer(answer, limit, f"{server.address}{path}", server.key)
 
 
 def pack_row(row: dict[str, dict[str, Any]], server: TeacherServer, vocab: int) -> NDArray[np.float32]:

@@ -12,9 +12,7 @@ from megatron_grpo.config.outside_files import read_bytes, read_yaml
 
 POLICY_FOLDER = "megatron"  # of the policy, in a checkpoint
 EXPORTS_FOLDER = "exports"  # of exported checkpoints, in a run's folder
-_MOST_RUNS = (
-    100  # that began one with a checkpoint of the other; in a record from elsewhere a run may begin with its own
-)
+_MOST_RUNS = 100  # each of which began with a checkpoint of the one before
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,32 +32,37 @@ class CheckpointModel:
     is_reward_model: bool = False  # it scores conversations, and predicts no tokens
 
 
-def find_checkpoint_model(path: str, later: int = 0) -> CheckpointModel | None:
+def find_checkpoint_model(path: str, later: tuple[Path, ...] = ()) -> CheckpointModel | None:
     """Find the model of a checkpoint; None: `path` is no checkpoint of a policy.
 
-    `later`: number of runs that began with it, one with the checkpoint of the other. ValueError: the configuration of
-    its run, two folders above, does not say which model it began with.
+    `later`: checkpoints of runs that began with it, or with one of theirs. ValueError: the configuration of its run,
+    two folders above, does not say which model it began with; its text has no subject.
     """
     checkpoint = Path(path)
     if not os.path.isdir(checkpoint / POLICY_FOLDER):  # unlike `Path.is_dir`, false for any impossible name
         return None
     checkpoint = checkpoint.resolve()
     run_dir = checkpoint.parent.parent
+    config_file = run_dir / "config.yaml"
     try:
-        values = read_yaml(run_dir / "config.yaml")
+        values = read_yaml(config_file)
         origin, is_reward_model = values["policy"]["model"]["path"], values.get("algorithm") == "reward_model"
     except OSError as error:
-        text = f"is a checkpoint without its run: {run_dir / 'config.yaml'}: {error.strerror}"
+        text = f"is a checkpoint without its run: {config_file}: {error.strerror}"
         raise ValueError(f"{text}; leave checkpoints in their run's folder, or export them") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"is a checkpoint, and {run_dir / 'config.yaml'} is not the configuration of a run") from None
-    if later > _MOST_RUNS:
-        raise ValueError(f"is a checkpoint of more than {_MOST_RUNS} runs, each of which began with one of another")
-    name = f"{checkpoint.name}-{_compute_content_digest(checkpoint, str(origin), later)}"
+        raise ValueError(f"is a checkpoint, and {config_file} is not the configuration of a run") from None
+    if checkpoint in later:
+        text = "is a checkpoint of a run that began with this checkpoint, or with that of a run that did"
+        raise ValueError(f"{text}; put the model that it began with into {config_file}, policy.model.path")
+    if len(later) > _MOST_RUNS:
+        text = f"is a checkpoint of more than {_MOST_RUNS} runs, each of which began with one of another"
+        raise ValueError(f"{text}; export one of theirs and begin with that")
+    name = f"{checkpoint.name}-{_compute_content_digest(checkpoint, str(origin), (*later, checkpoint))}"
     return CheckpointModel(checkpoint, run_dir / EXPORTS_FOLDER / name, str(origin), is_reward_model)
 
 
-def _compute_content_digest(checkpoint: Path, origin: str, later: int) -> str:
+def _compute_content_digest(checkpoint: Path, origin: str, later: tuple[Path, ...]) -> str:
     """Digest a checkpoint's weights, and the model below its adapters."""
     digest = xxh3_64(origin.encode())
     manifest, base = checkpoint / "manifest.json", Path(origin)
@@ -67,7 +70,7 @@ def _compute_content_digest(checkpoint: Path, origin: str, later: int) -> str:
     files = [] if manifest.is_file() else sorted((checkpoint / POLICY_FOLDER).rglob("*"))
     digest.update(read_bytes(manifest) if manifest.is_file() else b"")
     if os.path.isdir(base / POLICY_FOLDER):
-        model = find_checkpoint_model(origin, later + 1)
+        model = find_checkpoint_model(origin, later)
         digest.update(model.export.name.encode() if model is not None else b"")
     elif base.is_dir():
         files += sorted([*base.glob("*.safetensors"), *base.glob("*.json")])

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from xxhash import xxh3_128
 
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import RunError, to_text
 from megatron_grpo.config.outside_files import read_json, require_regular_files
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import MISSING, Config
@@ -80,9 +80,15 @@ def download_config(path: str) -> str | None:
 
 
 def fetch_model_folder(path: str, key: str = "policy.model.path") -> Path:
-    """Find or download a complete model's folder; RunError: the download failed."""
+    """Find or download a complete model's folder.
+
+    RunError: the download failed. ValueError: it is a checkpoint whose run cannot be read, or has a pipe.
+    """
     if not is_hub_name(path):
-        model = find_checkpoint_model(path)
+        try:
+            model = find_checkpoint_model(path)
+        except ValueError as error:
+            raise ValueError(f"{key}={to_text(path)} {error}") from None
         folder = Path(path) if model is None else model.export
         require_regular_files(folder)
         return folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.observability.run_files import METRICS_FILE, VALIDATION_FILE, read_steps, write_atomically
+from megatron_grpo.observability.run_files import VALIDATION_FILE, read_metrics, read_steps, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ def plot_run(run_dir: str | Path) -> Path:
     from matplotlib.figure import Figure  # imported only when a run ends
 
     folder = Path(run_dir)
-    steps = read_steps(folder / METRICS_FILE)
+    steps = read_metrics(folder)
     # Not through pyplot, which has global state and looks for a display.
     figure = Figure(figsize=(17, 3.8), dpi=130, layout="constrained")
     reward, accuracy, mismatch, time = figure.subplots(1, 4)

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.outside_text import format_record
-from megatron_grpo.observability.timing import TOTAL
+from megatron_grpo.observability.run_files import TOTAL
 
 # Metric, label and format of a step's figures, the most telling first: a narrow console leaves out the last.
 PROGRESS_METRICS = (

@@ -18,6 +18,8 @@ METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
 STARTS_FILE = "starts.jsonl"
 SUMMARY_FILE = "summary.json"
+TOTAL = "total"  # key of a step's whole time among the times of its phases
+LARGEST = 2**1000  # of whole numbers: sums and means are floats
 CLOCK_FIGURES = ("timing", "throughput")  # entries of a line that are no metrics
 
 
@@ -97,6 +99,24 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
         for name, value in chain.from_iterable(group.items() for group in groups if group):
             if not isinstance(value, int | float | None):
                 raise ValueError(f"{path}:{number} is damaged: {to_text(name)} is {type(value).__name__}, not a number")
+            if isinstance(value, int) and abs(value) > LARGEST:
+                raise ValueError(f"{path}:{number} is damaged: {to_text(name)} is larger than any number of a run")
+    return rows
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Read the steps of a run, each with its seconds; empty without a file.
+
+    ValueError: as by `read_steps`, or a line lacks the seconds that every step has.
+    """
+    path = run_dir / METRICS_FILE
+    rows = read_steps(path)
+    for number, row in enumerate(rows, start=1):
+        timing = row.get("timing", {})
+        for name in {TOTAL: None, **timing}:
+            seconds = timing.get(name)
+            if seconds is None or not 0 <= seconds < math.inf:
+                raise ValueError(f"{path}:{number} is damaged: it has no seconds under timing.{to_text(name)}")
     return rows
 
 

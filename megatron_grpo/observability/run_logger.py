@@ -22,8 +22,8 @@ from megatron_grpo.observability import run_files
 from megatron_grpo.observability.page.trajectories import TokenBytes, compute_mean_advantage, load_token_bytes
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.progress import ProgressDisplay, format_duration
+from megatron_grpo.observability.run_files import TOTAL
 from megatron_grpo.observability.summary import COMPLETED, RunEnd, write_summary
-from megatron_grpo.observability.timing import TOTAL
 from megatron_grpo.observability.trackers import (
     MlflowTracker,
     SwanlabTracker,
@@ -88,7 +88,10 @@ class RunLogger:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         last_step = -1 if resume_step is None else resume_step  # step 0 is the validation before training
         for name in (run_files.METRICS_FILE, run_files.VALIDATION_FILE):
-            run_files.cut_lines(self.run_dir / name, last_step)
+            if resume_step is None:
+                (self.run_dir / name).unlink(missing_ok=True)
+            else:
+                run_files.cut_lines(self.run_dir / name, last_step)
         self._metrics = open_to_append(self.run_dir / run_files.METRICS_FILE)
         self._validations = open_to_append(self.run_dir / run_files.VALIDATION_FILE)
         drop_rollouts_after(self.run_dir, last_step)
@@ -115,7 +118,7 @@ class RunLogger:
         self._end = COMPLETED
         self._begin = time.monotonic()
         self._earlier_s = 0.0
-        for row in run_files.read_steps(self.run_dir / run_files.METRICS_FILE):
+        for row in run_files.read_metrics(self.run_dir):
             self._earlier_s += row["timing"][TOTAL]
             self._environment_figures.update(filter(is_environment_metric, row))
         self._resume_step = resume_step

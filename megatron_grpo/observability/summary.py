@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from megatron_grpo.observability.run_files import METRICS_FILE, SUMMARY_FILE, VALIDATION_FILE, read_steps, write_json
+from megatron_grpo.observability.run_files import SUMMARY_FILE, VALIDATION_FILE, read_metrics, read_steps, write_json
 
 # Phases that count as work; the rest of a step is overhead.
 WORK_PHASES = ("generation", "logprobs", "values", "train_value", "train", "refit")
@@ -41,7 +41,7 @@ def write_summary(
     including validations and checkpoints; None: not known.
     """
     folder = Path(run_dir)
-    steps = read_steps(folder / METRICS_FILE)
+    steps = read_metrics(folder)
     validations = read_steps(folder / VALIDATION_FILE)
     rewards = _select_values(steps, "reward")
     first, last = (validations[0], validations[-1]) if validations else ({}, {})

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 from megatron_grpo.models.flops import count_forward_flops
 from megatron_grpo.models.shape import ModelShape
-
-TOTAL = "total"  # key of the step's whole time among the times of its phases
+from megatron_grpo.observability.run_files import TOTAL
 
 
 class StepTimer:

@@ -10,7 +10,7 @@ from statistics import median
 
 import yaml
 
-from megatron_grpo.observability.run_files import read_steps
+from megatron_grpo.observability.run_files import read_metrics
 from megatron_grpo.planning.step import StepTimes
 from megatron_grpo.platform.hardware import Efficiency, Hardware
 
@@ -64,7 +64,7 @@ def read_measurements(run_dir: Path) -> Measured:
     Raises:
         ValueError: the run has too few steps.
     """
-    lines = read_steps(run_dir / "metrics.jsonl")[WARM_UP_STEPS:]
+    lines = read_metrics(run_dir)[WARM_UP_STEPS:]
     if not lines:
         raise ValueError(f"{run_dir} has no steps after the first {WARM_UP_STEPS}, which start kernels and caches")
     phases = {name for line in lines for name in line["timing"]}

@@ -130,15 +130,14 @@ def examine_machine(config: Config, *, reads_rows: bool = True) -> tuple[list[Pr
     remarks: list[Problem] = []
     if reads_rows:
         files, remarks = check_prompt_files(config) if config.reads_prompts else check_recording(config)
-    lacking_gpus = list(find_gpu_problems(config))
+    lacking_gpus, lacking_models = list(find_gpu_problems(config)), list(find_model_problems(config))
     problems = [
         *lacking_gpus,
         *find_cluster_problems(config),
         # Nodes with GPUs may have other packages than a machine without them.
         *(() if lacking_gpus else _find_installation_problems(config)),
         *find_login_problems(config),
-        *find_model_problems(config),
-        *find_teacher_tokenizer_problems(config),
+        *(lacking_models or find_teacher_tokenizer_problems(config)),
         *files,
         *find_folder_problems(config),
     ]

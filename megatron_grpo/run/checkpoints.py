@@ -20,7 +20,7 @@ from megatron_grpo.config.conversion import convert_values
 from megatron_grpo.config.errors import ConfigError, ModelLostError, Problem, RunError
 from megatron_grpo.config.schema import CheckpointingConfig, Config, LoraConfig
 from megatron_grpo.data.identity import find_training_difference, identify, read_identity
-from megatron_grpo.observability.run_files import sync
+from megatron_grpo.observability.run_files import VALIDATION_FILE, read_metrics, read_steps, sync
 from megatron_grpo.run import checkpoint_files as files
 from megatron_grpo.run.directory import CONFIG_FILE, DATA_FILE, VALUE_FOLDER, read_config_file
 
@@ -322,7 +322,18 @@ def find_start_checkpoint(checkpointer: Checkpointer, config: Config, stop: Even
     if reason is not None:
         text = f"{path} has a position in other data: {reason}; to train its weights on this data, export it"
         raise ConfigError([Problem(subject, f"{text} (python -m megatron_grpo.export) and give policy.model.path")])
+    _require_figures(checkpointer.folder.parent, subject)
     return path
+
+
+def _require_figures(run_dir: Path, subject: str) -> None:
+    """Require readable figures of earlier steps, which a resumed run continues."""
+    try:
+        read_metrics(run_dir)
+        read_steps(run_dir / VALIDATION_FILE)
+    except (ValueError, OSError) as error:
+        text = f"continues the figures of {run_dir}, and {error}; mend or remove that line, or choose another run_dir"
+        raise ConfigError([Problem(subject, text)]) from None
 
 
 # Names that stand for a checkpoint of a run: the first by checkpointing.metric_name, and the last.

@@ -196,10 +196,13 @@ def _describe_model_difference(folder: Path, before: Mapping[str, Any], config: 
 
 
 def _compute_digest(config: Config) -> str | None:
-    """Compute the digest of the policy's model, if it exists."""
+    """Compute the digest of the policy's model, if it exists and can be read."""
     path = config.policy.model.path
     is_elsewhere = path == MISSING or is_made_before_run(config, path)
-    model = None if is_elsewhere else find_local_folder(path)
+    try:
+        model = None if is_elsewhere else find_local_folder(path)
+    except ValueError:  # preflight says why it cannot be read
+        model = None
     return None if model is None else compute_model_digest(model)
 
 

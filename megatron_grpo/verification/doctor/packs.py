@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_grpo.batch.rollout_files import locate_rollouts_file, read_recorded_rollouts
+from megatron_grpo.batch.rollout_files import locate_rollouts_file, read_rows
 from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
+from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.trainer.microbatch_schedule import assign_microbatches, derive_cost
@@ -31,8 +32,7 @@ def read_packs(run_dir: Path, step: int, config: Config, shape: ModelShape) -> P
     """
     if not config.policy.packing:
         return {}
-    _, groups = read_recorded_rollouts(locate_rollouts_file(run_dir, step))
-    trajectories = [trajectory for group in groups for trajectory in group]
+    trajectories = [Trajectory.from_row(row) for row in read_rows(step, locate_rollouts_file(run_dir, step))]
     batch, cost = (
         StepBatch.from_outcomes(config, [trajectory.outcome for trajectory in trajectories]),
         derive_cost(shape),

@@ -13,7 +13,6 @@ from megatron_grpo.algorithms.grpo import grpo_step, sampling_step
 from megatron_grpo.algorithms.records import RecordedSteps
 from megatron_grpo.algorithms.step_report import StepReport
 from megatron_grpo.batch.rollout_files import locate_rollouts_file, write_rollouts
-from megatron_grpo.config.errors import SamplingError
 from tests.support.grpo_run import EVERYTHING, Run
 from tests.support.recorded_run import make_record
 from tests.support.trajectories import make_trajectory
@@ -103,7 +102,7 @@ def test_a_reward_that_was_changed_to_nothing_is_refused(tmp_path: Path) -> None
     first.step()
     first.run.dumps.groups[1][0].objects_ref.get()[0].reward = float("nan")
     record(first, tmp_path / "recording")
-    with pytest.raises(SamplingError, match="the reward is not finite"):
+    with pytest.raises(ValueError, match=r"row 1, prompt \d+, sample 0 has the reward nan"):
         reading(tmp_path / "second", tmp_path / "recording").step()
 
 

@@ -23,6 +23,8 @@ from megatron_grpo.batch.rollout_files import (
     write_rollouts,
 )
 from megatron_grpo.batch.trajectory import Span
+from megatron_grpo.config.data_schema import DataConfig
+from megatron_grpo.data.recorded_rows import RecordedRows
 from tests.support.trajectories import failed_trajectory, make_trajectory, with_learnt
 
 RECORD = StepRecord(
@@ -59,26 +61,77 @@ def write(folder: Path, *, trained: Any = None, **changes: Any) -> Path:
         ({"reward": math.inf}, "an infinite reward"),
         ({"turn_rewards": [-math.inf], "turn_tokens": [3]}, "an infinite reward"),
         ({"turn_rewards": [1.0]}, "1 rewards of turns, and 0 numbers of their tokens"),
+        ({"sample": 1}, "the sample 1, and a prompt of the run has 1 samples"),
+        ({"sample": -1}, "the group 0, prompt_idx 0 or sample -1, which are numbers from 0"),
         ({"loss_multiplier": 1e30}, r"the loss_multiplier 1e\+30"),
         ({"loss_multiplier": math.nan}, "the loss_multiplier nan"),
         ({"stop_reason": "tool"}, "the stop_reason tool"),
         ({"response": None}, "no response"),
+        ({"task_name": None}, "no task_name"),
         ({"trained": {"advantages": np.zeros(9, dtype=np.float32)}}, "9 advantages of 3 sampled tokens"),
     ],
 )
 def test_an_impossible_rollout_is_named(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
     file = write(tmp_path, **changes)
-    with pytest.raises(ValueError, match=rf"^{file} is damaged .*: prompt 0, sample 0 has {text}.*; copy it again"):
+    with pytest.raises(
+        ValueError, match=rf"^{file} is damaged .*: row 1, prompt 0, sample -?[0-9] has {text}.*; copy it again"
+    ):
         list(read_rows(1, file))
-    with pytest.raises(ValueError, match=f"^is damaged .*: prompt 0, sample 0 has {text}"):
+    with pytest.raises(ValueError, match=f"^is damaged .*: row 1, prompt 0, sample -?[0-9] has {text}"):
         read_recorded_rollouts(file)
 
 
-def test_wrong_numbers_of_a_run_stay_readable(tmp_path: Path) -> None:
-    logprobs = np.array([math.nan, -math.inf, 1.0], dtype=np.float32)
-    file = write(tmp_path, logprobs=logprobs, reward=math.nan, group=2**31 - 1)
+@pytest.mark.parametrize("group", [-1, 1, 2**31 - 1])
+def test_a_group_that_the_step_has_not_is_named(group: int, tmp_path: Path) -> None:
+    file = locate_rollouts_file(tmp_path, 1)
+    write_rollouts(file, [(group, [(make_trajectory(3), {})])], RECORD.to_metadata())
+    with pytest.raises(ValueError, match=rf"row 1, prompt 0, sample 0 has the group {group}, "):
+        list(read_rows(1, file))
+
+
+def test_groups_are_neighbours_in_order(tmp_path: Path) -> None:
+    """The samples of a prompt that stand apart would be two groups."""
+    file = locate_rollouts_file(tmp_path, 1)
+    write_rollouts(file, [(number, with_learnt(make_trajectory(2))) for number in (0, 1, 0)])
+    with pytest.raises(ValueError, match="row 3, prompt 0, sample 0 has the group 0 behind the group 1"):
+        list(read_rows(1, file))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"logprobs": np.array([-1, math.nan, 0.5], dtype=np.float32)},
+            "the log-probability nan at its sampled token 2",
+        ),
+        (
+            {"logprobs": np.array([-math.inf, 0, 0], dtype=np.float32)},
+            "the log-probability -inf at its sampled token 1",
+        ),
+        ({"logprobs": np.array([0, 0, math.inf], dtype=np.float32)}, "the log-probability inf at its sampled token 3"),
+        ({"reward": math.nan}, "the reward nan"),
+        ({"reward_parts": {"form": 1.0, "judge": math.nan}}, "the reward_parts.judge nan"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_looked_at_and_not_trained_on(
+    changes: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    file = write(tmp_path, **changes)
     (row,) = read_rows(1, file)
-    assert str(row["logprobs"].tolist()) == "[nan, -inf, 1.0]"
+    assert {name: str(row[name]) for name in changes} == {name: str(value) for name, value in changes.items()}
+    with pytest.raises(ValueError, match=f"row 1, prompt 0, sample 0 has {text}$"):
+        read_recorded_rollouts(file)
+    with pytest.raises(ValueError, match=f"^{file} is damaged .*: row 1, prompt 0, sample 0 has {text}; copy it again"):
+        RecordedRows(DataConfig(from_rollouts=str(tmp_path)))
+
+
+def test_wrong_numbers_of_a_run_stay_readable(tmp_path: Path) -> None:
+    """Such as a log-probability above 0, and advantages that ended the run."""
+    wrong = {name: np.array([math.nan, math.inf, 0.0], dtype=np.float32) for name in ("advantages", "prev_logprobs")}
+    file = write(tmp_path, logprobs=np.array([0.5, -1.0, -2.0], dtype=np.float32), trained=wrong)
+    (row,) = read_rows(1, file)
+    assert str(row["prev_logprobs"].tolist()) == "[nan, inf, 0.0]"
+    assert len(read_recorded_rollouts(file)[1]) == 1
     parts = [make_trajectory(2, prompt_tokens=2, segment_tokens=[4]), failed_trajectory(prompt_tokens=3)]
     write_rollouts(file, [(0, with_learnt(*parts, prev=True))])
     assert len(list(read_rows(1, file))) == 2
@@ -100,6 +153,8 @@ def replace_column(file: Path, name: str, values: Any) -> None:
         ("notes", ["x"], "its column notes is string"),
         ("token_ids", pa.array([[1, None, 3, 4]], type=pa.list_(pa.int32())), "sample 0 has no number at some tokens"),
         ("token_ids", pa.array([None], type=pa.list_(pa.int32())), "sample 0 has no token_ids"),
+        ("reward_parts", pa.array([None], type=pa.map_(pa.string(), pa.float64())), "sample 0 has no reward_parts"),
+        ("notes", pa.array([None], type=pa.map_(pa.string(), pa.string())), "sample 0 has no notes"),
         ("spans", pa.array([[[1, None, 0]]], type=pa.list_(pa.list_(pa.int64()))), r"the span \[1, None, 0\]"),
     ],
 )

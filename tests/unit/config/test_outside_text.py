@@ -27,6 +27,7 @@ from megatron_grpo.config.command_line import as_command
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.outside_text import (
+    NAME_CHARACTERS,
     NOTE_CHARACTERS,
     REASON_CHARACTERS,
     clean_json,
@@ -297,6 +298,39 @@ def test_notes_of_a_response_are_limited(caplog: pytest.LogCaptureFixture) -> No
     (scored,) = score(make_worker(f=log))
     assert len(scored.notes) == MAX_NOTES
     assert "environment task: a response has more than 100 notes; the others are left out" in caplog.text
+
+
+LIKE_NAMES = [
+    *("x" * 150 + end for end in ("", "a", "b")),
+    *("x" * 80 + middle + "y" * 80 for middle in ("a", "b")),  # where the middle of a line is left out
+    *("a" + end for end in ("\x1b", "\x9b", "\n", "\r", "_", "\\n", "\ud800", "\udfff")),
+    *("steps/" + part for part in ("", ".", "..", "_", "/_")),
+    *("ok", "x" * NAME_CHARACTERS),
+]
+
+
+def test_names_that_are_alike_stay_apart() -> None:
+    """Otherwise the value of the last replaces those of the others."""
+
+    def log(prompts: list[str], completions: list[str], log_extra: Any, log_metric: Any, **_: Any) -> list[float]:
+        for number, name in enumerate(LIKE_NAMES):
+            log_extra(name, [str(number)])
+            log_metric(name, float(number))
+        return [1.0]
+
+    (scored,) = score(make_worker(f=log))
+    numbers = range(len(LIKE_NAMES))
+    assert list(scored.notes.values()) == list(map(str, numbers))
+    assert list(scored.metrics.values()) == list(map(float, numbers))
+    assert all(map(is_line, [*scored.notes, *scored.metrics]))
+    assert max(map(len, scored.notes)) == NAME_CHARACTERS
+    assert {"ok", "x" * NAME_CHARACTERS} < scored.notes.keys()
+    assert {"env/ok", "env/steps/_"} < scored.metrics.keys()
+    # Each response gives a name the same way, or a step could not average it.
+    assert scored.notes.keys() == score(make_worker(f=log))[0].notes.keys()
+    first, second = LIKE_NAMES[1:3]
+    parts = score(make_worker(**{first: lambda **_: [1.0], second: lambda **_: [2.0]}))[0].parts
+    assert list(parts.values()) == [1.0, 2.0]
 
 
 @given(text=st.text(max_size=200))

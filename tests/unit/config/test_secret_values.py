@@ -30,7 +30,13 @@ from megatron_grpo.run.directory import override_values
 from tests.support.text_keys import can_hold_text, fit_text, name_key
 
 SECRET = "s3cr3tvalue"
-ADDRESSES = [f"http://me:{SECRET}@host:1", f"https://{SECRET}@host/v1", f"https://host/v1?api_key={SECRET}&x=1"]
+ADDRESSES = [
+    *(f"http://me:{SECRET}@host:1", f"https://{SECRET}@host/v1", f"https://host/v1?api_key={SECRET}&x=1"),
+]
+OTHER_ADDRESSES = [
+    *(f"wss://me:{SECRET}@[::1]:8000/ws", f"HTTP://:{SECRET}@host", f"me:{SECRET}@host:8000/v1", f"//me:{SECRET}@host"),
+    f"s3://key:{SECRET}/+x@bucket/rows.jsonl",
+]
 TOKENS = [f"hf_{SECRET * 3}", f"sk-{SECRET * 3}", f"a name with api_key={SECRET}"]
 PROSE = {
     *("data.system_prompt", "data.tasks.<name>.system_prompt", "generation.bad_words", "generation.stop_strings"),
@@ -43,6 +49,7 @@ OPTIONS = {
     "env.openenv.options.url": "{}",
     "env.tools.options.servers": "{{x: {{url: {}}}}}",
     "env.tools.options.servers.y.command": "[server, --address, {}]",
+    "env.mine.options.clients": "[{{address: {}}}]",
     "env.verifiers.options.arguments": "{{client: {}}}",
     "teachers.math.server_url": "{}",
 }
@@ -198,6 +205,7 @@ def test_a_text_of_a_hundred_thousand_characters_is_looked_through_in_time(piece
     "text",
     [
         *ADDRESSES,
+        *OTHER_ADDRESSES,
         f"me:{SECRET}@host:6379",
         f"['server', '--api-key', '{SECRET}']",
         f"env API_KEY={SECRET} server",

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gzip
 import json
 import math
 import shutil
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.config.errors import CanaryError
+from megatron_grpo.config.errors import CanaryError, RunError
 from megatron_grpo.config.generation_schema import ServerConfig
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.generation.engine_arguments import VllmSettings
@@ -51,6 +52,10 @@ class MadeUpServer:
         self.restarts_before: int | None = None
         """After so many responses it is another process; None: it is not."""
         self.bodies: list[dict[str, Any]] = []
+        self.answer: web.Response | None = None
+        """In place of each response."""
+        self.changes: dict[str, Any] = {}
+        """Of the fields of each response."""
         self.experts: NDArray[Any] | None = None
         """Of a response: [tokens of prompt and response but the last, layers, experts of a token]."""
 
@@ -84,6 +89,8 @@ class MadeUpServer:
             scored = [None, *({str(token): {"logprob": self.logprob}} for token in body["token_ids"][1:])]
             return web.json_response({"choices": [], "prompt_logprobs": scored})
         self.bodies.append(body)
+        if self.answer is not None:
+            return self.answer
         if self.restarts_before == len(self.bodies):
             self.served, self.restarts_before = "default", None
         tokens = [body["sampling_params"]["seed"]] * 2
@@ -96,7 +103,7 @@ class MadeUpServer:
         if self.experts is not None:
             np.save(buffer := BytesIO(), self.experts)
             choice["routed_experts"] = base64.b64encode(buffer.getvalue()).decode()
-        return web.json_response({"choices": [choice]})
+        return web.json_response({"choices": [choice | self.changes]})
 
 
 Use = Callable[[ServerEngine, MadeUpServer, "web.AppRunner"], Awaitable[Any]]
@@ -310,6 +317,76 @@ def test_a_server_that_does_not_fit_is_told_at_the_start(use: Any, change: dict[
     use(act, started=False, timeout_s=1.0)
 
 
+WRONG_ANSWERS: dict[str, tuple[dict[str, Any], str]] = {
+    "endless": ({"body": b'{"choices": "' + b"x" * 2**21}, r"gives an answer of more than \d+ bytes"),
+    "endless, packed": (
+        {"body": gzip.compress(b" " * 2**24), "headers": {"Content-Encoding": "gzip"}},
+        r"gives an answer of more than \d+ bytes",
+    ),
+    "an endless error": ({"body": b"x" * 2**21, "status": 500}, r"gives an answer of more than \d+ bytes"),
+    "an error": ({"text": "no \x1b[2J memory", "status": 500}, r"answers 500: no \\x1b\[2J memory"),
+    "a page": ({"text": "<html>", "content_type": "text/html"}, r"gives no JSON \(.*\), but <html>"),
+    "cut off": ({"text": '{"choices": ['}, r"gives no JSON \(.*\), but \{"),
+    "deep": ({"text": "[" * 100_000}, "gives no JSON"),
+    "no object": ({"text": "[1]"}, r"gives no response \(TypeError: .*\), but \[1\]"),
+    "nothing": ({"text": ""}, r"gives no response \(TypeError: .*\), but null"),
+    "no choices": ({"text": '{"choices": []}'}, "gives no response"),
+    "elsewhere": (
+        {"status": 307, "headers": {"Location": "http://192.0.2.1/"}},
+        "answers 307: which redirects to http://192.0.2.1/; give that in generation.server.urls",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_ANSWERS)
+def test_a_server_that_answers_wrongly_is_named(use: Any, kind: str) -> None:
+    response, text = WRONG_ANSWERS[kind]
+
+    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+        await publish(engine, 1)
+        server.answer = web.Response(**({"content_type": "application/json"} | response))
+        with pytest.raises(RunError, match=rf"^http://127\.0\.0\.1:\d+/inference/v1/generate {text}"):
+            await engine._sample("a", REQUESTS[0], SETTINGS)
+        assert len(server.bodies) == 1
+
+    use(act)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"token_ids": [0, 0, 0], "scored": [0, 0]}, "2 log-probabilities of other than 3 of 4 tokens"),
+        ({"token_ids": [0, 1], "scored": [0, 0]}, "2 log-probabilities of other than 2 of 4 tokens"),
+        ({"token_ids": [0, -1]}, "token ids that the model's 61 tokens have not"),
+        ({"token_ids": [0, 10**30]}, "token ids that the model's 61 tokens have not"),
+        ({"token_ids": [0, 1.5]}, "token ids that the model's 61 tokens have not"),
+        ({"token_ids": [0] * 5}, "5 log-probabilities of other than 5 of 4 tokens"),
+        ({"logprob": 0.5}, "log-probabilities above 0"),
+        ({"logprob": "-1"}, "TypeError"),
+        ({"spans": [(0, 1)]}, "weight versions of other tokens"),
+        ({"spans": [(1, 3)]}, "weight versions of other tokens"),
+        ({"spans": [(0, 1), (0, 2)]}, "weight versions of other tokens"),
+        ({"finish_reason": None}, None),
+    ],
+)
+def test_a_server_is_not_believed_what_cannot_be(use: Any, changes: dict[str, Any], text: str | None) -> None:
+    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+        await publish(engine, 1)
+        tokens = changes.get("token_ids", [0, 0])
+        scored = changes.get("scored", tokens)
+        content = [{"token_id": token, "logprob": changes.get("logprob", -1.0)} for token in scored]
+        spans = [{"version": server.served, "start": a, "end": b} for a, b in changes.get("spans", [(0, len(tokens))])]
+        server.changes = {"token_ids": tokens, "logprobs": {"content": content}, "weight_versions": spans}
+        server.changes["finish_reason"] = changes.get("finish_reason", "stop")
+        if text is None:
+            assert await engine._sample("a", REQUESTS[0], SETTINGS) == "the server ended a request early: None"
+            return
+        with pytest.raises(RunError, match=rf"/inference/v1/generate gives no response \(.*{text}.*\), but "):
+            await engine._sample("a", REQUESTS[0], SETTINGS)
+
+    use(act)
+
+
 FORM = RoutedForm(layers=(1,), top_k=2, experts=100)
 
 
@@ -354,7 +431,9 @@ def test_the_special_token_that_ended_a_response_is_not_in_its_text(use: Any) ->
         logprobs = {"content": [{"token_id": token, "logprob": -0.5} for token in (5, 2, 5)]}
         name = [{"version": f"{engine._prefix}0", "start": 0, "end": 3}]
         choice = {"token_ids": [5, 2, 5], "logprobs": logprobs, "weight_versions": name}
-        texts = [engine._parse_response({"choices": [choice | end]}, prompt_tokens=1) for end in (ended, cut)]
+        texts = [
+            engine._parse_response({"choices": [choice | end]}, prompt_tokens=1, most_tokens=4) for end in (ended, cut)
+        ]
         assert [output.text for output in texts if isinstance(output, GenerationOutput)] == ["f c", "f c f"]
 
     use(act)

@@ -27,6 +27,8 @@ from megatron_grpo.config.schema import CheckpointingConfig
 from megatron_grpo.models.checkpoint_model import find_checkpoint_model
 from megatron_grpo.models.source import fetch_model_folder, find_local_folder
 from megatron_grpo.observability.run_files import read_steps, write_text
+from megatron_grpo.observability.run_logger import RunLogger
+from megatron_grpo.observability.summary import write_summary
 from megatron_grpo.preflight import load
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.run.checkpoint_files import verify_checkpoint, write_with_checksum
@@ -34,8 +36,10 @@ from megatron_grpo.run.checkpoints import Checkpointer, resolve_checkpoint
 from megatron_grpo.run.directory import POLICY_FOLDER, compare_data, is_in_use, load_run_config, record_start
 from megatron_grpo.verification.doctor.end_reason import read_end_reason
 from megatron_grpo.verification.doctor.engine_settings import read_engines
+from tests.support.checkpoints import save
 
 SECRET = "s3cr3tvalue"
+CHECK_MACHINE = load._check_machine
 STEP, ROLLOUTS, FIGURES = "checkpoints/step_1", "rollouts/step_1.parquet", "replay/step_1.parquet"
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], list[str]]] = {
     "report": (report.main, ["run", "output=page.html"]),
@@ -260,14 +264,59 @@ def test_links_of_a_folder_overwrite_nothing(folder: Path) -> None:
     assert not (folder.parent / "new").exists()
 
 
-def test_a_run_that_began_with_its_own_checkpoint_is_refused(folder: Path) -> None:
-    values = yaml.safe_load((folder / "config.yaml").read_text())
-    values["policy"]["model"]["path"] = str(folder / STEP)
-    (folder / "config.yaml").write_text(yaml.safe_dump(values))
-    with pytest.raises(ValueError, match="more than 100 runs, each of which began with one of another"):
-        find_checkpoint_model(str(folder / STEP))
-    for name in ("report", "doctor"):
-        assert run(name) in ((0, 2) if name == "report" else (2,)), name
+def begin_with(run_dir: Path, model: Path) -> None:
+    values = yaml.safe_load((run_dir / "config.yaml").read_text())
+    values["policy"]["model"]["path"], values["prepare"]["name"] = str(model), None
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(values))
+
+
+@pytest.mark.parametrize("kind", ["itself", "another step", "each with the other", "a link"])
+@pytest.mark.parametrize("name", ["doctor", "evaluate", "export", "train"])
+def test_a_run_that_began_with_its_own_checkpoint_is_refused(
+    name: str, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(load, "_check_machine", CHECK_MACHINE)
+    save(folder, 2)
+    shutil.rmtree(folder / STEP)
+    checkpoint = model = folder.rename(folder.with_name("first")) / "checkpoints" / "step_2"
+    run_dir = checkpoint.parents[1]
+    match kind:
+        case "another step":
+            model = Path(shutil.copytree(checkpoint, checkpoint.with_name("step_1")))
+        case "each with the other":
+            model = Path(shutil.copytree(run_dir, run_dir.with_name("second"))) / "checkpoints" / "step_2"
+            begin_with(model.parents[1], checkpoint)
+        case "a link":
+            model = run_dir / "checkpoints" / "mine"
+            model.symlink_to(checkpoint)
+    begin_with(run_dir, model)
+    main = COMMANDS[name][0]
+    arguments = {
+        "doctor": ["first", "trust_run=true"],
+        "evaluate": [f"checkpoint={checkpoint}", "output=out", "trust_run=true"],
+        "export": [f"checkpoint={checkpoint}", "output=out"],
+        "train": ["run_dir=first", "trust_run=true", "--check"],
+    }
+    assert main(arguments[name]) == 2
+    error = capsys.readouterr().err
+    assert f"policy.model.path={model} " in error
+    assert "is a checkpoint of a run that began with this checkpoint, or with that of a run that did; " in error
+    assert f"put the model that it began with into {model.resolve().parents[1]}/config.yaml, policy.model.path" in error
+    assert "Traceback" not in error
+    assert not (run_dir.parent / "out").exists()
+
+
+def test_a_long_row_of_runs_is_read(tmp_path: Path) -> None:
+    model = tmp_path
+    for number in range(102):
+        checkpoint = tmp_path / str(number) / "checkpoints" / "step_1"
+        (checkpoint / POLICY_FOLDER).mkdir(parents=True)
+        (tmp_path / str(number) / "config.yaml").write_text(f"policy: {{model: {{path: '{model}'}}}}\n")
+        model = checkpoint
+        if number == 100:
+            assert find_checkpoint_model(str(model)) is not None
+    with pytest.raises(ValueError, match="is a checkpoint of more than 100 runs"):
+        find_checkpoint_model(str(model))
 
 
 @pytest.mark.parametrize(
@@ -317,6 +366,39 @@ def test_metrics_that_no_run_writes_are_refused(line: str, text: str, folder: Pa
     (folder / "metrics.jsonl").write_text(f"{line}\n")
     with pytest.raises(ValueError, match=rf"metrics\.jsonl:1 is damaged: .*{text}"):
         read_steps(folder / "metrics.jsonl")
+
+
+WRONG_STEPS = {
+    "cut off": '{"step": 1, "timing": {"to',
+    "zeros": "\0" * 200,
+    "of another kind": '"step"',
+    "without seconds": '{"step": 1, "reward": 0.5}',
+    "without a total": '{"step": 1, "timing": {"train": 1.0}}',
+    "no total": '{"step": 1, "timing": {"total": null}}',
+    "no seconds of a phase": '{"step": 1, "timing": {"total": 1.0, "train": null}}',
+    "negative seconds": '{"step": 1, "timing": {"total": -1.0}}',
+    "endless seconds": '{"step": 1, "timing": {"total": Infinity}}',
+    "seconds that are no number": '{"step": 1, "timing": {"total": NaN}}',
+    "larger than a float": '{"step": 1, "reward": 1' + "0" * 400 + ', "timing": {"total": 1.0}}',
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_STEPS)
+def test_a_resume_of_damaged_figures_is_one_message(
+    kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a process starts, and not when the run ends."""
+    (folder / "metrics.jsonl").write_text(f'{{"step": 1, "timing": {{"total": 1.0}}}}\n{WRONG_STEPS[kind]}\n')
+    save(folder, 2)
+    assert run("train") == 2
+    error = capsys.readouterr().err
+    assert "checkpointing.resume=auto  continues the figures of run, and run/metrics.jsonl:2 is damaged" in error
+    assert "mend or remove that line, or choose another run_dir" in error
+    assert "Traceback" not in error
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2 is damaged"):
+        write_summary(folder, samples_per_step=1)
+    RunLogger(folder, load_run_config(folder, [], is_trusted=True)).close()  # a new run drops them unread
+    assert not (folder / "metrics.jsonl").read_text()
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -46,7 +46,7 @@ function linesOf(curves, { shift = 0, log = false } = {}) {
 }
 
 function phaseChart(run, range) {
-  const { step, total, ...phases } = runs[run].timing;
+  const { step, total = [], ...phases } = runs[run].timing;
   if (!step || !step.length) return null;
   const calm = (points) => (points.length >= SMOOTH_FROM ? smoothed(points) : points);
   const names = Object.keys(phases).filter((name) => phases[name].some((seconds) => seconds > 0));
