@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import resource
+import signal
 import socket
 import subprocess
 import sys
+import time
 import unicodedata
 import weakref
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 from math_verify import parse, verify
+from math_verify.errors import TimeoutException
 from sympy import Expr, FiniteSet, Interval, MatrixBase, N, Tuple
 from sympy.core.relational import Relational
 
@@ -33,13 +37,15 @@ from megatron_grpo.data.math_text import (
 )
 from megatron_grpo.environments.sandbox.kernel import die_with_parent
 
-ANSWER_TIMEOUT_S = 5  # seconds for parsing one answer, and again for comparing it; an answer that takes longer is wrong
-
-VERIFY_TIMEOUT_S = 20.0  # then the process is killed; math-verify's own limits add up to 15 s
+# Limits count the time on a processor: on a loaded machine an answer waits for its turn, and is no worse for that.
+ANSWER_CPU_S = 5  # for parsing one answer, and again for each comparison; an answer that takes longer is wrong
+PROCESS_CPU_S = 20  # for an answer whose computation cannot be interrupted; then the kernel ends the process
+VERIFY_TIMEOUT_S = 300.0  # seconds until a process that no longer runs is killed
 STARTUP_TIMEOUT_S = 120.0  # for the process to import math-verify
 MEMORY_BYTES = 4 * 2**30  # most that the process may grow after its start; an answer that needs more is wrong
 TAIL_CHARACTERS = 2000  # length of a response's end in which the answer is searched without a box
 
+T = TypeVar("T")
 _TINY, _TINY_TOLERANCE = 1e-3, 1e-3  # least number that 6 decimals show well, and relative tolerance below it
 
 _BOX = "\\boxed{"
@@ -54,9 +60,9 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a traceba
 def is_correct(response: str, answer: str) -> bool:
     """Compare the response's final answer with the reference answer by value.
 
-    Main thread only: math-verify limits its time with SIGALRM, which Python delivers there. `answer` is a number,
-    expression or LaTeX, without a box. Both are brought to one form first (`data.math_text`). An answer that
-    math-verify cannot parse is compared as text.
+    Main thread only: its time is limited with SIGPROF, which Python delivers there. `answer` is a number, expression
+    or LaTeX, without a box. Both are brought to one form first (`data.math_text`). An answer that math-verify cannot
+    parse is compared as text.
     """
     final = find_final_answer(response)
     box = final.removeprefix(_BOX).removesuffix("}") if final.startswith(_BOX) else None
@@ -87,10 +93,10 @@ def _are_equal(final: str, answer: str) -> bool:
     if actual_has_percent and not expected.has_percent:
         readings.append((expected.text, actual.as_share))
     for expected_text, actual_text in readings:
-        # math-verify's parse and verify treat sympy's errors and timeouts as "not equal".
+        # math-verify's parse and verify treat sympy's errors as "not equal".
         expected_values = _parse(f"{_BOX}{expected_text}}}")
         values = _parse(f"{_BOX}{actual_text}}}" if is_boxed else actual_text)
-        if verify(expected_values, values, timeout_seconds=ANSWER_TIMEOUT_S):
+        if _limit_cpu(partial(verify, expected_values, values, timeout_seconds=0), False):
             return not _differ_in_size(expected_values, values)
     return False
 
@@ -138,14 +144,30 @@ def find_final_answer(response: str) -> str:
 
 @lru_cache(maxsize=1024)  # samples of a group share their reference answer
 def _parse(text: str) -> list[Any]:
-    return list(parse(text, parsing_timeout=ANSWER_TIMEOUT_S))
+    return list(_limit_cpu(partial(parse, text, parsing_timeout=0), []))
+
+
+def _limit_cpu(function: Callable[[], T], late: T) -> T:
+    """Call a function of math-verify, which counts what the signal interrupts as "not equal"."""
+    signal.signal(signal.SIGPROF, _end_computation)
+    signal.setitimer(signal.ITIMER_PROF, ANSWER_CPU_S, ANSWER_CPU_S)
+    try:
+        return function()
+    except TimeoutException:  # outside of the computations of which math-verify catches it
+        return late
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _end_computation(*_: object) -> None:
+    raise TimeoutException
 
 
 class Verifier:
     """A process that compares answers; not safe for several threads."""
 
-    def __init__(self, timeout_s: float = VERIFY_TIMEOUT_S) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, timeout_s: float = VERIFY_TIMEOUT_S, cpu_s: int = PROCESS_CPU_S) -> None:
+        self._timeout_s, self._cpu_s = timeout_s, cpu_s
         self._start()
 
     def verify(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
@@ -168,7 +190,7 @@ class Verifier:
 
     def _start(self) -> None:
         self._connection, process_end = socket.socketpair()
-        command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()"]
+        command = [sys.executable, "-P", "-c", f"from {__name__} import main; main({self._cpu_s})"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
         with process_end:
             pipe = process_end.fileno()
@@ -191,7 +213,7 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
     connection.close()
 
 
-def main() -> None:
+def main(cpu_s: int) -> None:
     """Answer each line of standard input, JSON [response, answer], with one byte."""
     die_with_parent(9)
     answers = os.dup(1)
@@ -204,6 +226,7 @@ def main() -> None:
     os.write(answers, _READY)
     for line in sys.stdin.buffer:
         response, answer = json.loads(line)
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + cpu_s, resource.RLIM_INFINITY))
         try:
             is_right = is_correct(response, answer)
         except (MemoryError, RecursionError):

@@ -3,11 +3,14 @@
 import os
 import signal
 import sys
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from math_verify import parser
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import EnvironmentConfig
@@ -18,6 +21,9 @@ from megatron_grpo.environments.math_answers import Verifier, find_final_answer,
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.sandbox.kernel import list_descendants
 from megatron_grpo.environments.tasks import AdditionEnvironment, MathEnvironment
+
+ENDLESS = "\\boxed{9^{9^{9^{9}}}}"  # has more digits than there are atoms
+EXTRACT = parser.extract_target_from_pred
 
 
 def request(response: str, answer: str) -> EnvironmentRequest:
@@ -73,8 +79,22 @@ def test_no_response_raises(environment: MathEnvironment, response: str) -> None
 
 
 def test_an_answer_that_takes_too_long_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_answers, "ANSWER_TIMEOUT_S", 1)
-    assert not is_correct("\\boxed{9^{9^{9^{9}}}}", "3")  # more digits than there are atoms
+    monkeypatch.setattr(math_answers, "ANSWER_CPU_S", 1)
+    assert not is_correct(ENDLESS, "3")
+
+
+def test_an_answer_that_waits_for_a_processor_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait_and_extract(*arguments: Any, **named: Any) -> Any:
+        time.sleep(1.5)
+        return EXTRACT(*arguments, **named)
+
+    monkeypatch.setattr(math_answers, "ANSWER_CPU_S", 1)
+    monkeypatch.setattr(parser, "extract_target_from_pred", wait_and_extract)
+    assert is_correct("\\boxed{\\frac{3}{24}}", "0.125")
+
+
+def test_a_computation_that_cannot_be_interrupted_ends_with_its_process() -> None:
+    assert Verifier(cpu_s=1).verify([(ENDLESS, "3"), ("\\boxed{1}", "1")]) == [False, True]
 
 
 @pytest.mark.parametrize("blow", [signal.SIGSTOP, signal.SIGKILL])
