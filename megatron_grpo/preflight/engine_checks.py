@@ -12,7 +12,7 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import list_engine_stages
 from megatron_grpo.models.weight_map import can_travel_in_fp8
 from megatron_grpo.preflight.layout_checks import find_layout_problems
-from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
+from megatron_grpo.preflight.rules import Rule, evaluate_rules
 from megatron_grpo_kernels.fp8_format import BLOCK
 
 # Sizes of attention heads that vLLM's CPU build has kernels for.
@@ -32,7 +32,7 @@ _ELSEWHERE = "use GPUs, or generation.server.urls"
 @evaluate_rules
 def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check that devices, model (None: unknown) and vLLM support the engines' settings."""
-    yield from list_conflicts(config, "engines")
+    yield from _check_engine_settings(config)
     has_engines = config.needs_generation and not config.generation.server.urls
     if has_engines and shape is not None and config.generation.engine.speculative.uses_mtp:
         families = ", ".join(family.name for family in FAMILIES.values() if family.proposes_tokens)
@@ -44,10 +44,35 @@ def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[R
         yield from _check_cpu_experts(config, shape)
         yield from _check_cpu_stages(config, shape)
         kind = "model that sees images" if shape.text_prefix else f"{shape.family} model"
-        text = f"is a {kind}, whose module in vLLM imports torchvision, and that is not installed"
-        text += "; run requirements/install_cpu.sh .venv, or install torchvision's build for this torch"
+        text = f"is a {kind}, whose module in vLLM imports torchvision, and that is not installed; run"
+        text += " requirements/install_cpu.sh .venv, or install torchvision's build for this torch"
         needs_torchvision = shape.family in TORCHVISION_FAMILIES or shape.text_prefix
         yield needs_torchvision and find_spec("torchvision") is None, "policy.model.path=", text
+
+
+def _check_engine_settings(config: Config) -> Iterator[Rule]:
+    """Check engine settings against the device and each other."""
+    generation, engine, on_cpu = config.generation, config.generation.engine, config.cluster.gpus == 0
+    is_speculative = engine.speculative.num_speculative_tokens > 0
+    text = "vLLM's batch-invariant kernels are for GPUs, and this is a run on CPU; a response repeats to the bit there"
+    text += " when the same requests come together, as they do in each step"
+    yield on_cpu and engine.batch_invariant, "generation.engine.batch_invariant=", text
+    text = "a CPU engine cannot repeat a response whose prompt is cut into pieces; leave it out"
+    yield on_cpu and engine.enable_chunked_prefill, "generation.engine.enable_chunked_prefill=", text
+    text = "fails on a CPU in the installed vLLM with speculative decoding, unless generation.top_p is below 1;"
+    text += " use null"
+    is_unsupported = on_cpu and is_speculative and generation.top_k is not None and generation.top_p == 1
+    yield is_unsupported, "generation.top_k=", text
+    text = "the installed vLLM proposes tokens on the last stage only, and the others fail over it; use 1"
+    yield is_speculative and generation.parallel.pipeline > 1, "generation.parallel.pipeline=", text
+    tokens, longest = engine.max_num_batched_tokens, config.policy.max_total_sequence_length
+    if tokens is not None:
+        text = f"is less than policy.max_total_sequence_length={longest}, and prompts are not cut into pieces"
+        cuts_prompts = not on_cpu if engine.enable_chunked_prefill is None else engine.enable_chunked_prefill
+        yield tokens < longest and not cuts_prompts, "generation.engine.max_num_batched_tokens=", text
+        count = generation.sequences_per_engine
+        text = f"is less than a token for each of the {count} responses decoded together"
+        yield tokens < count, "generation.engine.max_num_batched_tokens=", text
 
 
 def _check_cpu_attention(config: Config, shape: ModelShape) -> Iterator[Rule]:
@@ -115,9 +140,8 @@ def _check_cpu_stages(config: Config, shape: ModelShape) -> Iterator[Rule]:
 
     if 1 < stages <= shape.layers and any(has_attention) and (lacking := find_lacking(stages)) is not None:
         usable = max(count for count in range(1, stages) if find_lacking(count) is None)
-        text = (
-            f"has a stage without attention, of the layers {lacking[0]} to {lacking[-1]}, which vLLM does not have on"
-        )
+        text = f"has a stage without attention, of the layers {lacking[0]} to {lacking[-1]},"
+        text += " which vLLM does not have on"
         yield True, "generation.parallel.pipeline=", f"{text} a CPU beside stages with attention; use {usable}"
 
 
@@ -125,7 +149,15 @@ def _check_cpu_stages(config: Config, shape: ModelShape) -> Iterator[Rule]:
 def find_length_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check that lengths fit each other and the model (None: unknown)."""
     yield from check_sequences(config, shape, has_responses=config.needs_generation)
-    yield from list_conflicts(config, "lengths")
+    longest = config.policy.max_total_sequence_length
+    sizes = {
+        "policy.microbatch_tokens": config.policy.microbatch_tokens,
+        "policy.logprob_microbatch_tokens": config.policy.logprob_microbatch_tokens,
+        "value.microbatch_tokens": config.value.microbatch_tokens,
+    }
+    text = f"the longest sequence, policy.max_total_sequence_length={longest}, does not fit"
+    for key, tokens in sizes.items():
+        yield tokens is not None and tokens < longest, f"{key}=", text
 
 
 def check_sequences(config: Config, shape: ModelShape | None, *, has_responses: bool = True) -> Iterator[Rule]:
@@ -151,9 +183,23 @@ def find_placement_problems(config: Config) -> Iterator[Rule]:
     """Check settings beside generation.placement=colocated."""
     if not config.generation.is_colocated:
         return
-    yield from list_conflicts(config, "colocated")
+    asynchrony = config.training_loop.async_grpo
+    text = "has engines that lose their cache when they sleep; use separate, or"
+    text += " LOOP.async_grpo.recompute_kv_cache_after_weight_updates=true"
+    keeps_cache = asynchrony.enabled and not asynchrony.recompute_kv_cache_after_weight_updates
+    yield keeps_cache, "generation.placement=", text
     if not config.cluster.gpus:
         return
+    text = "goes over NCCL, which has one rank a GPU, and with generation.placement=colocated there are two;"
+    text += " use reshard"
+    yield config.refit.mode == "broadcast", "refit.mode=", text
+    text = "keeps weights in a form that cannot leave a GPU and come back, for generation.placement=colocated;"
+    text += " use false"
+    yield config.policy.fp8.parameters, "policy.fp8.parameters=", text
+    yield from _check_shared_gpus(config)
+
+
+def _check_shared_gpus(config: Config) -> Iterator[Rule]:
     # Every rank of the policy shares its GPU with one rank of an engine, and with one of the value model at most.
     policy, engines = config.policy.parallel.world_size, config.generation.parallel
     ranks = engines.ranks_per_engine * engines.data
@@ -163,9 +209,8 @@ def find_placement_problems(config: Config) -> Iterator[Rule]:
     text = f"has {ranks} ranks ({size}), {comparison} than the {policy} GPUs of the policy that engines share{idle}"
     yield ranks != policy, "generation.parallel", f"{text}; use {advice}"
     # Engine n has the GPUs of the policy's ranks from n * ranks_per_engine on, and sees those of one node.
-    text = (
-        f"{engines.ranks_per_engine} GPUs of an engine do not divide the {config.cluster.gpus} of a node; use a divisor"
-    )
+    text = f"{engines.ranks_per_engine} GPUs of an engine do not divide the {config.cluster.gpus} of a node;"
+    text += " use a divisor"
     spans = policy > config.cluster.gpus and config.cluster.gpus % engines.ranks_per_engine > 0
     yield spans and ranks == policy, "generation.parallel", text
     ranks = 0 if config.value_model is None else config.value_model.parallel.world_size
@@ -182,7 +227,10 @@ def find_refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Ru
     """Check settings beside refit.fp8_blocks; shape None: unknown."""
     if not config.refit.fp8_blocks:
         return
-    yield from list_conflicts(config, "fp8_blocks")
+    text = f"refit.mode={config.refit.mode} sends tensors as vLLM's loader reads them; use reshard"
+    yield config.refit.mode != "reshard", "refit.fp8_blocks=", text
+    text = "such engines compute in bfloat16; give generation.engine.dtype=bfloat16"
+    yield config.engine_dtype != "bfloat16", "refit.fp8_blocks=", text
     is_set = config.generation.engine_args.get("quantization") == "fp8_per_block"
     text = "is for engines that keep blocks in FP8; add +generation.engine_args.quantization=fp8_per_block"
     yield not is_set, "refit.fp8_blocks=", f"{text}, or use false"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import find_value_shape
-from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
+from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_trained_models
 
 
 def check_split(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Rule]:
@@ -162,8 +162,10 @@ def _check_experts(section: str, parallel: ParallelConfig, shape: ModelShape) ->
 @evaluate_rules
 def find_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check layouts against machines, batches and model (None: unknown)."""
-    trained, moe = _list_trained_layouts(config), config.policy.moe
-    yield from list_conflicts(config, "layouts")
+    trained, moe = [(key, model.parallel) for key, model in list_trained_models(config).items()], config.policy.moe
+    for section, layout in trained:
+        text = f"needs {section}.parallel.tensor > 1"
+        yield layout.sequence and layout.tensor == 1, f"{section}.parallel.sequence=", text
     yield from check_devices(config, count_gpus(config), trained)
     # Only ranks that train need equally many samples: prompts go to whichever engine has the least to do.
     generations, prompts = config.training_loop.num_generations_per_prompt, config.training_loop.num_prompts_per_step
@@ -187,12 +189,28 @@ def find_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[R
         for name in ("replay_routing", "freeze_router"):
             yield getattr(moe, name), f"policy.moe.{name}=", "the model has no experts; use false"
     else:
-        yield from list_conflicts(config, "experts")
+        yield from _check_routers(config)
     has_no_bias = shape.experts is not None and not shape.experts.selection_bias
     text = "the model chooses experts without a bias; use 0"
     yield moe.bias_update_rate and has_no_bias, "policy.moe.bias_update_rate=", text
     yield from check_engines(config, shape)
     yield from _check_value_model(config, shape)
+
+
+def _check_routers(config: Config) -> Iterator[Rule]:
+    """Check settings of routers, and of engines whose routing is replayed."""
+    moe, engine, on_cpu = config.policy.moe, config.generation.engine, config.cluster.gpus == 0
+    text = "trains routers, which policy.moe.freeze_router=true leaves as they are; use 0"
+    yield moe.freeze_router and moe.aux_loss_coeff > 0, "policy.moe.aux_loss_coeff=", text
+    yield moe.freeze_router and moe.z_loss_coeff > 0, "policy.moe.z_loss_coeff=", text
+    if not moe.replay_routing:
+        return
+    text = "a CPU engine records experts, for policy.moe.replay_routing=true, only without compilation; use true"
+    yield on_cpu and not engine.enforce_eager, "generation.engine.enforce_eager=", text
+    text = "vLLM returns routed experts, for policy.moe.replay_routing=true, with prefix caching only; use true"
+    yield not on_cpu and not engine.enable_prefix_caching, "generation.engine.enable_prefix_caching=", text
+    text = "vLLM returns no routed experts, for policy.moe.replay_routing=true, from a pipeline; use 1, and tensor"
+    yield config.generation.parallel.pipeline > 1, "generation.parallel.pipeline=", text
 
 
 def _check_value_model(config: Config, policy: ModelShape) -> Iterator[Rule]:
@@ -231,12 +249,6 @@ def check_engines(config: Config, shape: ModelShape) -> Iterator[Rule]:
         yield expert > 1 and experts.count % expert, subject, text
         text = f"does not divide an expert's width of {experts.ffn_hidden}; use generation.parallel.expert={tensor}"
         yield expert == 1 and experts.ffn_hidden % tensor, "generation.parallel.tensor=", text
-
-
-def _list_trained_layouts(config: Config) -> list[tuple[str, ParallelConfig]]:
-    """List (section, layout) of the models that are trained."""
-    value = [("value", config.value.parallel)] if config.training_loop.has_value_model else []
-    return [("policy", config.policy.parallel), *value]
 
 
 def check_devices(
@@ -288,7 +300,7 @@ def count_gpus(config: Config) -> dict[str, float]:
     elif config.generation.is_colocated:  # engines and value model share the policy's GPUs
         gpus = {"policy.parallel": config.policy.parallel.world_size}
     else:
-        gpus = {f"{section}.parallel": layout.world_size for section, layout in _list_trained_layouts(config)}
+        gpus = {f"{key}.parallel": model.parallel.world_size for key, model in list_trained_models(config).items()}
         teachers = config.teacher_models.items()
         gpus |= {f"{section}.parallel": teacher.parallel.world_size for section, teacher in teachers}
         if config.needs_generation and not config.generation.server.urls:
