@@ -47,43 +47,38 @@ def _list_conditions(config: Config) -> Iterator[tuple[bool, str, str]]:
         config.loop_name,
         config.training_loop.async_grpo,
     )
-    text = f"it needs {name}.num_generations_per_prompt above 1"
-    yield loop.num_generations_per_prompt > 1, "groups_without_signal", text
+    yield loop.num_generations_per_prompt > 1, "groups_without_signal", f"{name}.num_generations_per_prompt above 1"
     names = "filtered_reward dynamic_sampling_gen_batches dynamic_sampling_groups_without_signal"
     names += " dynamic_sampling_groups_sliced"
-    yield loop.use_dynamic_sampling, names, f"it needs {name}.use_dynamic_sampling=true"
+    yield loop.use_dynamic_sampling, names, f"{name}.use_dynamic_sampling=true"
     names = (
         "trajectory_age trajectory_age_max trajectory_versions trajectory_versions_max buffer_depth buffer_in_flight"
     )
-    names += " exposed_generation_s"
-    yield asynchrony.enabled, names, f"it needs {name}.async_grpo.enabled=true"
+    yield asynchrony.enabled, f"{names} exposed_generation_s", f"{name}.async_grpo.enabled=true"
     is_oversampled = asynchrony.enabled and asynchrony.oversampling_factor is not None
-    text = f"it needs {name}.async_grpo.enabled=true and {name}.async_grpo.oversampling_factor"
-    yield is_oversampled, "oversampling_left_over oversampling_resumed", text
-    text = "it needs loss_fn.truncated_importance_sampling_type"
-    yield loss.truncated_importance_sampling_type is not None, "is_oob_ratio", text
-    names, text = "max_seq_mult_prob_error num_masked_seqs", f"it needs {name}.seq_logprob_error_threshold"
-    yield loop.seq_logprob_error_threshold is not None, names, text
-    yield loss.entropy_coef > 0, "entropy", "it needs loss_fn.entropy_coef above 0"
-    text = "it needs loss_fn.positive_example_nll_weight above 0"
-    yield loss.positive_example_nll_weight > 0, "positive_nll positive_share", text
+    needs = f"{name}.async_grpo.enabled=true and {name}.async_grpo.oversampling_factor"
+    yield is_oversampled, "oversampling_left_over oversampling_resumed", needs
+    has_limit = loss.truncated_importance_sampling_type is not None
+    yield has_limit, "is_oob_ratio", "loss_fn.truncated_importance_sampling_type"
+    names, needs = "max_seq_mult_prob_error num_masked_seqs", f"{name}.seq_logprob_error_threshold"
+    yield loop.seq_logprob_error_threshold is not None, names, needs
+    yield loss.entropy_coef > 0, "entropy", "loss_fn.entropy_coef above 0"
+    needs = "loss_fn.positive_example_nll_weight above 0"
+    yield loss.positive_example_nll_weight > 0, "positive_nll positive_share", needs
     names = "value_loss value_grad_norm value_learning_rate value_mean return_mean explained_variance"
-    yield config.algorithm == "ppo", f"{names} value_clip_fraction", "it needs algorithm=ppo"
-    is_distilled = config.algorithm == "distillation"
-    yield is_distilled, "teacher_divergence", "it needs algorithm=distillation"
-    text = "it needs algorithm=distillation and loss_fn.policy_loss_weight above 0"
-    yield is_distilled and loss.policy_loss_weight > 0, "policy_loss", text
-    yield config.policy.moe.replay_routing, "moe_routing_agreement", "it needs policy.moe.replay_routing=true"
-    text = "it needs engines, and debug.rollouts_from starts none"
-    yield config.needs_generation, "refit_bytes refit_retries engine_restarts", text
-    text = "it needs an environment that knows which responses are correct"
-    yield config.has_correctness, _OF_CORRECTNESS, text
-    yield config.uses_reference, "kl_penalty", "it needs loss_fn.reference_policy_kl_penalty above 0"
-    text = "it needs a filter that training repeats: generation.top_p, generation.top_k or generation.min_p"
-    yield config.generation.has_training_filter, "outside_filter_fraction", text
-    yield config.can_lack_rewards, _OF_ERRORS, "it needs env.NAME.on_reward_error=none"
-    for text, names in _OTHERS.items():
-        yield False, names, text
+    yield config.algorithm == "ppo", f"{names} value_clip_fraction", "algorithm=ppo"
+    is_distilled, needs = config.algorithm == "distillation", "algorithm=distillation"
+    yield is_distilled, "teacher_divergence", needs
+    uses_rewards = is_distilled and loss.policy_loss_weight > 0
+    yield uses_rewards, "policy_loss", f"{needs} and loss_fn.policy_loss_weight above 0"
+    yield config.policy.moe.replay_routing, "moe_routing_agreement", "policy.moe.replay_routing=true"
+    needs = "engines, and debug.rollouts_from starts none"
+    yield config.needs_generation, "refit_bytes refit_retries engine_restarts", needs
+    yield config.has_correctness, _OF_CORRECTNESS, "an environment that knows which responses are correct"
+    yield config.uses_reference, "kl_penalty", "loss_fn.reference_policy_kl_penalty above 0"
+    needs = "a filter that training repeats: generation.top_p, generation.top_k or generation.min_p"
+    yield config.generation.has_training_filter, "outside_filter_fraction", needs
+    yield config.can_lack_rewards, _OF_ERRORS, "env.NAME.on_reward_error=none"
 
 
 def list_possible_metrics(config: Config) -> dict[str, str]:
@@ -91,8 +86,9 @@ def list_possible_metrics(config: Config) -> dict[str, str]:
 
     Metrics of single reward functions and tasks are left out.
     """
-    conditional = {name: needs for _, names, needs in _list_conditions(config) for name in names.split()}
-    return dict.fromkeys(_ALWAYS.split(), "") | conditional
+    conditional = {name: f"it needs {needs}" for _, names, needs in _list_conditions(config) for name in names.split()}
+    others = {name: reason for reason, names in _OTHERS.items() for name in names.split()}
+    return dict.fromkeys(_ALWAYS.split(), "") | conditional | others
 
 
 def list_step_metrics(config: Config) -> set[str]:

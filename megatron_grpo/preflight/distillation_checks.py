@@ -29,7 +29,14 @@ def find_distillation_problems(config: Config, shape: ModelShape | None) -> Iter
         for subject in subjects:
             yield True, subject, f"is for algorithm=distillation, and this run has algorithm={config.algorithm}"
         return
-    yield from _check_unused_rewards(config)
+    text = "keeps prompts whose rewards differ, and loss_fn.policy_loss_weight=0 uses none; use false"
+    yield config.training_loop.use_dynamic_sampling and not config.uses_rewards, "LOOP.use_dynamic_sampling=", text
+    text = "changes rewards, and loss_fn.policy_loss_weight=0 uses none; use false"
+    yield config.loss_fn.use_kl_in_reward and not config.uses_rewards, "loss_fn.use_kl_in_reward=", text
+    text = "moves a reference policy that the loss does not use; use false"
+    yield config.training_loop.sync_ref_model and not config.uses_reference, "LOOP.sync_ref_model=", text
+    text = "is for algorithm=grpo, because the outputs of a teacher are not recorded; use null"
+    yield config.logger.replay_every is not None, "logger.replay_every=", text
     yield from _check_teachers(config)
     yield from _check_shares(config)
     top_k = config.distillation.topk_logits_k
@@ -44,19 +51,6 @@ def find_distillation_problems(config: Config, shape: ModelShape | None) -> Iter
         positions = teacher_shape.max_positions
         text = f"has {positions} positions, fewer than policy.max_total_sequence_length={longest}"
         yield 0 < positions < longest, f"{section}.model.path=", text
-
-
-def _check_unused_rewards(config: Config) -> Iterator[Rule]:
-    """Check settings of rewards, references and records that this run has not."""
-    loop = config.training_loop
-    text = "keeps prompts whose rewards differ, and loss_fn.policy_loss_weight=0 uses none; use false"
-    yield loop.use_dynamic_sampling and not config.uses_rewards, "LOOP.use_dynamic_sampling=", text
-    text = "changes rewards, and loss_fn.policy_loss_weight=0 uses none; use false"
-    yield config.loss_fn.use_kl_in_reward and not config.uses_rewards, "loss_fn.use_kl_in_reward=", text
-    text = "moves a reference policy that the loss does not use; use false"
-    yield loop.sync_ref_model and not config.uses_reference, "LOOP.sync_ref_model=", text
-    text = "is for algorithm=grpo, because the outputs of a teacher are not recorded; use null"
-    yield config.logger.replay_every is not None, "logger.replay_every=", text
 
 
 def _check_teachers(config: Config) -> Iterator[Rule]:

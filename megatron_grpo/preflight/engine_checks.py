@@ -51,7 +51,6 @@ def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[R
 
 
 def _check_engine_settings(config: Config) -> Iterator[Rule]:
-    """Check engine settings against the device and each other."""
     generation, engine, on_cpu = config.generation, config.generation.engine, config.cluster.gpus == 0
     is_speculative = engine.speculative.num_speculative_tokens > 0
     text = "vLLM's batch-invariant kernels are for GPUs, and this is a run on CPU; a response repeats to the bit there"

@@ -198,7 +198,6 @@ def find_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[R
 
 
 def _check_routers(config: Config) -> Iterator[Rule]:
-    """Check settings of routers, and of engines whose routing is replayed."""
     moe, engine, on_cpu = config.policy.moe, config.generation.engine, config.cluster.gpus == 0
     text = "trains routers, which policy.moe.freeze_router=true leaves as they are; use 0"
     yield moe.freeze_router and moe.aux_loss_coeff > 0, "policy.moe.aux_loss_coeff=", text

@@ -26,8 +26,7 @@ def check_loop(config: Config) -> Iterator[Rule]:
     """Check optimizer steps, reference, early stop, checkpoints and schedules."""
     yield from _check_optimizer_steps(config)
     yield from _check_sampling(config)
-    yield from _check_replays(config)
-    yield from _check_data_order(config)
+    yield from _check_data(config)
     stop = config.training_loop.early_stop
     if stop.enabled:
         yield from _check_validation_metric(config, "LOOP.early_stop.metric_name=", stop.metric_name)
@@ -41,7 +40,6 @@ def check_loop(config: Config) -> Iterator[Rule]:
 
 
 def _check_sampling(config: Config) -> Iterator[Rule]:
-    """Check dynamic sampling, the reference, early stop and asynchronous sampling."""
     loop, stop, asynchrony = config.training_loop, config.training_loop.early_stop, config.training_loop.async_grpo
     text = "samples prompts that nothing would train on; needs LOOP.use_dynamic_sampling=true"
     yield loop.batch_multiplier != 1 and not loop.use_dynamic_sampling, "LOOP.batch_multiplier=", text
@@ -65,21 +63,16 @@ def _check_sampling(config: Config) -> Iterator[Rule]:
         yield asynchrony.can_sample_ahead and not is_corrected, "LOOP.async_grpo.enabled=", text
 
 
-def _check_replays(config: Config) -> Iterator[Rule]:
-    """Check that steps which are to be replayed can be recorded."""
-    if config.logger.replay_every is None:
-        return
-    text = "keeps the checkpoint before each replayable step; needs checkpointing.enabled=true and debug.train=true"
-    yield not config.has_checkpoints, "logger.replay_every=", text
-    text = "is for algorithm=grpo: the values and returns of algorithm=ppo are not recorded"
-    yield config.training_loop.has_value_model, "logger.replay_every=", text
-    text = "cannot record the experts that engines choose; use policy.moe.replay_routing=false"
-    yield config.policy.moe.replay_routing, "logger.replay_every=", text
-
-
-def _check_data_order(config: Config) -> Iterator[Rule]:
-    """Check the curriculum and the training data that are named twice."""
+def _check_data(config: Config) -> Iterator[Rule]:
+    """Check what is recorded of a step, the curriculum, and training data that is named twice."""
     data = config.data
+    if config.logger.replay_every is not None:
+        text = "keeps the checkpoint before each replayable step; needs checkpointing.enabled=true and debug.train=true"
+        yield not config.has_checkpoints, "logger.replay_every=", text
+        text = "is for algorithm=grpo: the values and returns of algorithm=ppo are not recorded"
+        yield config.training_loop.has_value_model, "logger.replay_every=", text
+        text = "cannot record the experts that engines choose; use policy.moe.replay_routing=false"
+        yield config.policy.moe.replay_routing, "logger.replay_every=", text
     if data.curriculum.column is not None:
         text = "needs the level of every row before training, which a stream does not have; use data.streaming=false"
         yield data.streaming, "data.curriculum.column=", text
@@ -229,7 +222,10 @@ def check_ppo(config: Config) -> Iterator[Rule]:
 def check_supervised(config: Config) -> Iterator[Rule]:
     """Check settings of algorithms that learn from rows."""
     if not config.training_loop.is_supervised:
-        yield from _check_no_rows(config)
+        text = "is for algorithm=sft, which learns from the rows' responses; use null"
+        yield config.data.response_key is not None, "data.response_key=", text
+        text = "is for algorithm=sft; debug.rollouts_from repeats the steps of a recorded run"
+        yield config.data.from_rollouts is not None, "data.from_rollouts=", text
         return
     yield from _check_rows(config)
     yield from _check_pairs(config)
@@ -238,16 +234,7 @@ def check_supervised(config: Config) -> Iterator[Rule]:
         yield key.split(".")[1] in OF_SAMPLES, f"{key}={value}", text
 
 
-def _check_no_rows(config: Config) -> Iterator[Rule]:
-    """Check that an algorithm that samples has no settings of rows to learn from."""
-    text = "is for algorithm=sft, which learns from the rows' responses; use null"
-    yield config.data.response_key is not None, "data.response_key=", text
-    text = "is for algorithm=sft; debug.rollouts_from repeats the steps of a recorded run"
-    yield config.data.from_rollouts is not None, "data.from_rollouts=", text
-
-
 def _check_rows(config: Config) -> Iterator[Rule]:
-    """Check settings of any algorithm that learns from rows."""
     data, name = config.data, config.algorithm
     generations, per_row = config.training_loop.num_generations_per_prompt, 2 if config.learns_pairs else 1
     text = f"counts samples of a prompt, and a row is {'a pair' if config.learns_pairs else 'one sequence'};"
@@ -271,7 +258,6 @@ def _check_rows(config: Config) -> Iterator[Rule]:
 
 
 def _check_pairs(config: Config) -> Iterator[Rule]:
-    """Check settings of algorithms that learn from pairs."""
     if not config.learns_pairs:
         return
     text = "is for algorithm=sft; name the columns data.chosen_key and data.rejected_key"
@@ -294,8 +280,19 @@ def check_debug_modes(config: Config) -> Iterator[Rule]:
     text = "needs the rollouts to be written; set logger.rollouts to sample or all"
     yield config.logger.log_completions and config.logger.rollouts == "off", "logger.log_completions=", text
     if config.reads_prompts:
-        if not config.debug.train:
-            yield from _check_without_policy(config)
+        if config.debug.train:
+            return
+        text = "samples while steps train, and debug.train=false starts no rank of the policy; use false"
+        yield loop.async_grpo.enabled, "LOOP.async_grpo.enabled=", text
+        text = "is read by ranks of the policy, and debug.train=false starts none; export the checkpoint (python -m"
+        text += " megatron_grpo.export), and give its folder as policy.model.path"
+        yield config.checkpointing.resume not in ("auto", "none"), "checkpointing.resume=", text
+        text = "serves weights that a refit sends, and debug.train=false starts no rank of the policy;"
+        text += " use engines of the run's own, generation.server.urls=[]"
+        yield config.generation.server.urls, "generation.server.urls=", text
+        text = "rounds the weights on their way to the engines, and debug.train=false starts no rank of the policy;"
+        text += " use null"
+        yield config.policy.quantization is not None, "policy.quantization=", text
         return
     text = f"leaves nothing to do beside debug.rollouts_from={config.debug.rollouts_from}; give one of them"
     yield not config.debug.train, "debug.train=", text
@@ -317,18 +314,3 @@ def check_debug_modes(config: Config) -> Iterator[Rule]:
         key = next(iter(data.validation_sets))
         text = f"is sampled by {causes}, and debug.rollouts_from starts no engine; use {off}"
         yield True, f"{key}={data.validation_sets[key].path}", text
-
-
-def _check_without_policy(config: Config) -> Iterator[Rule]:
-    """Check settings that need the policy's ranks, for a run that only samples."""
-    text = "samples while steps train, and debug.train=false starts no rank of the policy; use false"
-    yield config.training_loop.async_grpo.enabled, "LOOP.async_grpo.enabled=", text
-    text = "is read by ranks of the policy, and debug.train=false starts none; export the checkpoint (python -m"
-    text += " megatron_grpo.export), and give its folder as policy.model.path"
-    yield config.checkpointing.resume not in ("auto", "none"), "checkpointing.resume=", text
-    text = "serves weights that a refit sends, and debug.train=false starts no rank of the policy;"
-    text += " use engines of the run's own, generation.server.urls=[]"
-    yield config.generation.server.urls, "generation.server.urls=", text
-    text = "rounds the weights on their way to the engines, and debug.train=false starts no rank of the policy;"
-    text += " use null"
-    yield config.policy.quantization is not None, "policy.quantization=", text

@@ -68,8 +68,7 @@ def find_fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule
     fp8 = config.policy.fp8
     if fp8.format == "off":
         return
-    yield from _check_fp8_recipe(config)
-    yield from _check_fp8_device(config)
+    yield from _check_fp8_settings(config)
     if shape is None:
         return
     if fp8.is_on_device and not shape.fits_transformer_engine:
@@ -86,20 +85,14 @@ def find_fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule
     yield fp8.last_layers_bf16 > layers, "policy.fp8.last_layers_bf16=", text
 
 
-def _check_fp8_recipe(config: Config) -> Iterator[Rule]:
-    fp8 = config.policy.fp8
-    if fp8.recipe != "delayed":
-        return
-    text = "has scales of earlier steps, which are not simulated; use tensorwise, blockwise or mxfp8"
-    yield fp8.simulate, "policy.fp8.recipe=", text
-    text = "has no place in Megatron-Core's delayed recipe; use 0, or policy.fp8.recipe=tensorwise"
-    yield fp8.first_layers_bf16 > 0, "policy.fp8.first_layers_bf16=", text
-    yield fp8.last_layers_bf16 > 0, "policy.fp8.last_layers_bf16=", text
-
-
-def _check_fp8_device(config: Config) -> Iterator[Rule]:
-    """Check that Transformer Engine can multiply in FP8, unless torch simulates it."""
+def _check_fp8_settings(config: Config) -> Iterator[Rule]:
     policy, fp8 = config.policy, config.policy.fp8
+    if fp8.recipe == "delayed":
+        text = "has scales of earlier steps, which are not simulated; use tensorwise, blockwise or mxfp8"
+        yield fp8.simulate, "policy.fp8.recipe=", text
+        text = "has no place in Megatron-Core's delayed recipe; use 0, or policy.fp8.recipe=tensorwise"
+        yield fp8.first_layers_bf16 > 0, "policy.fp8.first_layers_bf16=", text
+        yield fp8.last_layers_bf16 > 0, "policy.fp8.last_layers_bf16=", text
     if fp8.simulate:
         return
     text = "needs GPUs, and this is a run on CPU; use off, or policy.fp8.simulate=true for its numerics"
@@ -192,8 +185,7 @@ def find_quantization_problems(config: Config, shape: ModelShape | None) -> Iter
 @evaluate_rules
 def find_training_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check settings of speed and memory; shape None: unknown."""
-    yield from _check_overlap(config)
-    yield from _check_kernels(config)
+    yield from _check_speed(config)
     yield from _check_optimizers(config)
     modules = config.policy.recompute_modules
     key = f"policy.recompute_modules=[{','.join(modules)}]"
@@ -213,19 +205,17 @@ def find_training_problems(config: Config, shape: ModelShape | None) -> Iterator
     yield "mla_up_proj" in modules and shape.latent is None, key, text
 
 
-def _check_overlap(config: Config) -> Iterator[Rule]:
-    if not config.policy.overlap_param_gather:
-        return
-    overlaps, key = config.policy.overlap_grad_reduce, "policy.overlap_param_gather="
-    is_off = config.cluster.gpus == 0 if overlaps is None else not overlaps
-    yield is_off, key, "needs policy.overlap_grad_reduce=true"
-    for section, model in list_trained_models(config).items():
-        yield not model.optimizer.distributed, key, f"needs {section}.optimizer.distributed=true"
-
-
-def _check_kernels(config: Config) -> Iterator[Rule]:
-    policy, on_cpu, key = config.policy, config.cluster.gpus == 0, "policy.gradient_accumulation_fusion="
+def _check_speed(config: Config) -> Iterator[Rule]:
+    """Check communication beside computation, and kernels."""
+    policy, on_cpu = config.policy, config.cluster.gpus == 0
+    if policy.overlap_param_gather:
+        key, overlaps = "policy.overlap_param_gather=", policy.overlap_grad_reduce
+        is_off = on_cpu if overlaps is None else not overlaps
+        yield is_off, key, "needs policy.overlap_grad_reduce=true"
+        for section, model in list_trained_models(config).items():
+            yield not model.optimizer.distributed, key, f"needs {section}.optimizer.distributed=true"
     if policy.gradient_accumulation_fusion:
+        key = "policy.gradient_accumulation_fusion="
         reason = "takes the gradient of the weight itself, and the product is with a rounded one; use null"
         yield policy.quantization is not None, key, f"with policy.quantization={policy.quantization}: {reason}"
         yield policy.fp8.is_simulated, key, f"with policy.fp8.simulate=True: {reason}"

@@ -30,36 +30,21 @@ def find_remarks(config: Config) -> Iterator[Problem]:
 @evaluate_rules
 def find_cautions(config: Config) -> Iterator[Rule]:
     """Find settings that are allowed and may not be intended."""
-    yield from _check_ranking(config)
-    yield from _check_signal(config)
-    yield from _check_asynchrony(config)
+    yield from _check_samples(config)
     yield from _check_checkpoints(config)
     yield from _check_warmups(config)
     yield from _check_threshold(config)
     yield from check_filter_cautions(config)
 
 
-def _check_ranking(config: Config) -> Iterator[Rule]:
-    """Remark on a metric that cannot rank checkpoints, because nothing is validated."""
-    settings, ranked_by = config.checkpointing, config.ranked_checkpointing.metric_name
-    is_replaced = settings.metric_name != "reward" and ranked_by == "reward"
-    text = "is of a validation, and this run has none; reward ranks checkpoints"
-    is_ranked = config.has_checkpoints and settings.keep_top_k is not None
-    yield is_ranked and is_replaced, "checkpointing.metric_name=", text
-
-
-def _check_signal(config: Config) -> Iterator[Rule]:
-    """Remark on samples without differences, and on more steps than REINFORCE takes."""
+def _check_samples(config: Config) -> Iterator[Rule]:
+    """Remark on samples that teach nothing, or are of other weights."""
     text = "is greedy: all samples of a prompt are the same and teach nothing"
     yield config.generation.temperature == 0, "generation.temperature=", text
     steps = config.optimizer_steps_per_step
     text = f"does not correct for the policy's updates, and this configuration makes {steps} optimizer steps on the"
     text += " same samples; REINFORCE takes one: set PASSES=1 and one minibatch"
     yield config.loss_fn.disable_ppo_ratio and steps > 1, "loss_fn.disable_ppo_ratio=", text
-
-
-def _check_asynchrony(config: Config) -> Iterator[Rule]:
-    """Remark on what samples of earlier weights do to the loss."""
     loop = config.training_loop
     if not loop.async_grpo.can_sample_ahead:
         return
@@ -76,6 +61,9 @@ def _check_checkpoints(config: Config) -> Iterator[Rule]:
     if not config.has_checkpoints or checkpointing.keep_top_k is None:
         return
     name = checkpointing.metric_name
+    text = "is of a validation, and this run has none; reward ranks checkpoints"
+    is_replaced = name == "reward" != config.checkpointing.metric_name
+    yield is_replaced, "checkpointing.metric_name=", text
     text = f"saves steps without a validation, of which there is one every LOOP.val_period={period};"
     text += f" they rank last by checkpointing.metric_name={name}"
     is_rare = period == 0 or checkpointing.save_period % period

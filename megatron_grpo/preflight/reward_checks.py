@@ -30,10 +30,6 @@ def check_rewards(config: Config) -> Iterator[Rule]:
         yield from _check_estimator(config)
     yield from _check_scaling(config)
     yield from _check_shaping(config)
-    loop, text = config.training_loop, "equals LOOP.advantage_clip_high, which leaves no advantage"
-    has_no_room = loop.advantage_clip_low is not None and loop.advantage_clip_low == loop.advantage_clip_high
-    yield has_no_room, "LOOP.advantage_clip_low=", text
-    yield from _check_overlong_penalty(config)
     yield from check_environments(config)
     for name, environment in config.env.items():
         is_unknown = environment.type == REWARD_FUNCTIONS and environment.correct_func is None
@@ -53,6 +49,9 @@ def _check_scaling(config: Config) -> Iterator[Rule]:
     text = "equals LOOP.reward_scaling.target_max, which makes all rewards the same"
     is_point = scaling.target_min == scaling.target_max
     yield scaling.enabled and is_point, "LOOP.reward_scaling.target_min=", text
+    lowest, highest = config.training_loop.advantage_clip_low, config.training_loop.advantage_clip_high
+    text = "equals LOOP.advantage_clip_high, which leaves no advantage"
+    yield lowest is not None and lowest == highest, "LOOP.advantage_clip_low=", text
 
 
 def _check_shaping(config: Config) -> Iterator[Rule]:
@@ -69,17 +68,14 @@ def _check_shaping(config: Config) -> Iterator[Rule]:
     longest = shaping.max_response_length or config.generation.max_new_tokens
     text = f"is more than the response may have before the full penalty, {longest} tokens"
     yield (buffer or 0) > longest, "LOOP.reward_shaping.overlong_buffer_length=", text
-
-
-def _check_overlong_penalty(config: Config) -> Iterator[Rule]:
-    shaping, longest = config.training_loop.reward_shaping, config.most_sampled_tokens
-    if not shaping.enabled or shaping.overlong_buffer_length is None:
+    if buffer is None:
         return
     if config.generation.endpoint.enabled:
         text = "an agent's rollout has any number of responses; give the sampled tokens at which the penalty is full"
         yield shaping.max_response_length is None, "LOOP.reward_shaping.max_response_length=", text
         return
-    penalty_start = (shaping.max_response_length or longest) - shaping.overlong_buffer_length
+    longest = config.most_sampled_tokens
+    penalty_start = (shaping.max_response_length or longest) - buffer
     limit = f"generation.max_new_tokens={config.generation.max_new_tokens}"
     limit += "" if config.training_loop.max_rollout_turns == 1 else f" in all turns, {longest} tokens"
     text = f"the penalty starts beyond {limit}, where no response gets"
@@ -116,26 +112,19 @@ def check_environments(config: Config) -> Iterator[Rule]:
 def _check_estimator(config: Config) -> Iterator[Rule]:
     loop = config.training_loop
     assert isinstance(loop, GRPOConfig)
-    yield from _check_turn_credit(config, loop)
     yield from _check_normalization(config, loop)
     if loop.adv_estimator.name == "gdpo":
         yield from _check_gdpo(config)
-
-
-def _check_turn_credit(config: Config, loop: GRPOConfig) -> Iterator[Rule]:
-    if loop.turn_credit != "turn":
-        return
-    estimator = loop.adv_estimator.name
-    text = f"is for grpo.adv_estimator.name=grpo; {estimator} has an advantage of the response"
-    yield estimator != "grpo", "grpo.turn_credit=", text
-    text = "does not go with loss_fn.use_kl_in_reward=true, which changes the reward of the response; use false"
-    yield config.loss_fn.use_kl_in_reward, "grpo.turn_credit=", text
-    text = "does not go with grpo.reward_scaling.enabled=true, which maps the reward of the response; use false"
-    yield loop.reward_scaling.enabled, "grpo.turn_credit=", text
+    if loop.turn_credit == "turn":
+        text = f"is for grpo.adv_estimator.name=grpo; {loop.adv_estimator.name} has an advantage of the response"
+        yield loop.adv_estimator.name != "grpo", "grpo.turn_credit=", text
+        text = "does not go with loss_fn.use_kl_in_reward=true, which changes the reward of the response; use false"
+        yield config.loss_fn.use_kl_in_reward, "grpo.turn_credit=", text
+        text = "does not go with grpo.reward_scaling.enabled=true, which maps the reward of the response; use false"
+        yield loop.reward_scaling.enabled, "grpo.turn_credit=", text
 
 
 def _check_normalization(config: Config, loop: GRPOConfig) -> Iterator[Rule]:
-    """Check baselines and normalisations against the estimator."""
     estimator, options = loop.adv_estimator.name, loop.adv_estimator
     has_one_baseline, is_over_group = estimator == "reinforce_plus_plus", loop.normalize_rewards_over == "group"
     text = f"is for grpo.adv_estimator.name=reinforce_plus_plus; {estimator} has a baseline anyway"

@@ -59,7 +59,6 @@ def _list_switched_off(config: Config) -> Iterator[Rule]:
 
 
 def _list_of_loop(config: Config) -> Iterator[Rule]:
-    """List the keys of the loop's options that are off."""
     loop, shaping, stop = config.training_loop, config.training_loop.reward_shaping, config.training_loop.early_stop
     keys = "LOOP.ref_model_mixup_alpha LOOP.ref_model_sync_steps"
     yield not loop.sync_ref_model, keys, "needs LOOP.sync_ref_model=true"
@@ -78,7 +77,6 @@ def _list_of_loop(config: Config) -> Iterator[Rule]:
 
 
 def _list_of_files(config: Config) -> Iterator[Rule]:
-    """List the keys of data, checkpoints and logs that are off."""
     checkpointing, data, logger = config.checkpointing, config.data, config.logger
     keys = "checkpointing.save_period checkpointing.async_save"
     ranking_keys = "checkpointing.keep_top_k checkpointing.metric_name checkpointing.higher_is_better"
@@ -119,7 +117,6 @@ def _list_unread(config: Config) -> Iterator[Rule]:
 def _list_without_effect(config: Config) -> Iterator[Rule]:
     """List the keys of options that are on, in runs where they do nothing."""
     yield from _list_of_ratios(config)
-    yield from _list_of_reference(config)
     yield from _list_of_rewards(config)
     loop, data = config.training_loop, config.data
     keys = "LOOP.async_grpo.enabled LOOP.async_grpo.recompute_kv_cache_after_weight_updates"
@@ -154,7 +151,6 @@ def _list_without_effect(config: Config) -> Iterator[Rule]:
 
 
 def _list_of_ratios(config: Config) -> Iterator[Rule]:
-    """List the keys of ratios, which are all 1 in some runs."""
     loss, has_one_step = config.loss_fn, config.optimizer_steps_per_step == 1
     clips = "loss_fn.ratio_clip_min loss_fn.ratio_clip_max"
     text = "acts on ratios away from 1, and with one optimizer step on a sample all ratios are 1; give more with"
@@ -172,10 +168,6 @@ def _list_of_ratios(config: Config) -> Iterator[Rule]:
     text += " steps with value.train_global_batch_samples below the samples of a step, or with PASSES above 1"
     has_one_value_step = config.training_loop.has_value_model and config.value_optimizer_steps_per_step == 1
     yield has_one_value_step, "value_loss_fn.value_clip", text
-
-
-def _list_of_reference(config: Config) -> Iterator[Rule]:
-    """List the keys of the reference policy, which some runs do without."""
     has_none, loop = not config.uses_reference, config.training_loop
     keys = (
         "loss_fn.reference_policy_kl_type loss_fn.use_on_policy_kl_approximation loss_fn.kl_score_function_gradient "
@@ -190,7 +182,6 @@ def _list_of_reference(config: Config) -> Iterator[Rule]:
 
 
 def _list_of_rewards(config: Config) -> Iterator[Rule]:
-    """List the keys of rewards and validations whose values do nothing."""
     estimator, shaping = config.ppo.adv_estimator, config.training_loop.reward_shaping
     text = "is the lambda of policy and value model where they have none of their own, and both have one"
     policy_has_own = estimator.gae_lambda_policy is not None or estimator.length_adaptive_alpha
