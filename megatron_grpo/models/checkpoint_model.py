@@ -49,8 +49,10 @@ def find_checkpoint_model(path: str, later: int = 0) -> CheckpointModel | None:
         values = read_yaml(run_dir / "config.yaml")
         origin, is_reward_model = values["policy"]["model"]["path"], values.get("algorithm") == "reward_model"
     except OSError as error:
-        text = f"is a checkpoint without its run: {run_dir / 'config.yaml'}: {error.strerror}"
-        raise ValueError(f"{text}; leave checkpoints in their run's folder, or export them") from None
+        raise ValueError(
+            f"is a checkpoint without its run: {run_dir / 'config.yaml'}: {error.strerror}; "
+            "leave checkpoints in their run's folder, or export them"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"is a checkpoint, and {run_dir / 'config.yaml'} is not the configuration of a run") from None
     if later > _MOST_RUNS:

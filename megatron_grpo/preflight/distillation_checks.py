@@ -87,12 +87,8 @@ def _check_shares(config: Config) -> Iterator[Rule]:
     slices = math.lcm(config.policy.parallel.data, *layouts.values())
     for section, data in layouts.items():
         text = f"and policy.parallel.data={config.policy.parallel.data} do not share the {samples} samples of an"
-        text += " optimizer"
-        yield (
-            data > 1 and samples % slices,
-            f"{section}.parallel.data=",
-            f"{text} step evenly; use multiples of {slices}",
-        )
+        text += f" optimizer step evenly; use multiples of {slices}"
+        yield data > 1 and samples % slices, f"{section}.parallel.data=", text
 
 
 def find_teacher_tokenizer_problems(config: Config) -> Iterator[Problem]:
@@ -107,5 +103,6 @@ def find_teacher_tokenizer_problems(config: Config) -> Iterator[Problem]:
             continue
         reason = explain_other_tokens(Path(folder), Path(theirs))
         if reason is not None:
-            text = f"{reason}; a teacher scores the policy's own tokens, so give one with the tokenizer of"
-            yield Problem(f"{section}.model.path={path}", f"{text} policy.model.path={policy}")
+            text = f"{reason}; a teacher scores the policy's own tokens,"
+            text += f" so give one with the tokenizer of policy.model.path={policy}"
+            yield Problem(f"{section}.model.path={path}", text)

@@ -36,9 +36,10 @@ def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[R
     has_engines = config.needs_generation and not config.generation.server.urls
     if has_engines and shape is not None and config.generation.engine.speculative.uses_mtp:
         families = ", ".join(family.name for family in FAMILIES.values() if family.proposes_tokens)
-        text = f"proposes tokens with layers of the model that vLLM has for {families}, and the model is {shape.family}"
         is_unsupported = not FAMILIES[shape.family].proposes_tokens
-        yield is_unsupported, "generation.engine.speculative.method=", f"{text}; use ngram"
+        text = f"proposes tokens with layers of the model that vLLM has for {families},"
+        text += f" and the model is {shape.family}; use ngram"
+        yield is_unsupported, "generation.engine.speculative.method=", text
     if has_engines and config.cluster.gpus == 0 and shape is not None:
         yield from _check_cpu_attention(config, shape)
         yield from _check_cpu_experts(config, shape)
@@ -89,14 +90,16 @@ def _check_cpu_attention(config: Config, shape: ModelShape) -> Iterator[Rule]:
             yield size not in CPU_HEAD_SIZES, subject, text
     else:
         sizes = f"{shape.latent.rank} and {shape.latent.rope_dim}"
-        text = f"has latent attention of {sizes} (kv_lora_rank, qk_rope_head_dim), which vLLM computes on a CPU only"
         is_other = (shape.latent.rank, shape.latent.rope_dim) != CPU_LATENT_SIZES
-        yield is_other and shape.indexer is None, subject, f"{text} for 512 and 64; {_ELSEWHERE}"
+        text = f"has latent attention of {sizes} (kv_lora_rank, qk_rope_head_dim),"
+        text += f" which vLLM computes on a CPU only for 512 and 64; {_ELSEWHERE}"
+        yield is_other and shape.indexer is None, subject, text
     if (delta := shape.delta) is not None:
         dims = f"{delta.key_dim} and {delta.value_dim}"
-        text = f"has delta nets with heads of {dims} (linear_key_head_dim, linear_value_head_dim), which vLLM"
         is_unsupported = (delta.key_dim, delta.value_dim) != CPU_DELTA_SIZES
-        yield is_unsupported, subject, f"{text} computes on a CPU only for heads of 128"
+        text = f"has delta nets with heads of {dims} (linear_key_head_dim, linear_value_head_dim),"
+        text += " which vLLM computes on a CPU only for heads of 128"
+        yield is_unsupported, subject, text
         text = "delta nets are computed by vLLM on a CPU only in bfloat16; use generation.engine.dtype=bfloat16"
         yield config.engine_dtype != "bfloat16", f"generation.engine.dtype={config.engine_dtype}", text
 
@@ -121,9 +124,10 @@ def _check_cpu_experts(config: Config, shape: ModelShape) -> Iterator[Rule]:
     text = f"has experts of {rows} rows (intermediate_size), and {multiples} for {shape.family}; {_ELSEWHERE}"
     yield rows % CPU_EXPERT_MULTIPLE, subject, text
     rows_of_rank = rows if parallel.expert > 1 else rows // parallel.tensor
-    text = f"leaves {rows_of_rank} rows of each expert to a rank, and {multiples} for {shape.family}; use 1, or"
     is_cut = rows % CPU_EXPERT_MULTIPLE == 0 and rows_of_rank % CPU_EXPERT_MULTIPLE
-    yield is_cut, "generation.parallel.tensor=", f"{text} generation.parallel.expert={parallel.tensor}"
+    text = f"leaves {rows_of_rank} rows of each expert to a rank, and {multiples} for {shape.family}; use 1, or"
+    text += f" generation.parallel.expert={parallel.tensor}"
+    yield is_cut, "generation.parallel.tensor=", text
 
 
 def _check_cpu_stages(config: Config, shape: ModelShape) -> Iterator[Rule]:
@@ -140,8 +144,8 @@ def _check_cpu_stages(config: Config, shape: ModelShape) -> Iterator[Rule]:
     if 1 < stages <= shape.layers and any(has_attention) and (lacking := find_lacking(stages)) is not None:
         usable = max(count for count in range(1, stages) if find_lacking(count) is None)
         text = f"has a stage without attention, of the layers {lacking[0]} to {lacking[-1]},"
-        text += " which vLLM does not have on"
-        yield True, "generation.parallel.pipeline=", f"{text} a CPU beside stages with attention; use {usable}"
+        text += f" which vLLM does not have on a CPU beside stages with attention; use {usable}"
+        yield True, "generation.parallel.pipeline=", text
 
 
 @evaluate_rules
@@ -167,7 +171,8 @@ def check_sequences(config: Config, shape: ModelShape | None, *, has_responses: 
     longest, subject = config.policy.max_total_sequence_length, "policy.max_total_sequence_length="
     prompt, response = config.data.max_input_seq_length, config.generation.max_new_tokens
     total = f"data.max_input_seq_length + generation.max_new_tokens = {prompt} + {response} = {prompt + response}"
-    yield has_responses and prompt + response > longest, subject, f"{total} tokens do not fit"
+    total += " tokens do not fit"
+    yield has_responses and prompt + response > longest, subject, total
     if shape is None:
         return
     text = f"the model has {shape.max_positions} positions; use at most that"
@@ -205,8 +210,9 @@ def _check_shared_gpus(config: Config) -> Iterator[Rule]:
     size = f"tensor={engines.tensor} x pipeline={engines.pipeline} x data={engines.data}"
     comparison, idle = ("more", "") if ranks > policy else ("fewer", ", some of which no engine would use")
     advice = f"data={policy // engines.ranks_per_engine}" if policy % engines.ranks_per_engine == 0 else "other sizes"
-    text = f"has {ranks} ranks ({size}), {comparison} than the {policy} GPUs of the policy that engines share{idle}"
-    yield ranks != policy, "generation.parallel", f"{text}; use {advice}"
+    text = f"has {ranks} ranks ({size}), {comparison} than the {policy} GPUs of the policy that engines share{idle};"
+    text += f" use {advice}"
+    yield ranks != policy, "generation.parallel", text
     # Engine n has the GPUs of the policy's ranks from n * ranks_per_engine on, and sees those of one node.
     text = f"{engines.ranks_per_engine} GPUs of an engine do not divide the {config.cluster.gpus} of a node;"
     text += " use a divisor"
@@ -231,8 +237,9 @@ def find_refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Ru
     text = "such engines compute in bfloat16; give generation.engine.dtype=bfloat16"
     yield config.engine_dtype != "bfloat16", "refit.fp8_blocks=", text
     is_set = config.generation.engine_args.get("quantization") == "fp8_per_block"
-    text = "is for engines that keep blocks in FP8; add +generation.engine_args.quantization=fp8_per_block"
-    yield not is_set, "refit.fp8_blocks=", f"{text}, or use false"
+    text = "is for engines that keep blocks in FP8; add +generation.engine_args.quantization=fp8_per_block,"
+    text += " or use false"
+    yield not is_set, "refit.fp8_blocks=", text
     # A layout that does not fit the model has no cuts to look at; its own check reports it.
     if shape is not None and not any(find_layout_problems(config, shape)):
         cuts = list(find_cut_blocks(shape, config.policy.parallel, config.generation.parallel))

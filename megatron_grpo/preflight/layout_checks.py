@@ -19,14 +19,11 @@ def check_split(section: str, parallel: ParallelConfig, shape: ModelShape) -> It
     yield from _check_experts(section, parallel, shape)
     if (delta := shape.delta) is not None:
         ranks, heads = parallel.tensor * parallel.context, delta.key_heads
-        text = f"times tensor={parallel.tensor} does not divide the {heads} key heads of the model's delta nets, which"
         usable = [size for size in _list_divisors(heads) if heads % (size * parallel.tensor) == 0] or [1]
         is_broken = heads % parallel.tensor == 0 and heads % ranks
-        yield (
-            is_broken,
-            f"{section}.context={parallel.context}",
-            f"{text} these ranks share; use {_join(usable)}",
-        )
+        text = f"times tensor={parallel.tensor} does not divide the {heads} key heads of the model's delta nets,"
+        text += f" which these ranks share; use {_join(usable)}"
+        yield is_broken, f"{section}.context={parallel.context}", text
     kind = "a mixture of experts" if shape.experts is not None else "latent attention"
     needs_sequence = parallel.tensor > 1 and (shape.experts is not None or shape.latent is not None)
     text = f"{kind} with {section}.tensor={parallel.tensor} needs it; use true"
@@ -48,7 +45,7 @@ def _check_mamba(section: str, parallel: ParallelConfig, shape: ModelShape) -> I
     shared = shape.mamba.heads // shape.mamba.groups
     usable = [n for n in ranks if heads % n == 0 and (heads // n % shared == 0 or shared % (heads // n) == 0)]
     text = f"does not divide the {heads} heads of Mamba of a tensor-parallel rank into whole groups of {shared}, or"
-    text = f"{text} into equal parts of them; use {_join(usable)}"
+    text += f" into equal parts of them; use {_join(usable)}"
     yield parallel.context not in usable, f"{section}.context={parallel.context}", text
 
 
@@ -136,8 +133,9 @@ def _check_pipeline(section: str, parallel: ParallelConfig, shape: ModelShape) -
         firsts = [sum(counts[:number]) for number in range(len(counts))]
         name, size = ("virtual_pipeline", chunks) if chunks > 1 else ("pipeline", stages)
         first = next((layer for layer in firsts if stages > 1 and not shape.indexer.layers[layer]), None)
-        text = f"begins a part with layer {first}, which has no indexer and shares the choice of a layer before it"
-        yield first is not None, f"{section}.{name}={size}", f"{text}; use parts that begin with one that has"
+        text = f"begins a part with layer {first}, which has no indexer and shares the choice of a layer before it;"
+        text += " use parts that begin with one that has"
+        yield first is not None, f"{section}.{name}={size}", text
 
 
 def _check_experts(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Rule]:
@@ -155,8 +153,9 @@ def _check_experts(section: str, parallel: ParallelConfig, shape: ModelShape) ->
     ranks = parallel.tensor * parallel.context * parallel.data
     usable = [size for size in _list_divisors(count) if ranks % (size * tensor) == 0]
     advice = _join(usable) if usable else "fewer of expert_tensor"
-    text = f"times expert_tensor={tensor} does not divide tensor * context * data = {ranks}; use {advice}"
-    yield ranks % (expert * tensor), f"{section}.expert={expert}", f"{text}, or more replicas"
+    text = f"times expert_tensor={tensor} does not divide tensor * context * data = {ranks}; use {advice},"
+    text += " or more replicas"
+    yield ranks % (expert * tensor), f"{section}.expert={expert}", text
 
 
 @evaluate_rules
@@ -173,9 +172,9 @@ def find_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[R
     for section, layout in trained:
         multiple = layout.data // math.gcd(layout.data, generations)
         nearest = [count for count in (prompts // multiple * multiple, -(-prompts // multiple) * multiple) if count]
-        text = f"{samples} do not share out evenly over {layout.data} data-parallel ranks"
         advice = f"use LOOP.num_prompts_per_step={_join(nearest)}"
-        yield prompts * generations % layout.data, f"{section}.parallel.data=", f"{text}; {advice}"
+        text = f"{samples} do not share out evenly over {layout.data} data-parallel ranks; {advice}"
+        yield prompts * generations % layout.data, f"{section}.parallel.data=", text
     if shape is None:
         return
     yield from check_split("policy.parallel", config.policy.parallel, shape)
@@ -286,9 +285,10 @@ def _check_scattered_engines(config: Config, trained: Sequence[tuple[str, Parall
                 return
             free[node] -= part
     fitting, remaining = sum(gpus // ranks for gpus in free), " + ".join(str(gpus) for gpus in free if gpus)
-    text = f"engines of {ranks} GPUs fit {fitting} times into the {remaining} GPUs that the models leave of the nodes"
     advice = f"use data={fitting}, or smaller engines"
-    yield fitting < config.generation.parallel.data, "generation.parallel.data=", f"{text}; {advice}"
+    text = f"engines of {ranks} GPUs fit {fitting} times into the {remaining} GPUs that the models leave of the nodes;"
+    text += f" {advice}"
+    yield fitting < config.generation.parallel.data, "generation.parallel.data=", text
 
 
 def count_gpus(config: Config) -> dict[str, float]:

@@ -169,8 +169,9 @@ def _check_step_metric(config: Config, subject: str, name: str) -> Iterator[Rule
 
 def _explain_missing_accuracy(config: Config, name: str) -> str:
     keys = " or ".join(f"env.{task}.correct_func" for task in config.env)
-    text = f"the reward functions do not say which responses are correct; name one in {keys}"
-    return f"{text}, or take {name.replace('accuracy', 'reward')}"
+    text = f"the reward functions do not say which responses are correct; name one in {keys},"
+    text += f" or take {name.replace('accuracy', 'reward')}"
+    return text
 
 
 def check_oversampling(config: Config) -> Iterator[Rule]:
@@ -183,8 +184,9 @@ def check_oversampling(config: Config) -> Iterator[Rule]:
     # At most age + 1 steps' prompts may be in flight, or the oldest would be too old to train on.
     advice = f"Use a factor below {age + 1}, or" if age else "Use"
     key = "LOOP.async_grpo.max_trajectory_age_steps"
-    text = f"is too large: with {key}={age} every step must take the oldest prompts, so oversampling gains nothing"
-    yield factor >= age + 1, subject, f"{text}. {advice} {key}={int(factor)} or more"
+    text = f"is too large: with {key}={age} every step must take the oldest prompts,"
+    text += f" so oversampling gains nothing. {advice} {key}={int(factor)} or more"
+    yield factor >= age + 1, subject, text
     text = f"adds no whole prompt to the {prompts} of a step; give at least {1 + 1 / prompts:g}"
     yield int(factor * prompts) == prompts, subject, text
 

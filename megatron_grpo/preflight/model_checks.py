@@ -56,8 +56,9 @@ def _check_lone_adapters(config: Config, shape: ModelShape) -> Iterator[Rule]:
     if config.refit.adapters != "alone" or not config.needs_generation:
         return
     adapted = [entry for entry in build_weight_map(shape) if entry.per_expert and is_adapted(entry, lora)]
-    text = "vLLM's CPU build has no adapters of experts; use merged, or leave linear_fc1 and linear_fc2 out of "
-    yield adapted and config.cluster.gpus == 0, "refit.adapters=", f"{text}policy.lora.target_modules"
+    text = "vLLM's CPU build has no adapters of experts; use merged,"
+    text += " or leave linear_fc1 and linear_fc2 out of policy.lora.target_modules"
+    yield adapted and config.cluster.gpus == 0, "refit.adapters=", text
     text = f"engines get the experts of {shape.family} as one tensor, whose adapters are not sent alone; use merged"
     yield any(entry.is_stacked for entry in adapted), "refit.adapters=", text
 
@@ -72,8 +73,9 @@ def find_fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule
     if shape is None:
         return
     if fp8.is_on_device and not shape.fits_transformer_engine:
-        text = f"Transformer Engine's layers do not express {shape.family}; use off, with precision=fp8_engines if "
-        yield True, "policy.fp8.format=", f"{text}the engines are to compute in FP8"
+        text = f"Transformer Engine's layers do not express {shape.family}; use off,"
+        text += " with precision=fp8_engines if the engines are to compute in FP8"
+        yield True, "policy.fp8.format=", text
         return
     yield from _check_fp8_sizes(config, shape)
     if fp8.simulate:
@@ -119,8 +121,9 @@ def find_fp8_machine_problems(config: Config) -> Iterator[Rule]:
     if capability is not None and capability < fp8.least_capability:
         least, lowest = (".".join(map(str, pair)) for pair in (fp8.least_capability, capability))
         advice = "off" if capability < (8, 9) else "recipe=tensorwise"
-        text = f"recipe={fp8.recipe} needs GPUs of compute capability {least}, and this machine has {lowest}"
-        yield True, "policy.fp8.format=", f"{text}; use {advice}"
+        text = f"recipe={fp8.recipe} needs GPUs of compute capability {least}, and this machine has {lowest};"
+        text += f" use {advice}"
+        yield True, "policy.fp8.format=", text
 
 
 def _check_fp8_sizes(config: Config, shape: ModelShape) -> Iterator[Rule]:
@@ -257,17 +260,16 @@ def _check_reward_model(config: Config, shape: ModelShape | None) -> Iterator[Ru
     """Check that an export of a reward model is one of transformers' models."""
     if shape is None or not config.trains_reward_model:
         return
-    text = f"is of {shape.family}, and transformers has no ForSequenceClassification of it, which an export would be"
-    yield not FAMILIES[shape.family].has_reward_models, "policy.model.path=", f"{text}; give a model of another family"
+    text = f"is of {shape.family}, and transformers has no ForSequenceClassification of it, which an export would be;"
+    text += " give a model of another family"
+    yield not FAMILIES[shape.family].has_reward_models, "policy.model.path=", text
     text = "is a model that also sees images, of which no reward model is made; give a model of text alone"
     yield bool(shape.text_prefix), "policy.model.path=", text
 
 
 def _check_muon(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check settings of Muon against the model."""
-    models = {"policy": (config.policy.optimizer, config.policy.parallel)}
-    if config.training_loop.has_value_model:
-        models["value"] = config.value.optimizer, config.value.parallel
+    models = {key: (model.optimizer, model.parallel) for key, model in list_trained_models(config).items()}
     passed = config.policy.megatron_optimizer
     fields = [name for name in passed if name in ("muon_split_qkv", "muon_coefficient_type")]
     uses_muon = any(optimizer.name == "muon" for optimizer, _ in models.values())
@@ -280,13 +282,12 @@ def _check_muon(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     for section, (optimizer, parallel) in models.items():
         if optimizer.name != "muon":
             continue
-        advice = "policy.megatron_optimizer.muon_split_qkv=false"
-        text = "muon orthogonalizes queries, keys and values apart, and"
-        key = f"{section}.optimizer.name="
-        split = (
-            f"{text} {section}.parallel.tensor={parallel.tensor} splits {heads} key/value heads; use at most {heads}"
-        )
-        yield splits and parallel.tensor > heads, key, f"{split}, or {advice}"
-        yield splits and len(sizes) > 1, key, f"{text} the sizes of this model's heads differ by layer; give {advice}"
+        key, tensor = f"{section}.optimizer.name=", parallel.tensor
+        text = f"muon orthogonalizes queries, keys and values apart, and {section}.parallel.tensor={tensor} splits"
+        text += f" {heads} key/value heads; use at most {heads}, or policy.megatron_optimizer.muon_split_qkv=false"
+        yield splits and tensor > heads, key, text
+        text = "muon orthogonalizes queries, keys and values apart, and the sizes of this model's heads differ by"
+        text += " layer; give policy.megatron_optimizer.muon_split_qkv=false"
+        yield splits and len(sizes) > 1, key, text
         text = f"muon with {section}.optimizer.distributed=true has no place for the experts' biases; use false"
         yield shape.experts is not None and shape.experts.bias and optimizer.distributed, key, text

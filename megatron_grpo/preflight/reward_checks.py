@@ -99,9 +99,10 @@ def check_environments(config: Config) -> Iterator[Rule]:
         for sign in environment.leave_out_suspects:
             text = f"is no sign that type {kind} reports; it reports {', '.join(signs)}"
             yield kind in BUILT_IN and sign not in signs, f"{section}.leave_out_suspects={sign}", text
-            text = f"compares at least {MIN_COMPARED} samples of a prompt; needs LOOP.num_generations_per_prompt"
             is_too_few = sign == UNUSUALLY_SHORT and samples < MIN_COMPARED
-            yield is_too_few, f"{section}.leave_out_suspects={sign}", f"{text} that high"
+            text = f"compares at least {MIN_COMPARED} samples of a prompt;"
+            text += " needs LOOP.num_generations_per_prompt that high"
+            yield is_too_few, f"{section}.leave_out_suspects={sign}", text
         task = config.data.tasks.get(name)
         is_scored = config.needs_generation or not config.training_loop.is_supervised
         has_no_answer = is_scored and config.data.answer_key is None and (task is None or task.answer_key is None)

@@ -73,8 +73,9 @@ def check_filters(config: Config) -> Iterator[Rule]:
     for name in generation.select_changed(FILTERS):
         default = to_text(getattr(GenerationConfig(), name))
         text = f"is a filter that training does not repeat beside {hiding_key}, which changes the logits before it, and"
-        text += f" {comparing_option} would take that for a difference between the two frameworks"
-        yield comparing_option and hiding_key, f"generation.{name}=", f"{text}; use {default}, or leave that option out"
+        text += f" {comparing_option} would take that for a difference between the two frameworks; use {default}, or"
+        text += " leave that option out"
+        yield comparing_option and hiding_key, f"generation.{name}=", text
 
 
 def _find_hiding_key(generation: GenerationConfig) -> str:
@@ -131,10 +132,11 @@ def check_servers(config: Config) -> Iterator[Rule]:
     is_local = is_loopback(endpoint.host)
     text = f"is reached from one node, and agents run on {nodes}; use 0.0.0.0, and a token in {TOKEN_VARIABLE}"
     yield endpoint.enabled and is_local and nodes > 1, "generation.endpoint.host=", text
-    text = "lets every client that reaches it write what the run is trained on; put a token into the environment"
     yield from _check_parsers(endpoint)
     is_open = endpoint.enabled and not is_local and read_token() is None
-    yield is_open, "generation.endpoint.host=", f"{text} variable {TOKEN_VARIABLE}, or use 127.0.0.1"
+    text = "lets every client that reaches it write what the run is trained on;"
+    text += f" put a token into the environment variable {TOKEN_VARIABLE}, or use 127.0.0.1"
+    yield is_open, "generation.endpoint.host=", text
     for name, environment in config.env.items():
         text = "asks the model through the endpoint, which is off; give generation.endpoint.enabled=true"
         is_unanswered = environment.agent_func is not None and not endpoint.enabled
