@@ -21,7 +21,7 @@ _OF_PAIRS = {
 }
 _OF_CORRECTNESS, _OF_ERRORS = "accuracy groups_all_wrong groups_mixed groups_all_right", "reward_errors"
 # Metrics that cannot rank checkpoints, by the reason: they depend on the model, or repeat another metric.
-_OTHERS = {
+_UNRANKED = {
     "it needs a mixture-of-experts model": "moe_load_highest moe_load_lowest moe_aux_loss moe_z_loss",
     "it needs algorithm=ppo and a mixture-of-experts model": (
         "value_moe_load_highest value_moe_load_lowest value_moe_aux_loss value_moe_z_loss"
@@ -87,8 +87,8 @@ def list_possible_metrics(config: Config) -> dict[str, str]:
     Metrics of single reward functions and tasks are left out.
     """
     conditional = {name: f"it needs {needs}" for _, names, needs in _list_conditions(config) for name in names.split()}
-    others = {name: reason for reason, names in _OTHERS.items() for name in names.split()}
-    return dict.fromkeys(_ALWAYS.split(), "") | conditional | others
+    unranked = {name: reason for reason, names in _UNRANKED.items() for name in names.split()}
+    return dict.fromkeys(_ALWAYS.split(), "") | conditional | unranked
 
 
 def list_step_metrics(config: Config) -> set[str]:

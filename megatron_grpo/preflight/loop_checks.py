@@ -64,7 +64,7 @@ def _check_sampling(config: Config) -> Iterator[Rule]:
 
 
 def _check_data(config: Config) -> Iterator[Rule]:
-    """Check what is recorded of a step, the curriculum, and training data that is named twice."""
+    """Check records of steps, the curriculum, and data named twice."""
     data = config.data
     if config.logger.replay_every is not None:
         text = "keeps the checkpoint before each replayable step; needs checkpointing.enabled=true and debug.train=true"

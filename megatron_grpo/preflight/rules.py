@@ -24,7 +24,7 @@ P = ParamSpec("P")
 
 
 def list_trained_models(config: Config) -> dict[str, PolicyConfig | ValueConfig]:
-    """Map sections to the models that the run trains: the policy, and perhaps a value model."""
+    """Map sections to the models that the run trains."""
     models: dict[str, PolicyConfig | ValueConfig] = {"policy": config.policy}
     return models | {"value": config.value} if config.training_loop.has_value_model else models
 
