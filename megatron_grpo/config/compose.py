@@ -257,8 +257,9 @@ def _find_overruled_settings(job: Job, accepted: list[str], composed: DictConfig
     for key in option_of_key.keys() & job.settings.keys():
         value, composed_value = job.settings[key], OmegaConf.select(composed, key)
         if composed_value != value and str(composed_value) != to_text(value):
-            text = f"{option_of_key[key]} says {composed_value}; leave one of them out, or give {key}=..."
-            yield Problem(f"{key}={to_text(value)}", f"{text} on the command line")
+            text = f"{option_of_key[key]} says {composed_value}; leave one of them out,"
+            text += f" or give {key}=... on the command line"
+            yield Problem(f"{key}={to_text(value)}", text)
 
 
 def _remove_unresolved(composed: DictConfig) -> list[Problem]:

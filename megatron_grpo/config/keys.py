@@ -8,8 +8,6 @@ import functools
 import inspect
 import itertools
 import json
-import operator
-import re
 import textwrap
 import types
 import typing
@@ -28,9 +26,6 @@ from megatron_grpo.config.section import EnvironmentOptions, MegatronFields, Tem
 
 # Type of pass-through fields, which Megatron-Core, vLLM or an environment checks.
 FREE_TYPE = "true or false, number, text, list or mapping"
-_CONDITION = re.compile(r"(no )?([\w.]+)(?:(!?=)(.+)| (above|below|at least|at most|equals) (.+))?")
-_RELATIONS = {"above": operator.gt, "below": operator.lt, "at least": operator.ge, "at most": operator.le}
-_RELATIONS["equals"] = operator.eq
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -200,32 +195,6 @@ def list_changes(config: Config, section: str) -> Iterator[tuple[str, Any]]:
     for key, value in flatten(dataclasses.asdict(getattr(config, section)), f"{section}."):
         if key not in defaults or value != defaults[key]:  # pass-through fields have no default here
             yield key, value
-
-
-def fill_placeholders(config: Config, text: str) -> str:
-    """Replace LOOP and PASSES in a text by the algorithm's keys."""
-    loop = config.loop_name
-    return text.replace("LOOP.", f"{loop}.").replace("PASSES", f"{loop}.{config.training_loop.passes_name}")
-
-
-def is_met(config: Config, condition: str) -> bool:
-    """True if the configuration meets a condition, written as config/switches.yaml says."""
-    for part in fill_placeholders(config, condition).split(" and "):
-        match = _CONDITION.fullmatch(part)
-        assert match is not None, f"{part} is not a condition"
-        negation, key, sign, text, relation, bound = match.groups()
-        value = attrgetter(key)(config)
-        if sign:
-            is_equal = (f"{value:g}" if isinstance(value, float) else str(value).lower()) in text.split("|")
-            holds = is_equal == (sign == "=")
-        elif relation:
-            limit = attrgetter(bound)(config) if bound[0].isalpha() else float(bound)
-            holds = value is not None and limit is not None and _RELATIONS[relation](value, limit)
-        else:
-            holds = (value in (None, [], {})) == bool(negation)
-        if not holds:
-            return False
-    return True
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,25 +3,82 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import attrgetter
-from typing import Any
 
-from megatron_grpo.config.keys import fill_placeholders, is_met, load_tables
 from megatron_grpo.config.schema import Config
 
-_METRICS: Any = load_tables("metrics.yaml")
+# Metrics of runs that sample, of runs that learn from rows, and of algorithms that learn from pairs besides.
+_ALWAYS = (
+    "reward reward_std unscored_rate failed_rollouts response_length response_length_p50 response_length_p90 "
+    "response_length_p99 response_length_max truncation_rate natural_termination_rate loss grad_norm learning_rate "
+    "optimizer_steps valid_tokens probs_ratio probs_ratio_clamped probs_ratio_min probs_ratio_max clip_fraction_low "
+    "clip_fraction_high clip_fraction_dual token_mult_prob_error token_mult_prob_error_max sampling_importance_ratio "
+    "gen_kl_error policy_kl_error js_divergence_error effective_sample_size approx_entropy weight_version"
+)
+_SUPERVISED = "loss grad_norm learning_rate optimizer_steps valid_tokens sequence_length"
+_OF_PAIRS = {
+    "dpo": "preference_loss sft_loss preference_accuracy margin rewards_chosen_mean rewards_rejected_mean",
+    "reward_model": "accuracy margin mean_reward min_reward max_reward rewards_chosen_mean rewards_rejected_mean",
+}
+_OF_CORRECTNESS, _OF_ERRORS = "accuracy groups_all_wrong groups_mixed groups_all_right", "reward_errors"
+# Metrics that cannot rank checkpoints, by the reason: they depend on the model, or repeat another metric.
+_UNRANKED = {
+    "it needs a mixture-of-experts model": "moe_load_highest moe_load_lowest moe_aux_loss moe_z_loss",
+    "it needs algorithm=ppo and a mixture-of-experts model": (
+        "value_moe_load_highest value_moe_load_lowest value_moe_aux_loss value_moe_z_loss"
+    ),
+    "it is a sign of undeserved rewards, and no aim": "suspects_left_out",
+    "it is a sign that samples are copies, and no aim": "repeated_samples",
+    "it counts failures of environments, and is no aim": "scoring_retries faulty_responses",
+    "it is a sign that training and generation disagree, and no aim": (
+        "token_mult_prob_error_bound token_mult_prob_error_off gen_kl_error_bound"
+    ),
+    "it is reported as kl_penalty, and as in TRL under this name too": "kl",
+    "it is reported as response_length too, which ranks": "completion_length",
+}
 # Metrics that each of several environments has by itself, as task_NAME/TASK.
 TASK_METRICS = ("reward", "accuracy", "response_length")
 
 
 def _list_conditions(config: Config) -> Iterator[tuple[bool, str, str]]:
     """Yield (is the condition met, names of metrics, the condition in words)."""
-    for switch, names in _METRICS["needs"].items():
-        yield is_met(config, switch), names, f"it needs {fill_placeholders(config, switch)}"
-    for name, row in _METRICS["properties"].items():
-        yield attrgetter(name)(config), row["names"], row["needs"]
-    for text, names in _METRICS["others"].items():
-        yield False, names, text
+    loop, loss, name, asynchrony = (
+        config.training_loop,
+        config.loss_fn,
+        config.loop_name,
+        config.training_loop.async_grpo,
+    )
+    yield loop.num_generations_per_prompt > 1, "groups_without_signal", f"{name}.num_generations_per_prompt above 1"
+    names = "filtered_reward dynamic_sampling_gen_batches dynamic_sampling_groups_without_signal"
+    names += " dynamic_sampling_groups_sliced"
+    yield loop.use_dynamic_sampling, names, f"{name}.use_dynamic_sampling=true"
+    names = (
+        "trajectory_age trajectory_age_max trajectory_versions trajectory_versions_max buffer_depth buffer_in_flight"
+    )
+    yield asynchrony.enabled, f"{names} exposed_generation_s", f"{name}.async_grpo.enabled=true"
+    is_oversampled = asynchrony.enabled and asynchrony.oversampling_factor is not None
+    needs = f"{name}.async_grpo.enabled=true and {name}.async_grpo.oversampling_factor"
+    yield is_oversampled, "oversampling_left_over oversampling_resumed", needs
+    has_limit = loss.truncated_importance_sampling_type is not None
+    yield has_limit, "is_oob_ratio", "loss_fn.truncated_importance_sampling_type"
+    names, needs = "max_seq_mult_prob_error num_masked_seqs", f"{name}.seq_logprob_error_threshold"
+    yield loop.seq_logprob_error_threshold is not None, names, needs
+    yield loss.entropy_coef > 0, "entropy", "loss_fn.entropy_coef above 0"
+    needs = "loss_fn.positive_example_nll_weight above 0"
+    yield loss.positive_example_nll_weight > 0, "positive_nll positive_share", needs
+    names = "value_loss value_grad_norm value_learning_rate value_mean return_mean explained_variance"
+    yield config.algorithm == "ppo", f"{names} value_clip_fraction", "algorithm=ppo"
+    is_distilled, needs = config.algorithm == "distillation", "algorithm=distillation"
+    yield is_distilled, "teacher_divergence", needs
+    uses_rewards = is_distilled and loss.policy_loss_weight > 0
+    yield uses_rewards, "policy_loss", f"{needs} and loss_fn.policy_loss_weight above 0"
+    yield config.policy.moe.replay_routing, "moe_routing_agreement", "policy.moe.replay_routing=true"
+    needs = "engines, and debug.rollouts_from starts none"
+    yield config.needs_generation, "refit_bytes refit_retries engine_restarts", needs
+    yield config.has_correctness, _OF_CORRECTNESS, "an environment that knows which responses are correct"
+    yield config.uses_reference, "kl_penalty", "loss_fn.reference_policy_kl_penalty above 0"
+    needs = "a filter that training repeats: generation.top_p, generation.top_k or generation.min_p"
+    yield config.generation.has_training_filter, "outside_filter_fraction", needs
+    yield config.can_lack_rewards, _OF_ERRORS, "env.NAME.on_reward_error=none"
 
 
 def list_possible_metrics(config: Config) -> dict[str, str]:
@@ -29,16 +86,17 @@ def list_possible_metrics(config: Config) -> dict[str, str]:
 
     Metrics of single reward functions and tasks are left out.
     """
-    conditional = {name: needs for _, names, needs in _list_conditions(config) for name in names.split()}
-    return dict.fromkeys(_METRICS["always"].split(), "") | conditional
+    conditional = {name: f"it needs {needs}" for _, names, needs in _list_conditions(config) for name in names.split()}
+    unranked = {name: reason for reason, names in _UNRANKED.items() for name in names.split()}
+    return dict.fromkeys(_ALWAYS.split(), "") | conditional | unranked
 
 
 def list_step_metrics(config: Config) -> set[str]:
     """List the metrics that steps of this run have."""
     if config.training_loop.is_supervised:
-        return {*_METRICS["supervised"].split(), *_METRICS.get(config.algorithm, "").split()}
+        return {*_SUPERVISED.split(), *_OF_PAIRS.get(config.algorithm, "").split()}
     conditional = {name for is_present, names, _ in _list_conditions(config) if is_present for name in names.split()}
-    return {*_METRICS["always"].split(), *conditional, *_list_own_metrics(config)}
+    return {*_ALWAYS.split(), *conditional, *_list_own_metrics(config)}
 
 
 def list_optional_metrics(config: Config) -> set[str]:
@@ -47,9 +105,10 @@ def list_optional_metrics(config: Config) -> set[str]:
     names = _list_own_metrics(config)
     if any(environment.reward_funcs for environment in config.env.values()):
         names.add("reward_std")
-    for name in ("has_correctness", "can_lack_rewards"):
-        if getattr(config, name):
-            names.update(_METRICS["properties"][name]["names"].split())
+    if config.has_correctness:
+        names.update(_OF_CORRECTNESS.split())
+    if config.can_lack_rewards:
+        names.update(_OF_ERRORS.split())
     if config.loss_fn.positive_example_nll_weight > 0:
         names.add("positive_nll")
     return names

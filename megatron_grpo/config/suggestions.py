@@ -25,7 +25,9 @@ _POLICY, _VALUE = "policy.", "value."
 @functools.cache
 def load_foreign_names() -> dict[str, Mapping[str, str]]:
     """Load other frameworks' names of settings, with their counterparts here."""
-    return {**load_tables("foreign_names.yaml"), "GrpoParameters": load_tables("job_fields.yaml")["settings"]}
+    tables = load_tables("foreign_names.yaml")
+    clauses = {name: clause for clause, names in tables[NONE].items() for name in names.split()}
+    return {**tables, NONE: clauses, "GrpoParameters": load_tables("job_fields.yaml")["settings"]}
 
 
 def describe_unknown_key(name: str, algorithm: str) -> Problem:
@@ -62,8 +64,6 @@ def describe_counterpart(name: str, algorithm: str) -> str | None:
     if framework == NONE:
         return text
     keys, _, remark = text.partition("; ")
-    if not keys:
-        return f"{framework}'s {foreign} has no counterpart here; leave it out"
     written = " and ".join(
         COUNTERPART.get(key) or f"{key} (with algorithm={find_reader(key)})"
         if is_foreign_to(algorithm, key)

@@ -48,8 +48,10 @@ def find_checkpoint_model(path: str, later: tuple[Path, ...] = ()) -> Checkpoint
         values = read_yaml(config_file)
         origin, is_reward_model = values["policy"]["model"]["path"], values.get("algorithm") == "reward_model"
     except OSError as error:
-        text = f"is a checkpoint without its run: {config_file}: {error.strerror}"
-        raise ValueError(f"{text}; leave checkpoints in their run's folder, or export them") from None
+        raise ValueError(
+            f"is a checkpoint without its run: {config_file}: {error.strerror}; "
+            "leave checkpoints in their run's folder, or export them"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"is a checkpoint, and {config_file} is not the configuration of a run") from None
     if checkpoint in later:

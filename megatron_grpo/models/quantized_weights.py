@@ -64,8 +64,10 @@ def refuse_quantized(settings: Any, key: str) -> None:
     if isinstance(settings, dict):
         method = settings.get("quant_method") or settings.get("quant_algo") or settings.get("format")
     kind = f" ({method})" if isinstance(method, str) else ""
-    text = f"{key}{kind}: weights that are quantized so cannot be read"
-    raise ValueError(f"{text}; convert the model to bfloat16 first, as docs/layouts.md shows")
+    raise ValueError(
+        f"{key}{kind}: weights that are quantized so cannot be read; convert the model to bfloat16 first, "
+        "as docs/layouts.md shows"
+    )
 
 
 def describe_values(tensors: Mapping[str, StoredTensor], quantization: Quantization) -> dict[str, StoredTensor]:

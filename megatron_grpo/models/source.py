@@ -103,8 +103,10 @@ def fetch_model_folder(path: str, key: str = "policy.model.path") -> Path:
 def require_folder(folder: str) -> None:
     """Raise RunError unless this machine has the driver's model folder."""
     if not Path(folder, "config.json").is_file():
-        text = f"{socket.gethostname()} has no model in {folder}: models have to be on a filesystem that all machines"
-        raise RunError(f"{text} of a run share, those of the hub too (environment variable HF_HOME)")
+        raise RunError(
+            f"{socket.gethostname()} has no model in {folder}: models have to be on a filesystem that all machines of "
+            "a run share, those of the hub too (environment variable HF_HOME)"
+        )
 
 
 def list_hub_errors() -> tuple[type[Exception], ...]:

@@ -38,14 +38,18 @@ def list_stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         tensors = _read_header(single, f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
         strays = sorted(file.name for file in folder.glob("*.safetensors") if file != single)
         if strays:
-            text = f"{strays[0]} lies beside {SINGLE_FILE}, and vLLM would read it too; keep one of them in {folder}"
-            raise ValueError(f"{text}, or write an index of both")
+            raise ValueError(
+                f"{strays[0]} lies beside {SINGLE_FILE}, and vLLM would read it too; keep one of them in {folder}, "
+                "or write an index of both"
+            )
         return tensors
     located = read_index(index)
     files = sorted(set(located.values()))
     if single.is_file() and files != [SINGLE_FILE]:
-        text = f"{folder} has both {SINGLE_FILE}, which transformers reads, and {INDEX_FILE}, whose files vLLM reads"
-        raise ValueError(f"{text}; remove one of them")
+        raise ValueError(
+            f"{folder} has both {SINGLE_FILE}, which transformers reads, and {INDEX_FILE}, whose files vLLM reads; "
+            "remove one of them"
+        )
     tensors = {}
     for name in files:
         tensors |= _read_header(folder / name, f"{folder / name} does not exist, but {INDEX_FILE} names it")

@@ -16,7 +16,8 @@ from megatron_grpo.preflight import loop_checks as loop
 from megatron_grpo.preflight import model_checks as models
 from megatron_grpo.preflight import reward_checks as rewards
 from megatron_grpo.preflight import sampling_checks as sampling
-from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
+from megatron_grpo.preflight.loss_checks import check_loss
+from megatron_grpo.preflight.rules import Rule, evaluate_rules
 
 
 def find_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
@@ -53,7 +54,7 @@ def find_config_problems(config: Config) -> Iterator[Rule]:
     yield from loop.check_loop(config)
     yield from loop.check_oversampling(config)
     yield from rewards.check_rewards(config)
-    yield from list_conflicts(config, "loss")
+    yield from check_loss(config)
     yield from loop.check_ppo(config)
     yield from loop.check_supervised(config)
     yield from loop.check_debug_modes(config)

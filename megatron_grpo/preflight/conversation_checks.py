@@ -102,9 +102,10 @@ def _find_changed_prompts(config: Config, data: PromptData) -> Iterator[Problem]
         renderer = PromptRenderer(data.tokenizer, specs.make_task_spec(config.data, prompt["task_name"]))
         if not isinstance(prompt["prompt"], str) and renderer.format.apply_chat_template:
             omissions = find_omissions(renderer, prompt["prompt"], tools=read_row_tools(prompt["extra_env_info"]))
-            text = f"lacks {', '.join(map(str, omissions))}: the chat template leaves it out; give one that shows it"
             if omissions:
-                remarks[frozenset(omission.role for omission in omissions)] = f"{text} in data.chat_template"
+                text = f"lacks {', '.join(map(str, omissions))}: the chat template leaves it out;"
+                text += " give one that shows it in data.chat_template"
+                remarks[frozenset(omission.role for omission in omissions)] = text
         if decoded != expected:
             difference = quote_difference(decoded, expected)
             remarks["changed"] = f"reaches the model as another text, because its tokenizer changes it: {difference}"
@@ -233,8 +234,9 @@ def _find_opened_tags(task: str, environment: EnvironmentConfig, prompt: str) ->
         if tag[1] not in str(pattern):
             return
         section, reader = f"env.{task}.options.pattern={pattern}", "the pattern"
-    text = f"the chat template ends every prompt with {tag[1]}, so no response has it, and {reader} does not find it"
-    yield Problem(section, f"{text}; match what follows it (docs/rewards.md)")
+    text = f"the chat template ends every prompt with {tag[1]}, so no response has it, and {reader} does not find it;"
+    text += " match what follows it (docs/rewards.md)"
+    yield Problem(section, text)
 
 
 def _find_changed_turns(section: str, renderer: PromptRenderer, prompt: str) -> Iterator[Problem]:
@@ -250,4 +252,5 @@ def _find_changed_turns(section: str, renderer: PromptRenderer, prompt: str) -> 
         return
     if changes:
         text = f"has several turns, and in later ones the chat template {' and '.join(changes)}; a rollout keeps its"
-        yield Problem(section, f"{text} tokens, so a server that renders the conversation again has other prompts")
+        text += " tokens, so a server that renders the conversation again has other prompts"
+        yield Problem(section, text)

@@ -49,9 +49,10 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
             visits = dataset.count_visits(report.rows)
             rows += min(report.rows, visits)  # a repeated visit would have the same seeds
             if report.rows and not visits:
-                text = f"visits none of its {format_count('row', report.rows)} in an epoch; give {1 / report.rows:.2g}"
                 weight = f"{key.removesuffix('path')}weight={dataset.weight:g}"
-                problems.append(Problem(weight, f"{text} or more, or leave the set out"))
+                text = f"visits none of its {format_count('row', report.rows)} in an epoch;"
+                text += f" give {1 / report.rows:.2g} or more, or leave the set out"
+                problems.append(Problem(weight, text))
         elif not report.problems and report.rows == 0:
             problems.append(Problem(subject, "has no rows"))
     if config.data.from_rollouts is not None and not problems:
@@ -64,8 +65,9 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
         count = format_count("row", rows) + (", by weight, for an epoch" if is_weighted else "")
         problems.append(Problem(subject, f"has {count}, fewer than the {prompts} prompts that are sampled together"))
     for name in sorted(config.env.keys() - tasks) if not config.data.streaming else ():
-        text = f"no prompt is for it: data.task_name is {config.data.task_name}, and no row has task_name {name}"
-        problems.append(Problem(f"env.{name}", f"{text}; mistyped? ~env.{name} removes it"))
+        text = f"no prompt is for it: data.task_name is {config.data.task_name}, and no row has task_name {name};"
+        text += f" mistyped? ~env.{name} removes it"
+        problems.append(Problem(f"env.{name}", text))
     return problems, remarks
 
 
@@ -204,10 +206,11 @@ def _find_file_problems(config: Config, subject: str, file: Path) -> Iterator[Ru
         ("num_prompts_per_step", run.prompts_per_step),
         ("num_generations_per_prompt", run.samples_per_prompt),
     ):
-        text = f"the steps of debug.rollouts_from={config.debug.rollouts_from} have {recorded_size}"
         is_other_size = getattr(loop, name) != recorded_size
         has_equal_sizes = has_equal_sizes and not is_other_size
-        yield is_other_size, f"LOOP.{name}=", f"{text}; use {recorded_size}"
+        text = f"the steps of debug.rollouts_from={config.debug.rollouts_from} have {recorded_size};"
+        text += f" use {recorded_size}"
+        yield is_other_size, f"LOOP.{name}=", text
     rollouts = run.prompts_per_step * run.samples_per_prompt
     text = f"{file} has {recorded.rollouts} of the {rollouts} rollouts of its step; {_RECORD}"
     yield has_equal_sizes and recorded.rollouts != rollouts, subject, text
@@ -246,8 +249,9 @@ def _check_vocabulary(config: Config, file: Path, recorded: RecordedFile) -> Ite
     folder = source.find_local_folder(config.policy.model.path)
     digest = None if folder is None else source.compute_vocabulary_digest(folder)
     if digest is not None and run.vocabulary is not None:
-        text = f"has another vocabulary than the model that {file} was recorded with; name that, or one with its"
-        yield digest != run.vocabulary, subject, f"{text} tokenizer"
+        text = f"has another vocabulary than the model that {file} was recorded with; name that,"
+        text += " or one with its tokenizer"
+        yield digest != run.vocabulary, subject, text
     else:  # without both digests only the sizes can be compared
         text = f"has {shape.vocab} tokens, and the model that {file} was recorded with has {run.vocab}; name that"
         yield shape.vocab != run.vocab, subject, text

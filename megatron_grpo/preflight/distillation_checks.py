@@ -14,7 +14,7 @@ from megatron_grpo.models import source
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.tokenizer_files import explain_other_tokens
 from megatron_grpo.preflight.layout_checks import check_split
-from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
+from megatron_grpo.preflight.rules import Rule, evaluate_rules
 
 
 @evaluate_rules
@@ -29,7 +29,14 @@ def find_distillation_problems(config: Config, shape: ModelShape | None) -> Iter
         for subject in subjects:
             yield True, subject, f"is for algorithm=distillation, and this run has algorithm={config.algorithm}"
         return
-    yield from list_conflicts(config, "distillation")
+    text = "keeps prompts whose rewards differ, and loss_fn.policy_loss_weight=0 uses none; use false"
+    yield config.training_loop.use_dynamic_sampling and not config.uses_rewards, "LOOP.use_dynamic_sampling=", text
+    text = "changes rewards, and loss_fn.policy_loss_weight=0 uses none; use false"
+    yield config.loss_fn.use_kl_in_reward and not config.uses_rewards, "loss_fn.use_kl_in_reward=", text
+    text = "moves a reference policy that the loss does not use; use false"
+    yield config.training_loop.sync_ref_model and not config.uses_reference, "LOOP.sync_ref_model=", text
+    text = "is for algorithm=grpo, because the outputs of a teacher are not recorded; use null"
+    yield config.logger.replay_every is not None, "logger.replay_every=", text
     yield from _check_teachers(config)
     yield from _check_shares(config)
     top_k = config.distillation.topk_logits_k
@@ -79,14 +86,9 @@ def _check_shares(config: Config) -> Iterator[Rule]:
     layouts = {section: teacher.parallel.data for section, teacher in config.teacher_models.items()}
     slices = math.lcm(config.policy.parallel.data, *layouts.values())
     for section, data in layouts.items():
-        text = (
-            f"and policy.parallel.data={config.policy.parallel.data} do not share the {samples} samples of an optimizer"
-        )
-        yield (
-            data > 1 and samples % slices,
-            f"{section}.parallel.data=",
-            f"{text} step evenly; use multiples of {slices}",
-        )
+        text = f"and policy.parallel.data={config.policy.parallel.data} do not share the {samples} samples of an"
+        text += f" optimizer step evenly; use multiples of {slices}"
+        yield data > 1 and samples % slices, f"{section}.parallel.data=", text
 
 
 def find_teacher_tokenizer_problems(config: Config) -> Iterator[Problem]:
@@ -101,5 +103,6 @@ def find_teacher_tokenizer_problems(config: Config) -> Iterator[Problem]:
             continue
         reason = explain_other_tokens(Path(folder), Path(theirs))
         if reason is not None:
-            text = f"{reason}; a teacher scores the policy's own tokens, so give one with the tokenizer of"
-            yield Problem(f"{section}.model.path={path}", f"{text} policy.model.path={policy}")
+            text = f"{reason}; a teacher scores the policy's own tokens,"
+            text += f" so give one with the tokenizer of policy.model.path={policy}"
+            yield Problem(f"{section}.model.path={path}", text)

@@ -87,7 +87,8 @@ def _find_column_problems(config: Config, task: str, sets: Sequence[DatasetConfi
         missing = [] if columns is None else [name for name in needed if name not in columns]
         if missing:
             text = f"needs the column {', '.join(missing)}, which rows of {dataset.path} lack; all have"
-            yield Problem(f"env.{task}.type={kind}", f"{text} {', '.join(sorted(columns or ())) or 'none'}")
+            text += f" {', '.join(sorted(columns or ())) or 'none'}"
+            yield Problem(f"env.{task}.type={kind}", text)
 
 
 def _find_reward_problems(

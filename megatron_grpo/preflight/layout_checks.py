@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import find_value_shape
-from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
+from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_trained_models
 
 
 def check_split(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Rule]:
@@ -19,14 +19,11 @@ def check_split(section: str, parallel: ParallelConfig, shape: ModelShape) -> It
     yield from _check_experts(section, parallel, shape)
     if (delta := shape.delta) is not None:
         ranks, heads = parallel.tensor * parallel.context, delta.key_heads
-        text = f"times tensor={parallel.tensor} does not divide the {heads} key heads of the model's delta nets, which"
         usable = [size for size in _list_divisors(heads) if heads % (size * parallel.tensor) == 0] or [1]
         is_broken = heads % parallel.tensor == 0 and heads % ranks
-        yield (
-            is_broken,
-            f"{section}.context={parallel.context}",
-            f"{text} these ranks share; use {_join(usable)}",
-        )
+        text = f"times tensor={parallel.tensor} does not divide the {heads} key heads of the model's delta nets,"
+        text += f" which these ranks share; use {_join(usable)}"
+        yield is_broken, f"{section}.context={parallel.context}", text
     kind = "a mixture of experts" if shape.experts is not None else "latent attention"
     needs_sequence = parallel.tensor > 1 and (shape.experts is not None or shape.latent is not None)
     text = f"{kind} with {section}.tensor={parallel.tensor} needs it; use true"
@@ -48,7 +45,7 @@ def _check_mamba(section: str, parallel: ParallelConfig, shape: ModelShape) -> I
     shared = shape.mamba.heads // shape.mamba.groups
     usable = [n for n in ranks if heads % n == 0 and (heads // n % shared == 0 or shared % (heads // n) == 0)]
     text = f"does not divide the {heads} heads of Mamba of a tensor-parallel rank into whole groups of {shared}, or"
-    text = f"{text} into equal parts of them; use {_join(usable)}"
+    text += f" into equal parts of them; use {_join(usable)}"
     yield parallel.context not in usable, f"{section}.context={parallel.context}", text
 
 
@@ -136,8 +133,9 @@ def _check_pipeline(section: str, parallel: ParallelConfig, shape: ModelShape) -
         firsts = [sum(counts[:number]) for number in range(len(counts))]
         name, size = ("virtual_pipeline", chunks) if chunks > 1 else ("pipeline", stages)
         first = next((layer for layer in firsts if stages > 1 and not shape.indexer.layers[layer]), None)
-        text = f"begins a part with layer {first}, which has no indexer and shares the choice of a layer before it"
-        yield first is not None, f"{section}.{name}={size}", f"{text}; use parts that begin with one that has"
+        text = f"begins a part with layer {first}, which has no indexer and shares the choice of a layer before it;"
+        text += " use parts that begin with one that has"
+        yield first is not None, f"{section}.{name}={size}", text
 
 
 def _check_experts(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Rule]:
@@ -155,15 +153,18 @@ def _check_experts(section: str, parallel: ParallelConfig, shape: ModelShape) ->
     ranks = parallel.tensor * parallel.context * parallel.data
     usable = [size for size in _list_divisors(count) if ranks % (size * tensor) == 0]
     advice = _join(usable) if usable else "fewer of expert_tensor"
-    text = f"times expert_tensor={tensor} does not divide tensor * context * data = {ranks}; use {advice}"
-    yield ranks % (expert * tensor), f"{section}.expert={expert}", f"{text}, or more replicas"
+    text = f"times expert_tensor={tensor} does not divide tensor * context * data = {ranks}; use {advice},"
+    text += " or more replicas"
+    yield ranks % (expert * tensor), f"{section}.expert={expert}", text
 
 
 @evaluate_rules
 def find_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check layouts against machines, batches and model (None: unknown)."""
-    trained, moe = _list_trained_layouts(config), config.policy.moe
-    yield from list_conflicts(config, "layouts")
+    trained, moe = [(key, model.parallel) for key, model in list_trained_models(config).items()], config.policy.moe
+    for section, layout in trained:
+        text = f"needs {section}.parallel.tensor > 1"
+        yield layout.sequence and layout.tensor == 1, f"{section}.parallel.sequence=", text
     yield from check_devices(config, count_gpus(config), trained)
     # Only ranks that train need equally many samples: prompts go to whichever engine has the least to do.
     generations, prompts = config.training_loop.num_generations_per_prompt, config.training_loop.num_prompts_per_step
@@ -171,9 +172,9 @@ def find_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[R
     for section, layout in trained:
         multiple = layout.data // math.gcd(layout.data, generations)
         nearest = [count for count in (prompts // multiple * multiple, -(-prompts // multiple) * multiple) if count]
-        text = f"{samples} do not share out evenly over {layout.data} data-parallel ranks"
         advice = f"use LOOP.num_prompts_per_step={_join(nearest)}"
-        yield prompts * generations % layout.data, f"{section}.parallel.data=", f"{text}; {advice}"
+        text = f"{samples} do not share out evenly over {layout.data} data-parallel ranks; {advice}"
+        yield prompts * generations % layout.data, f"{section}.parallel.data=", text
     if shape is None:
         return
     yield from check_split("policy.parallel", config.policy.parallel, shape)
@@ -187,12 +188,27 @@ def find_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[R
         for name in ("replay_routing", "freeze_router"):
             yield getattr(moe, name), f"policy.moe.{name}=", "the model has no experts; use false"
     else:
-        yield from list_conflicts(config, "experts")
+        yield from _check_routers(config)
     has_no_bias = shape.experts is not None and not shape.experts.selection_bias
     text = "the model chooses experts without a bias; use 0"
     yield moe.bias_update_rate and has_no_bias, "policy.moe.bias_update_rate=", text
     yield from check_engines(config, shape)
     yield from _check_value_model(config, shape)
+
+
+def _check_routers(config: Config) -> Iterator[Rule]:
+    moe, engine, on_cpu = config.policy.moe, config.generation.engine, config.cluster.gpus == 0
+    text = "trains routers, which policy.moe.freeze_router=true leaves as they are; use 0"
+    yield moe.freeze_router and moe.aux_loss_coeff > 0, "policy.moe.aux_loss_coeff=", text
+    yield moe.freeze_router and moe.z_loss_coeff > 0, "policy.moe.z_loss_coeff=", text
+    if not moe.replay_routing:
+        return
+    text = "a CPU engine records experts, for policy.moe.replay_routing=true, only without compilation; use true"
+    yield on_cpu and not engine.enforce_eager, "generation.engine.enforce_eager=", text
+    text = "vLLM returns routed experts, for policy.moe.replay_routing=true, with prefix caching only; use true"
+    yield not on_cpu and not engine.enable_prefix_caching, "generation.engine.enable_prefix_caching=", text
+    text = "vLLM returns no routed experts, for policy.moe.replay_routing=true, from a pipeline; use 1, and tensor"
+    yield config.generation.parallel.pipeline > 1, "generation.parallel.pipeline=", text
 
 
 def _check_value_model(config: Config, policy: ModelShape) -> Iterator[Rule]:
@@ -233,12 +249,6 @@ def check_engines(config: Config, shape: ModelShape) -> Iterator[Rule]:
         yield expert == 1 and experts.ffn_hidden % tensor, "generation.parallel.tensor=", text
 
 
-def _list_trained_layouts(config: Config) -> list[tuple[str, ParallelConfig]]:
-    """List (section, layout) of the models that are trained."""
-    value = [("value", config.value.parallel)] if config.training_loop.has_value_model else []
-    return [("policy", config.policy.parallel), *value]
-
-
 def check_devices(
     config: Config, needs: Mapping[str, float], trained: Sequence[tuple[str, ParallelConfig]]
 ) -> Iterator[Rule]:
@@ -275,9 +285,10 @@ def _check_scattered_engines(config: Config, trained: Sequence[tuple[str, Parall
                 return
             free[node] -= part
     fitting, remaining = sum(gpus // ranks for gpus in free), " + ".join(str(gpus) for gpus in free if gpus)
-    text = f"engines of {ranks} GPUs fit {fitting} times into the {remaining} GPUs that the models leave of the nodes"
     advice = f"use data={fitting}, or smaller engines"
-    yield fitting < config.generation.parallel.data, "generation.parallel.data=", f"{text}; {advice}"
+    text = f"engines of {ranks} GPUs fit {fitting} times into the {remaining} GPUs that the models leave of the nodes;"
+    text += f" {advice}"
+    yield fitting < config.generation.parallel.data, "generation.parallel.data=", text
 
 
 def count_gpus(config: Config) -> dict[str, float]:
@@ -288,7 +299,7 @@ def count_gpus(config: Config) -> dict[str, float]:
     elif config.generation.is_colocated:  # engines and value model share the policy's GPUs
         gpus = {"policy.parallel": config.policy.parallel.world_size}
     else:
-        gpus = {f"{section}.parallel": layout.world_size for section, layout in _list_trained_layouts(config)}
+        gpus = {f"{key}.parallel": model.parallel.world_size for key, model in list_trained_models(config).items()}
         teachers = config.teacher_models.items()
         gpus |= {f"{section}.parallel": teacher.parallel.world_size for section, teacher in teachers}
         if config.needs_generation and not config.generation.server.urls:

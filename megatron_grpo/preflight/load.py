@@ -56,8 +56,9 @@ def summarize_run(config: Config, start_from: Path | None) -> str:
         start = f"goes on after step {start_from.name.removeprefix('step_')} in {folder}"
     else:
         start = f"begins in {folder} from {start_from}"
-    text = f"{config.name}, {algorithm}, up to {loop.max_num_steps} steps of {samples}; {', '.join(parts)}"
-    return f"{text}, on {devices}; {start}"
+    text = f"{config.name}, {algorithm}, up to {loop.max_num_steps} steps of {samples}; {', '.join(parts)},"
+    text += f" on {devices}; {start}"
+    return text
 
 
 def _describe_ranks(parallel: ParallelConfig) -> str:

@@ -9,16 +9,24 @@ from megatron_grpo.config.compose import explain_foreign_key
 from megatron_grpo.config.data_schema import BUILT_IN, ENVIRONMENT_PREFIX, REWARD_FUNCTIONS, is_model_folder
 from megatron_grpo.config.errors import suggest_name
 from megatron_grpo.config.keys import list_changes
-from megatron_grpo.config.loop_schema import HELD_OUT_LOSS, OF_SAMPLES, READERS, VALIDATION_METRICS, VALIDATION_PREFIX
+from megatron_grpo.config.loop_schema import (
+    HELD_OUT_LOSS,
+    OF_SAMPLES,
+    READERS,
+    VALIDATION_METRICS,
+    VALIDATION_PREFIX,
+    PPOAdvantageConfig,
+)
 from megatron_grpo.config.metric_names import list_possible_metrics, list_step_metrics
-from megatron_grpo.config.schema import Config
-from megatron_grpo.preflight.rules import Rule, list_conflicts
+from megatron_grpo.config.schema import MISSING, Config
+from megatron_grpo.preflight.rules import Rule, format_value, list_trained_models
 
 
 def check_loop(config: Config) -> Iterator[Rule]:
     """Check optimizer steps, reference, early stop, checkpoints and schedules."""
     yield from _check_optimizer_steps(config)
-    yield from list_conflicts(config, "loop")
+    yield from _check_sampling(config)
+    yield from _check_data(config)
     stop = config.training_loop.early_stop
     if stop.enabled:
         yield from _check_validation_metric(config, "LOOP.early_stop.metric_name=", stop.metric_name)
@@ -28,7 +36,67 @@ def check_loop(config: Config) -> Iterator[Rule]:
     if config.has_checkpoints and config.checkpointing.keep_top_k is not None and ranked_by is not None:
         check_metric = _check_validation_metric if ranked_by.startswith(VALIDATION_PREFIX) else _check_step_metric
         yield from check_metric(config, "checkpointing.metric_name=", ranked_by)
-    yield from list_conflicts(config, "schedules")
+    yield from _check_schedules(config)
+
+
+def _check_sampling(config: Config) -> Iterator[Rule]:
+    loop, stop, asynchrony = config.training_loop, config.training_loop.early_stop, config.training_loop.async_grpo
+    text = "samples prompts that nothing would train on; needs LOOP.use_dynamic_sampling=true"
+    yield loop.batch_multiplier != 1 and not loop.use_dynamic_sampling, "LOOP.batch_multiplier=", text
+    text = "keeps prompts whose samples differ; needs LOOP.num_generations_per_prompt of 2 or more"
+    yield loop.use_dynamic_sampling and loop.num_generations_per_prompt < 2, "LOOP.use_dynamic_sampling=", text
+    text = "moves a reference policy that the loss does not use; needs loss_fn.reference_policy_kl_penalty > 0"
+    yield loop.sync_ref_model and config.loss_fn.reference_policy_kl_penalty == 0, "LOOP.sync_ref_model=", text
+    if stop.enabled:
+        text = "has no criterion; give LOOP.early_stop.threshold or LOOP.early_stop.patience"
+        yield stop.threshold is None and stop.patience is None, "LOOP.early_stop.enabled=", text
+        text = "decides after a validation; needs data.val_path and LOOP.val_period"
+        yield not config.data.validation_sets or loop.val_period == 0, "LOOP.early_stop.enabled=", text
+    if asynchrony.enabled:
+        text = "gives prompts back to the data, which a stream does not take; use data.streaming=false"
+        is_streamed = asynchrony.oversampling_factor is not None and config.data.streaming
+        yield is_streamed, "LOOP.async_grpo.oversampling_factor=", text
+        text = "trains on samples of earlier weights without an importance correction; give"
+        text += " loss_fn.use_importance_sampling_correction=true, best with"
+        text += " loss_fn.truncated_importance_sampling_type=tis and loss_fn.truncated_importance_sampling_ratio=2"
+        is_corrected = config.loss_fn.use_importance_sampling_correction or not config.uses_rewards
+        yield asynchrony.can_sample_ahead and not is_corrected, "LOOP.async_grpo.enabled=", text
+
+
+def _check_data(config: Config) -> Iterator[Rule]:
+    """Check records of steps, the curriculum, and data named twice."""
+    data = config.data
+    if config.logger.replay_every is not None:
+        text = "keeps the checkpoint before each replayable step; needs checkpointing.enabled=true and debug.train=true"
+        yield not config.has_checkpoints, "logger.replay_every=", text
+        text = "is for algorithm=grpo: the values and returns of algorithm=ppo are not recorded"
+        yield config.training_loop.has_value_model, "logger.replay_every=", text
+        text = "cannot record the experts that engines choose; use policy.moe.replay_routing=false"
+        yield config.policy.moe.replay_routing, "logger.replay_every=", text
+    if data.curriculum.column is not None:
+        text = "needs the level of every row before training, which a stream does not have; use data.streaming=false"
+        yield data.streaming, "data.curriculum.column=", text
+        text = "chooses prompts by the responses to the last ones, which async_grpo samples ahead;"
+        text += " use LOOP.async_grpo.enabled=false"
+        yield config.training_loop.async_grpo.enabled, "data.curriculum.column=", text
+    has_two = data.train_path != MISSING and data.train_sets
+    yield has_two, "data.train_path=", "and data.train_sets say the same; give one of them"
+
+
+def _check_schedules(config: Config) -> Iterator[Rule]:
+    for section, model in list_trained_models(config).items():
+        optimizer = model.optimizer
+        lr, ratio = format_value(optimizer.lr), format_value(optimizer.warmup_ratio)
+        text = f"is above {section}.optimizer.lr={lr}, from which the learning rate falls to it"
+        yield optimizer.min_lr > optimizer.lr, f"{section}.optimizer.min_lr=", text
+        text = f"and {section}.optimizer.warmup_ratio={ratio} say the same; give one of them"
+        is_given_twice = optimizer.warmup_steps > 0 and optimizer.warmup_ratio is not None
+        yield is_given_twice, f"{section}.optimizer.warmup_steps=", text
+        # Without decay_steps the schedule follows the length of the run, and a short run may end while it warms up.
+        text = f"leaves no step for the decay, which ends at step {optimizer.decay_steps}"
+        decays = optimizer.decay_style not in ("constant", "constant_with_warmup") and optimizer.decay_steps is not None
+        has_no_decay = decays and optimizer.warmup_steps >= (optimizer.decay_steps or 0)
+        yield has_no_decay, f"{section}.optimizer.warmup_steps=", text
 
 
 def _check_optimizer_steps(config: Config) -> Iterator[Rule]:
@@ -101,8 +169,9 @@ def _check_step_metric(config: Config, subject: str, name: str) -> Iterator[Rule
 
 def _explain_missing_accuracy(config: Config, name: str) -> str:
     keys = " or ".join(f"env.{task}.correct_func" for task in config.env)
-    text = f"the reward functions do not say which responses are correct; name one in {keys}"
-    return f"{text}, or take {name.replace('accuracy', 'reward')}"
+    text = f"the reward functions do not say which responses are correct; name one in {keys},"
+    text += f" or take {name.replace('accuracy', 'reward')}"
+    return text
 
 
 def check_oversampling(config: Config) -> Iterator[Rule]:
@@ -115,40 +184,126 @@ def check_oversampling(config: Config) -> Iterator[Rule]:
     # At most age + 1 steps' prompts may be in flight, or the oldest would be too old to train on.
     advice = f"Use a factor below {age + 1}, or" if age else "Use"
     key = "LOOP.async_grpo.max_trajectory_age_steps"
-    text = f"is too large: with {key}={age} every step must take the oldest prompts, so oversampling gains nothing"
-    yield factor >= age + 1, subject, f"{text}. {advice} {key}={int(factor)} or more"
+    text = f"is too large: with {key}={age} every step must take the oldest prompts,"
+    text += f" so oversampling gains nothing. {advice} {key}={int(factor)} or more"
+    yield factor >= age + 1, subject, text
     text = f"adds no whole prompt to the {prompts} of a step; give at least {1 + 1 / prompts:g}"
     yield int(factor * prompts) == prompts, subject, text
 
 
 def check_ppo(config: Config) -> Iterator[Rule]:
-    """Check settings of PPO, and find changed settings of other algorithms."""
+    """Find changed settings of other algorithms, and check those of PPO."""
     for section in [section for section, readers in READERS.items() if config.algorithm not in readers]:
         for key, value in list_changes(config, section):
             yield True, f"{key}={value}", explain_foreign_key(key, config.algorithm)
-    if config.algorithm == "ppo":
-        yield from list_conflicts(config, "ppo")
+    if config.algorithm != "ppo":
+        return
+    ppo, penalty = config.ppo, format_value(config.loss_fn.reference_policy_kl_penalty)
+    text = f"loads no reference policy, and loss_fn.reference_policy_kl_penalty={penalty} needs one; set it to 0"
+    lacks_reference = ppo.skip_reference_policy_logprobs_calculation and config.loss_fn.reference_policy_kl_penalty > 0
+    yield lacks_reference, "ppo.skip_reference_policy_logprobs_calculation=", text
+    text = "this is a run on CPU: cluster.gpus_per_node is 0"
+    yield ppo.calculate_advantages_on_gpu and config.cluster.gpus == 0, "ppo.calculate_advantages_on_gpu=", text
+    text = f"leaves none of the ppo.max_num_steps={ppo.max_num_steps} steps to the policy"
+    yield ppo.policy_training_start_step >= ppo.max_num_steps, "ppo.policy_training_start_step=", text
+    estimator = ppo.adv_estimator
+    lambdas = {
+        "gae_lambda": estimator.gae_lambda != PPOAdvantageConfig().gae_lambda,
+        "gae_lambda_policy": estimator.gae_lambda_policy is not None,
+        "gae_lambda_value": estimator.gae_lambda_value is not None,
+        "length_adaptive_alpha": estimator.length_adaptive_alpha,
+    }
+    text = "has no meaning with ppo.adv_estimator.name=raw_reward, which takes rewards as they are"
+    for name, is_changed in lambdas.items():
+        yield estimator.name == "raw_reward" and is_changed, f"ppo.adv_estimator.{name}=", text
+    text = "excludes ppo.adv_estimator.gae_lambda_policy: both say what the policy's lambda is"
+    is_given_twice = estimator.length_adaptive_alpha and estimator.gae_lambda_policy is not None
+    yield estimator.name == "gae" and is_given_twice, "ppo.adv_estimator.length_adaptive_alpha=", text
 
 
 def check_supervised(config: Config) -> Iterator[Rule]:
     """Check settings of algorithms that learn from rows."""
     if not config.training_loop.is_supervised:
-        yield from list_conflicts(config, "sampled")
+        text = "is for algorithm=sft, which learns from the rows' responses; use null"
+        yield config.data.response_key is not None, "data.response_key=", text
+        text = "is for algorithm=sft; debug.rollouts_from repeats the steps of a recorded run"
+        yield config.data.from_rollouts is not None, "data.from_rollouts=", text
         return
-    yield from list_conflicts(config, "supervised")
+    yield from _check_rows(config)
+    yield from _check_pairs(config)
+    text = f"is about samples that a step learns from, and algorithm={config.algorithm} learns from rows; leave it out"
     for key, value in list_changes(config, config.algorithm):
-        text = f"is about samples that a step learns from, and algorithm={config.algorithm} learns from rows"
-        yield key.split(".")[1] in OF_SAMPLES, f"{key}={value}", f"{text}; leave it out"
+        yield key.split(".")[1] in OF_SAMPLES, f"{key}={value}", text
+
+
+def _check_rows(config: Config) -> Iterator[Rule]:
+    data, name = config.data, config.algorithm
+    generations, per_row = config.training_loop.num_generations_per_prompt, 2 if config.learns_pairs else 1
+    text = f"counts samples of a prompt, and a row is {'a pair' if config.learns_pairs else 'one sequence'};"
+    text += f" use {per_row}"
+    yield generations != per_row, "LOOP.num_generations_per_prompt=", text
+    has_two = data.from_rollouts is not None and data.train_sets
+    yield has_two, "data.from_rollouts=", "and data.train_sets are training rows; give one of them"
+    text = "would cut conversations that are learnt; use filter or error"
+    yield data.long_prompts == "cut_left", "data.long_prompts=", text
+    text = f"is not there for algorithm={name}; give data.train_path a file, or a set that is loaded"
+    yield data.streaming, "data.streaming=", text
+    text = f"replaces sampling, and algorithm={name} samples nothing; use null"
+    yield config.debug.rollouts_from is not None, "debug.rollouts_from=", text
+    text = f"leaves nothing to do, because algorithm={name} samples only for validation; use true"
+    yield not config.debug.train, "debug.train=", text
+    text = "needs experts that engines chose, and rows of the data have none; use false"
+    yield config.policy.moe.replay_routing, "policy.moe.replay_routing=", text
+    yield config.logger.replay_every is not None, "logger.replay_every=", "records steps that sample; use null"
+    text = f"shows sampled responses, and algorithm={name} learns from rows; use false"
+    yield config.logger.log_completions, "logger.log_completions=", text
+
+
+def _check_pairs(config: Config) -> Iterator[Rule]:
+    if not config.learns_pairs:
+        return
+    text = "is for algorithm=sft; name the columns data.chosen_key and data.rejected_key"
+    yield config.data.response_key is not None, "data.response_key=", text
+    yield config.data.from_rollouts is not None, "data.from_rollouts=", "is for algorithm=sft; use null"
+    text = "would make several optimizer steps of one, whose pairs are compared before the first; use null,"
+    text += " and fewer LOOP.num_prompts_per_step"
+    yield config.policy.train_global_batch_samples is not None, "policy.train_global_batch_samples=", text
+    text = "is not there for a reward model, whose head is trained too; use 0"
+    yield config.trains_reward_model and config.policy.lora.rank > 0, "policy.lora.rank=", text
+    text = "is for engines that sample, and nothing samples with a reward model; use null"
+    yield config.trains_reward_model and config.policy.quantization is not None, "policy.quantization=", text
+    is_ipo = config.dpo.loss_type == "ipo"
+    yield is_ipo and config.dpo.label_smoothing != 0, "dpo.label_smoothing=", "is for dpo.loss_type=sigmoid; use 0"
 
 
 def check_debug_modes(config: Config) -> Iterator[Rule]:
     """Check settings that need the part of the run which is left out."""
-    yield from list_conflicts(config, "debug")
-    if config.reads_prompts and not config.debug.train:
-        yield from list_conflicts(config, "without_policy")
-    if config.reads_prompts or not config.debug.train:
-        return
     loop, data = config.training_loop, config.data
+    text = "needs the rollouts to be written; set logger.rollouts to sample or all"
+    yield config.logger.log_completions and config.logger.rollouts == "off", "logger.log_completions=", text
+    if config.reads_prompts:
+        if config.debug.train:
+            return
+        text = "samples while steps train, and debug.train=false starts no rank of the policy; use false"
+        yield loop.async_grpo.enabled, "LOOP.async_grpo.enabled=", text
+        text = "is read by ranks of the policy, and debug.train=false starts none; export the checkpoint (python -m"
+        text += " megatron_grpo.export), and give its folder as policy.model.path"
+        yield config.checkpointing.resume not in ("auto", "none"), "checkpointing.resume=", text
+        text = "serves weights that a refit sends, and debug.train=false starts no rank of the policy;"
+        text += " use engines of the run's own, generation.server.urls=[]"
+        yield config.generation.server.urls, "generation.server.urls=", text
+        text = "rounds the weights on their way to the engines, and debug.train=false starts no rank of the policy;"
+        text += " use null"
+        yield config.policy.quantization is not None, "policy.quantization=", text
+        return
+    text = f"leaves nothing to do beside debug.rollouts_from={config.debug.rollouts_from}; give one of them"
+    yield not config.debug.train, "debug.train=", text
+    if not config.debug.train:
+        return
+    text = "samples ahead, and debug.rollouts_from starts no engine; use false"
+    yield loop.async_grpo.enabled, "LOOP.async_grpo.enabled=", text
+    text = "needs the experts that engines chose, which recorded rollouts do not have; use false"
+    yield config.policy.moe.replay_routing, "policy.moe.replay_routing=", text
     causes_of_validation = {
         f"LOOP.val_period={loop.val_period}": loop.val_period > 0,
         "LOOP.val_at_start=True": loop.val_at_start,

@@ -90,8 +90,9 @@ def _find_resume_problems(config: Config) -> Iterator[Rule]:
     resume, folder = config.checkpointing.resume, Path(config.run_dir, "checkpoints")
     names = (re.fullmatch(r"step_(\d+)", name) for name in (os.listdir(folder) if os.path.isdir(folder) else ()))
     steps, subject = [int(match[1]) for match in names if match], "checkpointing.resume="
-    text = f"would begin anew, and {folder} has checkpoints up to step {max(steps, default=0)}"
-    yield resume == "none" and steps, subject, f"{text}; choose another run_dir, or delete them"
+    text = f"would begin anew, and {folder} has checkpoints up to step {max(steps, default=0)}; choose another run_dir,"
+    text += " or delete them"
+    yield resume == "none" and steps, subject, text
     if resume in ("auto", "none") or steps:
         return
     reason = check_readable(resume, "folder")
@@ -167,8 +168,9 @@ def _find_launcher_problems() -> Iterator[Problem]:
     """Check that torchrun or accelerate did not start several of these processes."""
     rank, count = os.environ.get("LOCAL_RANK"), os.environ.get("WORLD_SIZE", "1")
     if rank is not None and "RANK" in os.environ and count != "1":
-        text = "torchrun and accelerate launch start a whole run in each process; start it once, with python"
-        yield Problem(f"LOCAL_RANK={rank} WORLD_SIZE={count}", f"{text}, since the run starts its own processes")
+        text = "torchrun and accelerate launch start a whole run in each process; start it once, with python,"
+        text += " since the run starts its own processes"
+        yield Problem(f"LOCAL_RANK={rank} WORLD_SIZE={count}", text)
 
 
 @evaluate_rules
@@ -253,8 +255,9 @@ def find_login_problems(config: Config) -> Iterator[Rule]:
         login = netrc.netrc(os.environ.get("NETRC") or os.path.expanduser("~/.netrc")).authenticators(host)
     except (OSError, netrc.NetrcParseError):
         login = None
-    text = f"needs a login of {host}, and there is none: run `wandb login`, set WANDB_API_KEY, or give"
-    yield login is None, "logger.wandb.enabled=", f"{text} logger.wandb.mode=offline"
+    text = f"needs a login of {host}, and there is none: run `wandb login`, set WANDB_API_KEY,"
+    text += " or give logger.wandb.mode=offline"
+    yield login is None, "logger.wandb.enabled=", text
 
 
 def find_library_problems(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:

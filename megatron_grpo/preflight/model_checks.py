@@ -11,7 +11,7 @@ from megatron_grpo.models.adapter_names import is_adapted
 from megatron_grpo.models.families import FAMILIES, build_weight_map
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight.node_checks import read_gpu_capability
-from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
+from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_trained_models
 
 # Modules that Megatron-Core can recompute only with functions of Transformer Engine.
 _TE_MODULES = ("layernorm", "moe_act", "mla_up_proj")
@@ -26,7 +26,19 @@ def find_adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[
         return
     targets = f"policy.lora.target_modules=[{','.join(lora.target_modules)}]"
     yield len(set(lora.target_modules)) < len(lora.target_modules), targets, "names a layer twice; name each once"
-    yield from list_conflicts(config, "adapters")
+    yield not lora.target_modules, targets, "leaves nothing to train; name a layer, or set policy.lora.rank=0"
+    text = f"with policy.lora.rank={lora.rank} the reference policy is the base model itself, which does not move; use"
+    text += " false, or train all weights with policy.lora.rank=0"
+    yield config.training_loop.sync_ref_model, "LOOP.sync_ref_model=", text
+    if config.refit.adapters == "alone":
+        text = "sends no weights, which refit.fp8_blocks=true would round; use merged, or refit.fp8_blocks=false"
+        yield config.refit.fp8_blocks, "refit.adapters=", text
+        text = "needs engines of the run's own, which start with a slot for adapters; use merged"
+        yield config.generation.server.urls, "refit.adapters=", text
+        text = "needs slots of vLLM's, which take policy.lora.rank up to 512; use merged, or a lower rank"
+        yield lora.rank > 512, "refit.adapters=", text
+    text = "adapters leave the base model as it is; use 0"
+    yield config.policy.moe.bias_update_rate > 0, "policy.moe.bias_update_rate=", text
     if shape is None:
         return
     usable = ",".join(name for name in lora.target_modules if name != "linear_qkv") or "linear_proj"
@@ -44,8 +56,9 @@ def _check_lone_adapters(config: Config, shape: ModelShape) -> Iterator[Rule]:
     if config.refit.adapters != "alone" or not config.needs_generation:
         return
     adapted = [entry for entry in build_weight_map(shape) if entry.per_expert and is_adapted(entry, lora)]
-    text = "vLLM's CPU build has no adapters of experts; use merged, or leave linear_fc1 and linear_fc2 out of "
-    yield adapted and config.cluster.gpus == 0, "refit.adapters=", f"{text}policy.lora.target_modules"
+    text = "vLLM's CPU build has no adapters of experts; use merged,"
+    text += " or leave linear_fc1 and linear_fc2 out of policy.lora.target_modules"
+    yield adapted and config.cluster.gpus == 0, "refit.adapters=", text
     text = f"engines get the experts of {shape.family} as one tensor, whose adapters are not sent alone; use merged"
     yield any(entry.is_stacked for entry in adapted), "refit.adapters=", text
 
@@ -56,12 +69,13 @@ def find_fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule
     fp8 = config.policy.fp8
     if fp8.format == "off":
         return
-    yield from list_conflicts(config, "fp8")
+    yield from _check_fp8_settings(config)
     if shape is None:
         return
     if fp8.is_on_device and not shape.fits_transformer_engine:
-        text = f"Transformer Engine's layers do not express {shape.family}; use off, with precision=fp8_engines if "
-        yield True, "policy.fp8.format=", f"{text}the engines are to compute in FP8"
+        text = f"Transformer Engine's layers do not express {shape.family}; use off,"
+        text += " with precision=fp8_engines if the engines are to compute in FP8"
+        yield True, "policy.fp8.format=", text
         return
     yield from _check_fp8_sizes(config, shape)
     if fp8.simulate:
@@ -71,6 +85,30 @@ def find_fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule
     text = f"is more than the {layers} layers that {owner} has"
     yield fp8.first_layers_bf16 > layers, "policy.fp8.first_layers_bf16=", text
     yield fp8.last_layers_bf16 > layers, "policy.fp8.last_layers_bf16=", text
+
+
+def _check_fp8_settings(config: Config) -> Iterator[Rule]:
+    policy, fp8 = config.policy, config.policy.fp8
+    if fp8.recipe == "delayed":
+        text = "has scales of earlier steps, which are not simulated; use tensorwise, blockwise or mxfp8"
+        yield fp8.simulate, "policy.fp8.recipe=", text
+        text = "has no place in Megatron-Core's delayed recipe; use 0, or policy.fp8.recipe=tensorwise"
+        yield fp8.first_layers_bf16 > 0, "policy.fp8.first_layers_bf16=", text
+        yield fp8.last_layers_bf16 > 0, "policy.fp8.last_layers_bf16=", text
+    if fp8.simulate:
+        return
+    text = "needs GPUs, and this is a run on CPU; use off, or policy.fp8.simulate=true for its numerics"
+    yield config.cluster.gpus == 0, "policy.fp8.format=", text
+    text = f"needs policy.precision=bfloat16, not {policy.precision}"
+    yield policy.precision != "bfloat16", "policy.fp8.format=", text
+    text = "needs Transformer Engine's layers, and layers with adapters are torch's; use off, or policy.lora.rank=0"
+    yield policy.lora.rank > 0, "policy.fp8.format=", text
+    if not fp8.parameters:
+        return
+    text = "needs policy.optimizer.distributed=true, which keeps the float32 weights beside them"
+    yield not policy.optimizer.distributed, "policy.fp8.parameters=", text
+    text = "is not supported with recipe=mxfp8, which needs two copies of each weight; use false"
+    yield fp8.recipe == "mxfp8", "policy.fp8.parameters=", text
 
 
 @evaluate_rules
@@ -83,8 +121,9 @@ def find_fp8_machine_problems(config: Config) -> Iterator[Rule]:
     if capability is not None and capability < fp8.least_capability:
         least, lowest = (".".join(map(str, pair)) for pair in (fp8.least_capability, capability))
         advice = "off" if capability < (8, 9) else "recipe=tensorwise"
-        text = f"recipe={fp8.recipe} needs GPUs of compute capability {least}, and this machine has {lowest}"
-        yield True, "policy.fp8.format=", f"{text}; use {advice}"
+        text = f"recipe={fp8.recipe} needs GPUs of compute capability {least}, and this machine has {lowest};"
+        text += f" use {advice}"
+        yield True, "policy.fp8.format=", text
 
 
 def _check_fp8_sizes(config: Config, shape: ModelShape) -> Iterator[Rule]:
@@ -135,7 +174,10 @@ def find_quantization_problems(config: Config, shape: ModelShape | None) -> Iter
     """Check settings beside quantization-aware training; shape None: unknown."""
     if config.policy.quantization is None:
         return
-    yield from list_conflicts(config, "quantization")
+    text = "rounds the same products as policy.fp8; use null, or policy.fp8.format=off"
+    yield config.policy.fp8.format != "off", "policy.quantization=", text
+    text = "rounds weights that are trained, and adapters leave them as they are; use null, or policy.lora.rank=0"
+    yield config.policy.lora.rank > 0, "policy.quantization=", text
     if shape is None:
         return
     kinds = {"for a mixture of experts": shape.experts, "with latent attention": shape.latent}
@@ -146,7 +188,8 @@ def find_quantization_problems(config: Config, shape: ModelShape | None) -> Iter
 @evaluate_rules
 def find_training_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check settings of speed and memory; shape None: unknown."""
-    yield from list_conflicts(config, "training")
+    yield from _check_speed(config)
+    yield from _check_optimizers(config)
     modules = config.policy.recompute_modules
     key = f"policy.recompute_modules=[{','.join(modules)}]"
     text = "policy.activation_checkpointing=true recomputes whole layers; choose one of them"
@@ -165,21 +208,68 @@ def find_training_problems(config: Config, shape: ModelShape | None) -> Iterator
     yield "mla_up_proj" in modules and shape.latent is None, key, text
 
 
+def _check_speed(config: Config) -> Iterator[Rule]:
+    """Check communication beside computation, and kernels."""
+    policy, on_cpu = config.policy, config.cluster.gpus == 0
+    if policy.overlap_param_gather:
+        key, overlaps = "policy.overlap_param_gather=", policy.overlap_grad_reduce
+        is_off = on_cpu if overlaps is None else not overlaps
+        yield is_off, key, "needs policy.overlap_grad_reduce=true"
+        for section, model in list_trained_models(config).items():
+            yield not model.optimizer.distributed, key, f"needs {section}.optimizer.distributed=true"
+    if policy.gradient_accumulation_fusion:
+        key = "policy.gradient_accumulation_fusion="
+        reason = "takes the gradient of the weight itself, and the product is with a rounded one; use null"
+        yield policy.quantization is not None, key, f"with policy.quantization={policy.quantization}: {reason}"
+        yield policy.fp8.is_simulated, key, f"with policy.fp8.simulate=True: {reason}"
+        yield on_cpu, key, "needs GPUs; use null, which is true where it can be"
+    text = "excludes loss_fn.kl_score_function_gradient: torch has no deterministic running sums on GPUs"
+    needs_sums = policy.deterministic and config.loss_fn.kl_score_function_gradient
+    yield needs_sums and not on_cpu, "policy.deterministic=", text
+
+
+def _check_optimizers(config: Config) -> Iterator[Rule]:
+    """Check where optimizers keep their state, and what Muon cannot do."""
+    on_cpu = config.cluster.gpus == 0
+    for section, model in list_trained_models(config).items():
+        optimizer, key = model.optimizer, f"{section}.optimizer"
+        text = "without GPUs all is in host memory already; leave it out, or give cluster.gpus_per_node"
+        yield on_cpu and optimizer.cpu_offload > 0, f"{key}.cpu_offload=", text
+        text = "needs GPUs; leave it out, or give cluster.gpus_per_node"
+        yield on_cpu and optimizer.precision_aware, f"{key}.precision_aware=", text
+        is_whole, text = not on_cpu and not optimizer.distributed, f"needs {key}.distributed=true"
+        yield is_whole and optimizer.cpu_offload > 0, f"{key}.cpu_offload=", text
+        yield is_whole and optimizer.precision_aware, f"{key}.precision_aware=", text
+        if optimizer.name == "muon":
+            text = f"excludes {key}.cpu_offload: Megatron-Core's optimizer in host memory is AdamW; use cpu_offload=0,"
+            text += " or adamw"
+            yield optimizer.cpu_offload > 0, f"{key}.name=", text
+            text = f"excludes {key}.precision_aware, which is Transformer Engine's Adam; use precision_aware=false,"
+            text += " or adamw"
+            yield optimizer.precision_aware, f"{key}.name=", text
+    if config.policy.optimizer.name == "muon":
+        rank, fp8 = config.policy.lora.rank, config.policy.fp8
+        text = f"is for the model's matrices, and policy.lora.rank={rank} trains adapters alone; use adamw"
+        yield rank > 0, "policy.optimizer.name=", text
+        text = "excludes policy.fp8.parameters: only Megatron-Core's distributed AdamW keeps weights in FP8;"
+        text += " use parameters=false"
+        yield fp8.parameters and not fp8.simulate, "policy.optimizer.name=", text
+
+
 def _check_reward_model(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check that an export of a reward model is one of transformers' models."""
     if shape is None or not config.trains_reward_model:
         return
-    text = f"is of {shape.family}, and transformers has no ForSequenceClassification of it, which an export would be"
-    yield not FAMILIES[shape.family].has_reward_models, "policy.model.path=", f"{text}; give a model of another family"
+    text = f"is of {shape.family}, and transformers has no ForSequenceClassification of it, which an export would be;"
+    text += " give a model of another family"
+    yield not FAMILIES[shape.family].has_reward_models, "policy.model.path=", text
     text = "is a model that also sees images, of which no reward model is made; give a model of text alone"
     yield bool(shape.text_prefix), "policy.model.path=", text
 
 
 def _check_muon(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check settings of Muon against the model."""
-    models = {"policy": (config.policy.optimizer, config.policy.parallel)}
-    if config.training_loop.has_value_model:
-        models["value"] = config.value.optimizer, config.value.parallel
+    models = {key: (model.optimizer, model.parallel) for key, model in list_trained_models(config).items()}
     passed = config.policy.megatron_optimizer
     fields = [name for name in passed if name in ("muon_split_qkv", "muon_coefficient_type")]
     uses_muon = any(optimizer.name == "muon" for optimizer, _ in models.values())
@@ -192,13 +282,12 @@ def _check_muon(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     for section, (optimizer, parallel) in models.items():
         if optimizer.name != "muon":
             continue
-        advice = "policy.megatron_optimizer.muon_split_qkv=false"
-        text = "muon orthogonalizes queries, keys and values apart, and"
-        key = f"{section}.optimizer.name="
-        split = (
-            f"{text} {section}.parallel.tensor={parallel.tensor} splits {heads} key/value heads; use at most {heads}"
-        )
-        yield splits and parallel.tensor > heads, key, f"{split}, or {advice}"
-        yield splits and len(sizes) > 1, key, f"{text} the sizes of this model's heads differ by layer; give {advice}"
+        key, tensor = f"{section}.optimizer.name=", parallel.tensor
+        text = f"muon orthogonalizes queries, keys and values apart, and {section}.parallel.tensor={tensor} splits"
+        text += f" {heads} key/value heads; use at most {heads}, or policy.megatron_optimizer.muon_split_qkv=false"
+        yield splits and tensor > heads, key, text
+        text = "muon orthogonalizes queries, keys and values apart, and the sizes of this model's heads differ by"
+        text += " layer; give policy.megatron_optimizer.muon_split_qkv=false"
+        yield splits and len(sizes) > 1, key, text
         text = f"muon with {section}.optimizer.distributed=true has no place for the experts' biases; use false"
         yield shape.experts is not None and shape.experts.bias and optimizer.distributed, key, text

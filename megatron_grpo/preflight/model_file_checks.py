@@ -51,8 +51,9 @@ def find_weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
     # Packed weights have other shapes than config.json implies, so they are reported before shapes are compared.
     packed = next((name for name in required_shapes if name in tensors and tensors[name].dtype not in FLOATS), None)
     if packed is not None:
-        text = f"{packed} is stored as {tensors[packed].dtype}: weights that are quantized so cannot be read"
-        yield f"{text}; convert the model to bfloat16 first, as docs/layouts.md shows"
+        text = f"{packed} is stored as {tensors[packed].dtype}: weights that are quantized so cannot be read; convert"
+        text += " the model to bfloat16 first, as docs/layouts.md shows"
+        yield text
         return
     for name, expected in required_shapes.items():
         if name in shapes and shapes[name] != expected:
@@ -66,9 +67,10 @@ def find_weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
     unread = [name for name in sorted(unknown) if not name.endswith(tuple(derived))]
     unread = [name for name in unread if not is_carried(name, shape)]
     if unread:
-        text = f"the folder holds {len(unread)} tensor(s) that a model of its config.json does not have, which would be"
         advice = "correct architectures in config.json, or remove them from the files"
-        yield f"{text} lost: {', '.join(unread[:_MAX_NAMED])}; {advice}"
+        text = f"the folder holds {len(unread)} tensor(s) that a model of its config.json does not have, which would be"
+        text += f" lost: {', '.join(unread[:_MAX_NAMED])}; {advice}"
+        yield text
 
 
 def _list_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], bool]]:
@@ -88,8 +90,9 @@ def list_unused_tensors(config: Config) -> Iterator[Problem]:
     shape = source.read_policy_shape(config, folder)
     carried = [name for name in list_stored_tensors(folder) if is_carried(name, shape)]
     if carried:
-        text = f"holds {len(carried)} tensor(s) beside the language model, which are not trained, and which an export"
-        yield Problem(f"policy.model.path={path}", f"{text} copies as they are: {sorted(carried)[0]}, …")
+        text = f"holds {len(carried)} tensor(s) beside the language model, which are not trained,"
+        text += f" and which an export copies as they are: {sorted(carried)[0]}, …"
+        yield Problem(f"policy.model.path={path}", text)
 
 
 def find_model_problems(config: Config) -> Iterator[Problem]:
@@ -220,9 +223,9 @@ def find_tokenizer_problems(subject: str, folder: Path, config: Config, vocab: i
             section = f"data.tasks.{task}" if is_own else "data"
             is_chat = settings.apply_chat_template if is_own else data.apply_chat_template
             if is_chat and not (settings.chat_template or data.chat_template):
-                text = f"the tokenizer in {folder} has no chat template; use false for prompts as they are"
                 advice = f"or give a file with one in {section}.chat_template"
-                yield Problem(f"{section}.apply_chat_template=True", f"{text}, {advice}")
+                text = f"the tokenizer in {folder} has no chat template; use false for prompts as they are, {advice}"
+                yield Problem(f"{section}.apply_chat_template=True", text)
                 break  # other tasks have the same fault
     yield from _find_vocabulary_problems(subject, folder, config.data, vocab)
 
@@ -232,8 +235,9 @@ def _find_tokenizer_code(subject: str, folder: Path) -> Iterator[Problem]:
     auto_map = read_settings(folder / _SETTINGS_FILE).get("auto_map")
     code = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else None
     if code and not any((folder / name).is_file() for name in (TOKENIZER_FILE, "tokenizer.model")):
-        text = f"{folder / _SETTINGS_FILE}: the tokenizer is code of the model ({to_text(code)}), which is never run"
-        yield Problem(subject, f"{text}; convert it to a {TOKENIZER_FILE} first, as docs/layouts.md shows")
+        text = f"{folder / _SETTINGS_FILE}: the tokenizer is code of the model ({to_text(code)}), which is never run;"
+        text += f" convert it to a {TOKENIZER_FILE} first, as docs/layouts.md shows"
+        yield Problem(subject, text)
 
 
 def _has_chat_template(folder: Path) -> bool:

@@ -54,8 +54,9 @@ def find_node_remarks(config: Config) -> Iterator[Problem]:
     least = DRIVERS.get(release or 0, 0)
     drivers = {int(match[0]) for match in (re.match(r"\d+", value) for value in query_gpus("driver_version")) if match}
     if drivers and min(drivers) < least:
-        text = f"the installed torch has CUDA {release}, which needs driver {least} or newer on the machine itself"
-        yield Problem(f"NVIDIA driver {min(drivers)}", f"{text}, or NVIDIA's forward compatibility in the container")
+        text = f"the installed torch has CUDA {release}, which needs driver {least} or newer on the machine itself, or"
+        text += " NVIDIA's forward compatibility in the container"
+        yield Problem(f"NVIDIA driver {min(drivers)}", text)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= files < OPEN_FILES:
         text = f"may be too few for sockets; ulimit -n {OPEN_FILES}, or docker run --ulimit nofile={OPEN_FILES}"

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.keys import fill_placeholders, is_met, list_changes, load_tables
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config
-from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
+from megatron_grpo.preflight.rules import Rule, evaluate_rules
 from megatron_grpo.preflight.sampling_checks import check_filter_cautions
+from megatron_grpo.preflight.unused_settings import find_unused_settings
 
 # Environments whose rewards are 0 or 1.
 _ZERO_OR_ONE = ("math", "addition", "format", "tools", "countdown")
-# Keys by the switch that they need, and by the condition under which they change nothing. A section ends in a point.
-NEEDS: dict[str, str] = load_tables("switches.yaml")["needs"]
-_UNUSED: Any = load_tables("switches.yaml")["unused"]
 
 
 def find_remarks(config: Config) -> Iterator[Problem]:
@@ -34,11 +30,30 @@ def find_remarks(config: Config) -> Iterator[Problem]:
 @evaluate_rules
 def find_cautions(config: Config) -> Iterator[Rule]:
     """Find settings that are allowed and may not be intended."""
-    yield from list_conflicts(config, "cautions")
+    yield from _check_samples(config)
     yield from _check_checkpoints(config)
     yield from _check_warmups(config)
     yield from _check_threshold(config)
     yield from check_filter_cautions(config)
+
+
+def _check_samples(config: Config) -> Iterator[Rule]:
+    """Remark on samples that teach nothing, or are of other weights."""
+    text = "is greedy: all samples of a prompt are the same and teach nothing"
+    yield config.generation.temperature == 0, "generation.temperature=", text
+    steps = config.optimizer_steps_per_step
+    text = f"does not correct for the policy's updates, and this configuration makes {steps} optimizer steps on the"
+    text += " same samples; REINFORCE takes one: set PASSES=1 and one minibatch"
+    yield config.loss_fn.disable_ppo_ratio and steps > 1, "loss_fn.disable_ppo_ratio=", text
+    loop = config.training_loop
+    if not loop.async_grpo.can_sample_ahead:
+        return
+    text = "puts no limit on the importance weights of samples from earlier versions of the policy;"
+    text += " loss_fn.truncated_importance_sampling_type=tis and loss_fn.truncated_importance_sampling_ratio=2 give"
+    text += " one"
+    yield config.loss_fn.truncated_importance_sampling_type is None, "LOOP.async_grpo.enabled=", text
+    text = "also leaves out responses from earlier versions of the policy, on which the frameworks need not disagree"
+    yield loop.seq_logprob_error_threshold is not None, "LOOP.seq_logprob_error_threshold=", text
 
 
 def _check_checkpoints(config: Config) -> Iterator[Rule]:
@@ -46,11 +61,14 @@ def _check_checkpoints(config: Config) -> Iterator[Rule]:
     if not config.has_checkpoints or checkpointing.keep_top_k is None:
         return
     name = checkpointing.metric_name
-    text = f"saves steps without a validation, of which there is one every LOOP.val_period={period}"
+    text = "is of a validation, and this run has none; reward ranks checkpoints"
+    is_replaced = name == "reward" != config.checkpointing.metric_name
+    yield is_replaced, "checkpointing.metric_name=", text
+    text = f"saves steps without a validation, of which there is one every LOOP.val_period={period};"
+    text += f" they rank last by checkpointing.metric_name={name}"
     is_rare = period == 0 or checkpointing.save_period % period
     is_ranked_by_validation = name is not None and name.startswith(VALIDATION_PREFIX)
-    reason = f"{text}; they rank last by checkpointing.metric_name={name}"
-    yield is_ranked_by_validation and is_rare, "checkpointing.save_period=", reason
+    yield is_ranked_by_validation and is_rare, "checkpointing.save_period=", text
 
 
 def _check_warmups(config: Config) -> Iterator[Rule]:
@@ -62,9 +80,9 @@ def _check_warmups(config: Config) -> Iterator[Rule]:
     for section, optimizer, optimizer_steps in models:
         # A warm-up given as a ratio follows the length of the run, so it always ends.
         is_long = optimizer.warmup_ratio is None and optimizer.warmup_steps >= optimizer_steps
-        text = f"is not over before the run is: LOOP.max_num_steps makes {optimizer_steps} optimizer steps"
-        reason = f"{text}, and none has {section}.optimizer.lr={optimizer.lr:g}"
-        yield is_long, f"{section}.optimizer.warmup_steps=", reason
+        text = f"is not over before the run is: LOOP.max_num_steps makes {optimizer_steps} optimizer steps,"
+        text += f" and none has {section}.optimizer.lr={optimizer.lr:g}"
+        yield is_long, f"{section}.optimizer.warmup_steps=", text
 
 
 def _check_threshold(config: Config) -> Iterator[Rule]:
@@ -91,20 +109,3 @@ def _find_bounds(config: Config) -> tuple[float, float]:
     if has_zero_or_one or name in ("accuracy", "truncation_rate"):
         return 0.0, 1.0
     return -math.inf, math.inf
-
-
-def find_unused_settings(config: Config) -> Iterator[Problem]:
-    """Find changed settings without effect, each with the first reason."""
-    rows = [(keys, f"needs {switch}") for switch, keys in NEEDS.items() if not is_met(config, switch)]
-    for condition, reasons in _UNUSED.items():
-        if is_met(config, condition):
-            rows += reasons.items()
-    unused = [(tuple(fill_placeholders(config, keys).split()), fill_placeholders(config, text)) for keys, text in rows]
-    value_sections = ("value", "value_loss_fn") if config.training_loop.has_value_model else ()
-    learning = ("loss_fn", config.loop_name, "reference", "policy", *value_sections)
-    for section in (*learning, "data", "generation", "refit", "checkpointing", "logger"):
-        for key, value in list_changes(config, section):
-            for names, text in unused:
-                if any(key.startswith(name) if name.endswith(".") else key == name for name in names):
-                    yield Problem(f"{key}={value}", text)
-                    break

@@ -18,7 +18,7 @@ from megatron_grpo.config.data_schema import (
 )
 from megatron_grpo.config.paths import SCRIPT_STREAM, is_hub_name
 from megatron_grpo.config.schema import MISSING, Config, GRPOConfig
-from megatron_grpo.preflight.rules import Rule, list_conflicts
+from megatron_grpo.preflight.rules import Rule, format_value
 
 # Keys that environments of every type have; the others are for type reward_functions.
 _COMMON_KEYS = ("type", "options", "num_workers", "timeout_s", "leave_out_suspects")
@@ -28,8 +28,8 @@ def check_rewards(config: Config) -> Iterator[Rule]:
     """Check keys of rewards and advantages."""
     if config.loop_name == "grpo" and config.uses_rewards:
         yield from _check_estimator(config)
-    yield from list_conflicts(config, "rewards")
-    yield from _check_overlong_penalty(config)
+    yield from _check_scaling(config)
+    yield from _check_shaping(config)
     yield from check_environments(config)
     for name, environment in config.env.items():
         is_unknown = environment.type == REWARD_FUNCTIONS and environment.correct_func is None
@@ -41,15 +41,41 @@ def check_rewards(config: Config) -> Iterator[Rule]:
     yield follows_accuracy and not config.has_correctness, "data.curriculum.column=", text
 
 
-def _check_overlong_penalty(config: Config) -> Iterator[Rule]:
-    shaping, longest = config.training_loop.reward_shaping, config.most_sampled_tokens
-    if not shaping.enabled or shaping.overlong_buffer_length is None:
+def _check_scaling(config: Config) -> Iterator[Rule]:
+    scaling = config.training_loop.reward_scaling
+    text = f"must be below LOOP.reward_scaling.source_max={format_value(scaling.source_max)}"
+    is_empty = scaling.source_min >= scaling.source_max
+    yield scaling.enabled and is_empty, "LOOP.reward_scaling.source_min=", text
+    text = "equals LOOP.reward_scaling.target_max, which makes all rewards the same"
+    is_point = scaling.target_min == scaling.target_max
+    yield scaling.enabled and is_point, "LOOP.reward_scaling.target_min=", text
+    lowest, highest = config.training_loop.advantage_clip_low, config.training_loop.advantage_clip_high
+    text = "equals LOOP.advantage_clip_high, which leaves no advantage"
+    yield lowest is not None and lowest == highest, "LOOP.advantage_clip_low=", text
+
+
+def _check_shaping(config: Config) -> Iterator[Rule]:
+    shaping = config.training_loop.reward_shaping
+    if not shaping.enabled:
+        return
+    buffer, factor = shaping.overlong_buffer_length, shaping.stop_properly_penalty_coef
+    text = "needs one of LOOP.reward_shaping.overlong_buffer_length (DAPO) and"
+    text += " LOOP.reward_shaping.stop_properly_penalty_coef"
+    yield buffer is None and factor is None, "LOOP.reward_shaping.enabled=", text
+    text = "needs one of LOOP.reward_shaping.overlong_buffer_length (DAPO) and"
+    text += " LOOP.reward_shaping.stop_properly_penalty_coef, not both: they punish the same"
+    yield buffer is not None and factor is not None, "LOOP.reward_shaping.enabled=", text
+    longest = shaping.max_response_length or config.generation.max_new_tokens
+    text = f"is more than the response may have before the full penalty, {longest} tokens"
+    yield (buffer or 0) > longest, "LOOP.reward_shaping.overlong_buffer_length=", text
+    if buffer is None:
         return
     if config.generation.endpoint.enabled:
         text = "an agent's rollout has any number of responses; give the sampled tokens at which the penalty is full"
         yield shaping.max_response_length is None, "LOOP.reward_shaping.max_response_length=", text
         return
-    penalty_start = (shaping.max_response_length or longest) - shaping.overlong_buffer_length
+    longest = config.most_sampled_tokens
+    penalty_start = (shaping.max_response_length or longest) - buffer
     limit = f"generation.max_new_tokens={config.generation.max_new_tokens}"
     limit += "" if config.training_loop.max_rollout_turns == 1 else f" in all turns, {longest} tokens"
     text = f"the penalty starts beyond {limit}, where no response gets"
@@ -73,9 +99,10 @@ def check_environments(config: Config) -> Iterator[Rule]:
         for sign in environment.leave_out_suspects:
             text = f"is no sign that type {kind} reports; it reports {', '.join(signs)}"
             yield kind in BUILT_IN and sign not in signs, f"{section}.leave_out_suspects={sign}", text
-            text = f"compares at least {MIN_COMPARED} samples of a prompt; needs LOOP.num_generations_per_prompt"
             is_too_few = sign == UNUSUALLY_SHORT and samples < MIN_COMPARED
-            yield is_too_few, f"{section}.leave_out_suspects={sign}", f"{text} that high"
+            text = f"compares at least {MIN_COMPARED} samples of a prompt;"
+            text += " needs LOOP.num_generations_per_prompt that high"
+            yield is_too_few, f"{section}.leave_out_suspects={sign}", text
         task = config.data.tasks.get(name)
         is_scored = config.needs_generation or not config.training_loop.is_supervised
         has_no_answer = is_scored and config.data.answer_key is None and (task is None or task.answer_key is None)
@@ -84,11 +111,44 @@ def check_environments(config: Config) -> Iterator[Rule]:
 
 
 def _check_estimator(config: Config) -> Iterator[Rule]:
-    yield from list_conflicts(config, "grpo")
     loop = config.training_loop
-    if not isinstance(loop, GRPOConfig) or loop.adv_estimator.name != "gdpo":
-        return
-    yield from list_conflicts(config, "gdpo")
+    assert isinstance(loop, GRPOConfig)
+    yield from _check_normalization(config, loop)
+    if loop.adv_estimator.name == "gdpo":
+        yield from _check_gdpo(config)
+    if loop.turn_credit == "turn":
+        text = f"is for grpo.adv_estimator.name=grpo; {loop.adv_estimator.name} has an advantage of the response"
+        yield loop.adv_estimator.name != "grpo", "grpo.turn_credit=", text
+        text = "does not go with loss_fn.use_kl_in_reward=true, which changes the reward of the response; use false"
+        yield config.loss_fn.use_kl_in_reward, "grpo.turn_credit=", text
+        text = "does not go with grpo.reward_scaling.enabled=true, which maps the reward of the response; use false"
+        yield loop.reward_scaling.enabled, "grpo.turn_credit=", text
+
+
+def _check_normalization(config: Config, loop: GRPOConfig) -> Iterator[Rule]:
+    estimator, options = loop.adv_estimator.name, loop.adv_estimator
+    has_one_baseline, is_over_group = estimator == "reinforce_plus_plus", loop.normalize_rewards_over == "group"
+    text = f"is for grpo.adv_estimator.name=reinforce_plus_plus; {estimator} has a baseline anyway"
+    yield options.minus_baseline and not has_one_baseline, "grpo.adv_estimator.minus_baseline=", text
+    text = f"is not possible with grpo.adv_estimator.name={estimator}, which is a normalisation"
+    yield estimator != "grpo" and not loop.normalize_rewards, "grpo.normalize_rewards=", text
+    text = f"is for grpo.adv_estimator.name=grpo; {estimator} has a normalisation of its own"
+    yield estimator != "grpo" and not is_over_group, "grpo.normalize_rewards_over=", text
+    text = "would divide a group of equal rewards by the spread of its KL penalties alone; use"
+    text += " grpo.normalize_rewards=false, grpo.normalize_rewards_over=batch or another grpo.adv_estimator.name"
+    divides_groups = estimator == "grpo" and loop.normalize_rewards and is_over_group
+    yield config.loss_fn.use_kl_in_reward and divides_groups, "loss_fn.use_kl_in_reward=", text
+    text = "the baseline of a sample comes from the others of its prompt; use 2 or more"
+    compares_samples = not has_one_baseline or options.minus_baseline
+    yield compares_samples and loop.num_generations_per_prompt < 2, "grpo.num_generations_per_prompt=", text
+
+
+def _check_gdpo(config: Config) -> Iterator[Rule]:
+    loop, text = config.training_loop, "changes the sum of the rewards, and gdpo takes each by itself; use false"
+    yield loop.reward_scaling.enabled, "grpo.reward_scaling.enabled=", text
+    yield loop.reward_shaping.enabled, "grpo.reward_shaping.enabled=", text
+    text = "there is no single reward with gdpo to subtract the penalty from; use false"
+    yield config.loss_fn.use_kl_in_reward, "loss_fn.use_kl_in_reward=", text
     # Each reward is normalised by itself before it is weighted, so a function needs one weight in all tasks.
     weights: dict[str, float] = {}
     for task, environment in config.env.items():

@@ -11,24 +11,38 @@ from megatron_grpo.config.generation_schema import (
     FILTERS,
     PENALTIES,
     EndpointConfig,
+    EngineConfig,
     GenerationConfig,
     StructuredConfig,
 )
 from megatron_grpo.config.paths import TOKEN_VARIABLE, check_url, is_loopback, read_token
 from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.vllm_parsers import read_parser_names
-from megatron_grpo.preflight.rules import Rule, list_conflicts
+from megatron_grpo.preflight.rules import Rule
 
 
 def check_requests(config: Config) -> Iterator[Rule]:
     """Check keys of sampling against each other and against vLLM."""
     yield from _check_structure(config.generation.structured)
-    yield from list_conflicts(config, "requests")
+    generation, speculative = config.generation, config.generation.engine.speculative
+    is_speculative = speculative.num_speculative_tokens > 0
+    text = "vLLM has no min_p with speculative decoding; use 0 for one of them"
+    yield generation.min_p > 0 and is_speculative, "generation.min_p=", text
+    size, engines, default = generation.generation_batch_size, generation.parallel.data, EngineConfig().max_num_seqs
+    text = f"leaves some of the {engines} engines without a response; give {engines} or more"
+    yield size is not None and size < engines, "generation.generation_batch_size=", text
+    text = f"and generation.engine.max_num_seqs={generation.engine.max_num_seqs} say the same; give one of them"
+    is_given_twice = size is not None and generation.engine.max_num_seqs != default
+    yield is_given_twice, "generation.generation_batch_size=", text
+    longest = speculative.prompt_lookup_max
+    text = f"must not be above generation.engine.speculative.prompt_lookup_max={longest}"
+    is_empty = is_speculative and speculative.method == "ngram" and speculative.prompt_lookup_min > longest
+    yield is_empty, "generation.engine.speculative.prompt_lookup_min=", text
     processors = config.generation.engine_args.get("logits_processors")
     text = "vLLM has no logits processors with speculative decoding; leave them out, or use"
-    is_speculative = config.generation.engine.speculative.num_speculative_tokens > 0
+    text += " generation.engine.speculative.num_speculative_tokens=0"
     subject = f"generation.engine_args.logits_processors={to_text(processors)}"
-    yield processors and is_speculative, subject, f"{text} generation.engine.speculative.num_speculative_tokens=0"
+    yield processors and is_speculative, subject, text
 
 
 def check_filter_cautions(config: Config) -> Iterator[Rule]:
@@ -59,8 +73,9 @@ def check_filters(config: Config) -> Iterator[Rule]:
     for name in generation.select_changed(FILTERS):
         default = to_text(getattr(GenerationConfig(), name))
         text = f"is a filter that training does not repeat beside {hiding_key}, which changes the logits before it, and"
-        text += f" {comparing_option} would take that for a difference between the two frameworks"
-        yield comparing_option and hiding_key, f"generation.{name}=", f"{text}; use {default}, or leave that option out"
+        text += f" {comparing_option} would take that for a difference between the two frameworks; use {default}, or"
+        text += " leave that option out"
+        yield comparing_option and hiding_key, f"generation.{name}=", text
 
 
 def _find_hiding_key(generation: GenerationConfig) -> str:
@@ -117,10 +132,11 @@ def check_servers(config: Config) -> Iterator[Rule]:
     is_local = is_loopback(endpoint.host)
     text = f"is reached from one node, and agents run on {nodes}; use 0.0.0.0, and a token in {TOKEN_VARIABLE}"
     yield endpoint.enabled and is_local and nodes > 1, "generation.endpoint.host=", text
-    text = "lets every client that reaches it write what the run is trained on; put a token into the environment"
     yield from _check_parsers(endpoint)
     is_open = endpoint.enabled and not is_local and read_token() is None
-    yield is_open, "generation.endpoint.host=", f"{text} variable {TOKEN_VARIABLE}, or use 127.0.0.1"
+    text = "lets every client that reaches it write what the run is trained on;"
+    text += f" put a token into the environment variable {TOKEN_VARIABLE}, or use 127.0.0.1"
+    yield is_open, "generation.endpoint.host=", text
     for name, environment in config.env.items():
         text = "asks the model through the endpoint, which is off; give generation.endpoint.enabled=true"
         is_unanswered = environment.agent_func is not None and not endpoint.enabled
@@ -132,4 +148,5 @@ def check_servers(config: Config) -> Iterator[Rule]:
     yield len(set(urls)) < len(urls), "generation.server.urls=", "names a server twice"
     text = f"is the number of engines, and there are {len(urls)} servers; give {len(urls)}"
     yield urls and engines != len(urls), "generation.parallel.data=", text
-    yield from list_conflicts(config, "servers")
+    text = "shares GPUs with the run's own engines, and servers (generation.server.urls) have theirs; use separate"
+    yield config.generation.is_colocated and urls, "generation.placement=", text

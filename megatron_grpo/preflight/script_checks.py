@@ -82,8 +82,9 @@ def _is_pretrained(value: Any) -> bool:
 
 def _find_reward_problem(reward: Any) -> str | None:
     if _is_pretrained(reward):
-        text = f"is {_describe_kind(reward)}, and reward models are given by their folder"
-        return f"{text}; {_SAVED}: rewards=['./FOLDER']"
+        text = f"is {_describe_kind(reward)}, and reward models are given by their folder; {_SAVED}:"
+        text += " rewards=['./FOLDER']"
+        return text
     return None if isinstance(reward, str) or callable(reward) else f"is {_describe_kind(reward)}; give {_REWARDS}"
 
 
@@ -114,8 +115,9 @@ def _find_environment_problems(environments: Any) -> Iterator[Problem]:
         subject = f"environments[{task!r}]"
         # Ray's actor classes and handles are known by their module, since Ray is not imported here.
         if any(base.__module__.partition(".")[0] == "ray" for base in type(kind).__mro__):
-            text = f"is a Ray actor, and the run starts the processes of environments itself (env.{task}.num_workers)"
-            yield Problem(subject, f"{text}; give a class of {_INTERFACE} without ray.remote (docs/migrating.md)")
+            text = f"is a Ray actor, and the run starts the processes of environments itself (env.{task}.num_workers);"
+            text += f" give a class of {_INTERFACE} without ray.remote (docs/migrating.md)"
+            yield Problem(subject, text)
         elif not isinstance(kind, str | type):
             text = f"give the class, and what it is made with in env.{task}.options"
             yield Problem(subject, f"is an object of {type(kind).__name__}; {text}")

@@ -66,8 +66,10 @@ def read_latent(
         if rope.get(key, neutral) != neutral:
             raise ValueError(f"{key}={to_text(rope[key])} is not supported for {family}: vLLM ignores it; remove it")
     if bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
-        text = f"mscale={to_text(rope.get('mscale'))} and mscale_all_dim={to_text(rope.get('mscale_all_dim'))}"
-        raise ValueError(f"{text}: transformers and vLLM agree only if both are above 0, or both are missing")
+        raise ValueError(
+            f"mscale={to_text(rope.get('mscale'))} and mscale_all_dim={to_text(rope.get('mscale_all_dim'))}: "
+            "transformers and vLLM agree only if both are above 0, or both are missing"
+        )
     query_rank = raw.get("q_lora_rank", 1536)
     latent = LatentShape(
         query_rank=None if query_rank is None else read_size({"q_lora_rank": query_rank}, "q_lora_rank"),

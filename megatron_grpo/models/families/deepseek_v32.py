@@ -48,8 +48,10 @@ def _read_deepseek(raw: dict[str, Any]) -> ModelShape:
         raise ValueError(text)
     if not all(_list_full_layers(raw, layers)):
         key = next(key for key in (_PATTERN, _FREQUENCY) if raw.get(key) is not None)
-        text = f"{key}={to_text(raw[key])} is not supported for deepseek_v32, whose layers all have an indexer"
-        raise ValueError(f"{text} in transformers; remove it")
+        raise ValueError(
+            f"{key}={to_text(raw[key])} is not supported for deepseek_v32, "
+            "whose layers all have an indexer in transformers; remove it"
+        )
     defaults = {"max_position_embeddings": 163840}
     shape = read_latent(_leave_out(raw), "deepseek_v32", defaults=defaults)
     return _add_indexer(shape, raw, heads=64, layers=(True,) * layers, interleaved=False)
@@ -85,8 +87,10 @@ def _leave_out(raw: Mapping[str, Any]) -> dict[str, Any]:
         sparse = read_sparse_layers(raw, len(layers), default=3)
         if layers != ["sparse" if is_sparse else "dense" for is_sparse in sparse]:
             dense = len(sparse) - sum(sparse)
-            text = f"mlp_layer_types={to_text(layers)} contradicts first_k_dense_replace={dense}"
-            raise ValueError(f"{text}, which vLLM reads; the first layers have to be the dense ones")
+            raise ValueError(
+                f"mlp_layer_types={to_text(layers)} contradicts first_k_dense_replace={dense}, which vLLM reads; "
+                "the first layers have to be the dense ones"
+            )
     return {key: value for key, value in raw.items() if key not in ("index_topk", "layer_types")}
 
 
@@ -118,8 +122,10 @@ def _add_indexer(
         interleaved_rope=interleaved,
     )
     if indexer.head_dim < shape.latent.rope_dim:
-        text = f"index_head_dim={indexer.head_dim} is less than qk_rope_head_dim={shape.latent.rope_dim}"
-        raise ValueError(f"{text}, the features of a head that are rotated")
+        raise ValueError(
+            f"index_head_dim={indexer.head_dim} is less than qk_rope_head_dim={shape.latent.rope_dim}, "
+            "the features of a head that are rotated"
+        )
     return replace(shape, indexer=indexer)
 
 

@@ -32,18 +32,20 @@ _MINIMAX_DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "max_position_em
 
 def _read_olmo3(raw: dict[str, Any]) -> ModelShape:
     if raw.get("rope_theta", _OLMO3_THETA) != _OLMO3_THETA and not raw.get("rope_parameters"):
-        text = (
-            f"rope_theta={to_text(raw['rope_theta'])} is not supported for olmo3: transformers 5 would leave it out in"
+        raise ValueError(
+            f"rope_theta={to_text(raw['rope_theta'])} is not supported for olmo3: transformers 5 would leave it out in "
+            f"layers with windows; write rope_parameters with {LOCAL} and {GLOBAL}"
         )
-        raise ValueError(f"{text} layers with windows; write rope_parameters with {LOCAL} and {GLOBAL}")
     settings = {**_OLMO3_DEFAULTS, **raw}
     thetas = {LOCAL: _OLMO3_THETA, GLOBAL: _OLMO3_THETA}
     local_theta, global_rope = read_rotary_by_kind(
         {key: value for key, value in raw.items() if key != "rope_local_base_freq"}, LOCAL, GLOBAL, thetas
     )
     if global_rope.get("truncate", True) is not True:
-        text = f"truncate={to_text(global_rope['truncate'])} of the rotary embedding"
-        raise ValueError(f"{text} is not supported for olmo3: transformers ignores it; remove it")
+        raise ValueError(
+            f"truncate={to_text(global_rope['truncate'])} of the rotary embedding is not supported for olmo3: "
+            "transformers ignores it; remove it"
+        )
     set_aside = ("rope_scaling", "rope_theta", "original_max_position_embeddings")
     as_dense = {key: value for key, value in settings.items() if key not in set_aside}
     shape = read_dense(
@@ -70,8 +72,10 @@ def _read_minimax_m2(raw: dict[str, Any]) -> ModelShape:
     # vLLM reads these keys from the file alone; transformers' model has no other values.
     for key, value in (("scoring_func", "sigmoid"), ("use_routing_bias", True)):
         if raw.get(key) != value:
-            text = f"{key}={to_text(raw.get(key))} is not supported for minimax_m2, and without it vLLM would compute"
-            raise ValueError(f'{text} another model; write "{key}": {to_text(value)}')
+            raise ValueError(
+                f"{key}={to_text(raw.get(key))} is not supported for minimax_m2, and without it vLLM would compute "
+                f'another model; write "{key}": {to_text(value)}'
+            )
     head_dim, rotated = read_size(raw, "head_dim", 128), read_size(raw, "rotary_dim")
     share = rotated / head_dim
     shape = read_dense(
@@ -84,8 +88,10 @@ def _read_minimax_m2(raw: dict[str, Any]) -> ModelShape:
     rope = read_section(raw, "rope_scaling", "rope_parameters")
     for holder in (raw, rope):
         if holder.get("partial_rotary_factor", share) != share:
-            text = f"partial_rotary_factor={to_text(holder['partial_rotary_factor'])}"
-            raise ValueError(f"{text} contradicts rotary_dim={rotated} of head_dim={head_dim}; keep rotary_dim alone")
+            raise ValueError(
+                f"partial_rotary_factor={to_text(holder['partial_rotary_factor'])} contradicts rotary_dim={rotated} of "
+                f"head_dim={head_dim}; keep rotary_dim alone"
+            )
     count = read_expert_count(raw, "num_experts", "num_local_experts", 256)
     experts = ExpertShape(
         count=count,

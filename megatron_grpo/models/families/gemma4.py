@@ -82,14 +82,19 @@ _SCALAR = "mlp: layer_scalar [scalar] = layer_scalar"
 def _read(raw: dict[str, Any]) -> ModelShape:
     for key, (neutral, default) in _SMALL_MODELS.items():
         if raw.get(key, default) != neutral:
-            text = f"{key}={to_text(raw.get(key, default))} is not supported for gemma4"
-            raise ValueError(f"{text}; only {neutral} is, as in gemma-4-31B and gemma-4-26B-A4B")
+            raise ValueError(
+                f"{key}={to_text(raw.get(key, default))} is not supported for gemma4; only {neutral} is, "
+                "as in gemma-4-31B and gemma-4-26B-A4B"
+            )
     if raw.get("hidden_activation", _ACTIVATION) != _ACTIVATION:
-        text = f"hidden_activation={to_text(raw['hidden_activation'])} is not supported"
-        raise ValueError(f"{text}; only {_ACTIVATION} is")
+        raise ValueError(
+            f"hidden_activation={to_text(raw['hidden_activation'])} is not supported; only {_ACTIVATION} is"
+        )
     if raw.get("use_bidirectional_attention") not in (None, "vision"):  # "vision" is of tokens of images
-        text = f"use_bidirectional_attention={to_text(raw['use_bidirectional_attention'])}"
-        raise ValueError(f"{text} is not supported for gemma4; only null and vision are")
+        raise ValueError(
+            f"use_bidirectional_attention={to_text(raw['use_bidirectional_attention'])} is not supported for gemma4; "
+            "only null and vision are"
+        )
     as_dense = {key: value for key, value in (_DEFAULTS | raw).items() if key not in _SET_ASIDE}
     local_theta, theta, rotated_share = _read_rotary(raw)
     as_dense["rope_theta"] = theta
@@ -155,8 +160,10 @@ def _read_global_heads(raw: Mapping[str, Any], shape: ModelShape, windowed: tupl
         without = [str(layer) for layer, has_window in enumerate(windowed) if not has_window]
         head_sizes = read_section(by_number, without[0])
         if any(by_number.get(layer) != head_sizes for layer in without) or len(by_number) != len(without):
-            text = f"per_layer_config={to_text(by_number)} is not supported"
-            raise ValueError(f"{text}; it must have the same sizes for each layer of {_GLOBAL}, and no other layers")
+            raise ValueError(
+                f"per_layer_config={to_text(by_number)} is not supported; "
+                f"it must have the same sizes for each layer of {_GLOBAL}, and no other layers"
+            )
     if unknown := head_sizes.keys() - {"head_dim", "num_key_value_heads"}:
         raise ValueError(f"per_layer_config with {to_text(min(unknown))} is not supported; only sizes of heads are")
     heads = HeadShape(
@@ -165,16 +172,20 @@ def _read_global_heads(raw: Mapping[str, Any], shape: ModelShape, windowed: tupl
         key_is_value=key_is_value,
     )
     if shape.attention_heads % heads.key_value_heads:
-        text = f"num_attention_heads={shape.attention_heads} is not a multiple of the {heads.key_value_heads}"
-        raise ValueError(f"{text} key/value heads of {_GLOBAL}")
+        raise ValueError(
+            f"num_attention_heads={shape.attention_heads} is not a multiple of the {heads.key_value_heads} key/value "
+            f"heads of {_GLOBAL}"
+        )
     return heads
 
 
 def _read_experts(raw: Mapping[str, Any], shape: ModelShape) -> ExpertShape | None:
     if not read_flag(raw, "enable_moe_block", default=False):
         if raw.get("num_experts") is not None:
-            text = f"num_experts={to_text(raw['num_experts'])} without enable_moe_block is not supported"
-            raise ValueError(f"{text}: vLLM would compute experts; remove it")
+            raise ValueError(
+                f"num_experts={to_text(raw['num_experts'])} without enable_moe_block is not supported: "
+                "vLLM would compute experts; remove it"
+            )
         return None
     count, top_k = read_size(raw, "num_experts"), read_size(raw, "top_k_experts")
     if top_k > count:

@@ -53,8 +53,10 @@ _KINDS = ("sliding_attention", "full_attention")
 def _read(raw: dict[str, Any]) -> ModelShape:
     for key, value in _FIXED.items():
         if raw.get(key, value) != value:
-            text = f"{key}={to_text(raw[key])} is not supported for gpt_oss: vLLM always takes {value}"
-            raise ValueError(f"{text}; write {value}, or leave the key out")
+            raise ValueError(
+                f"{key}={to_text(raw[key])} is not supported for gpt_oss: vLLM always takes {value}; write {value}, "
+                "or leave the key out"
+            )
     settings = {**_DEFAULTS, **raw}
     if raw.get("rope_parameters") is None:
         settings["rope_parameters"] = _ROTARY
@@ -102,8 +104,10 @@ def _list_windowed_layers(raw: Mapping[str, Any], layers: int) -> tuple[bool, ..
     expected = [_KINDS[layer % 2] for layer in range(layers)]
     types = raw.get("layer_types")
     if types is not None and types != expected:
-        text = f"layer_types={to_text(types)} is not supported for gpt_oss: in vLLM layers alternate, and the first"
-        raise ValueError(f"{text} of {layers} is {_KINDS[0]}; leave the key out")
+        raise ValueError(
+            f"layer_types={to_text(types)} is not supported for gpt_oss: in vLLM layers alternate, "
+            f"and the first of {layers} is {_KINDS[0]}; leave the key out"
+        )
     return windowed
 
 

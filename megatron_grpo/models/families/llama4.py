@@ -44,8 +44,10 @@ def _read(raw: dict[str, Any]) -> ModelShape:
     # transformers goes by layer_types, vLLM by no_rope_layers.
     types = ["chunked_attention" if flag else "full_attention" for flag in rotated]
     if _read_list(raw, "layer_types", ("chunked_attention", "full_attention"), shape.layers) not in (None, types):
-        text = "layer_types must be chunked_attention in rotated layers and full_attention in the others of"
-        raise ValueError(f"{text} no_rope_layers={to_text(rotated)}: vLLM ignores it; remove it")
+        raise ValueError(
+            "layer_types must be chunked_attention in rotated layers and full_attention in the others of "
+            f"no_rope_layers={to_text(rotated)}: vLLM ignores it; remove it"
+        )
     scale = None
     if read_flag(raw, "attn_temperature_tuning", default=True):
         scale = QueryScale(
@@ -68,14 +70,18 @@ def _read(raw: dict[str, Any]) -> ModelShape:
 
 def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape | None:
     if read_size(raw, "num_experts_per_tok", 1) != 1:
-        text = f"num_experts_per_tok={to_text(raw['num_experts_per_tok'])} is not supported for llama4"
-        raise ValueError(f"{text}; only 1 is: Megatron-Core scales the input of one expert per token")
+        raise ValueError(
+            f"num_experts_per_tok={to_text(raw['num_experts_per_tok'])} is not supported for llama4; only 1 is: "
+            "Megatron-Core scales the input of one expert per token"
+        )
     step = read_size(raw, "interleave_moe_layer_step", 1)
     numbers = [layer for layer in range(layers) if (layer + 1) % step == 0]
     listed = raw.get("moe_layers")
     if listed is not None and listed != numbers:  # transformers goes by moe_layers, vLLM by the step
-        text = f"moe_layers={to_text(listed)} is not every layer of interleave_moe_layer_step={step}"
-        raise ValueError(f"{text}, which vLLM goes by; remove it or change the step")
+        raise ValueError(
+            f"moe_layers={to_text(listed)} is not every layer of interleave_moe_layer_step={step}, which vLLM goes by; "
+            "remove it or change the step"
+        )
     if not numbers:
         return None
     width = read_size(raw, "intermediate_size", 8192)

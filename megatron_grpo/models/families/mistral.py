@@ -57,9 +57,11 @@ def _read_ministral3(raw: dict[str, Any]) -> ModelShape:
             "the rotary embedding has no llama_4_scaling_beta, which transformers needs; add it, as in 0.1"
         )
     if rope.get("attention_factor") is not None or bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
-        text = f"attention_factor={to_text(rope.get('attention_factor'))} with mscale={to_text(rope.get('mscale'))} and"
         advice = "give mscale and mscale_all_dim, or neither, without attention_factor"
-        raise ValueError(f"{text} mscale_all_dim={to_text(rope.get('mscale_all_dim'))} is not supported; {advice}")
+        raise ValueError(
+            f"attention_factor={to_text(rope.get('attention_factor'))} with mscale={to_text(rope.get('mscale'))} and "
+            f"mscale_all_dim={to_text(rope.get('mscale_all_dim'))} is not supported; {advice}"
+        )
     beta = read_number(rope, "llama_4_scaling_beta", 0.1)
     factor = read_number(rope, "factor", 1.0)
     scale = compute_yarn_scale(factor, read_number(rope, "mscale", 1.0))

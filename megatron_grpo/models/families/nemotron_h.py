@@ -80,8 +80,10 @@ _DEFAULTS = {
 def _read(raw: dict[str, Any]) -> ModelShape:
     for key, neutral in _NEUTRAL.items():
         if key in raw and raw[key] not in neutral:
-            text = f"{key}={to_text(json.dumps(raw[key]))} is not supported for nemotron_h"
-            raise ValueError(f"{text}; only {to_text(json.dumps(neutral[0]))} is")
+            raise ValueError(
+                f"{key}={to_text(json.dumps(raw[key]))} is not supported for nemotron_h; "
+                f"only {to_text(json.dumps(neutral[0]))} is"
+            )
     for key, alias in _RENAMED_KEYS.items():  # transformers takes the older name where both are given
         raw = {**raw, key: raw[alias]} if alias in raw else raw
     kinds = _list_layers(raw)

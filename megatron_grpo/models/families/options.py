@@ -60,8 +60,9 @@ def refuse_options(
     types = raw.get("layer_types")
     unsupported = [kind for kind in types if kind != "full_attention"] if isinstance(types, list) else []
     if unsupported and not windows:
-        text = f"layer_types with {to_text(unsupported[0])} is not supported for {family}"
-        raise ValueError(f"{text}; only full_attention is")
+        raise ValueError(
+            f"layer_types with {to_text(unsupported[0])} is not supported for {family}; only full_attention is"
+        )
 
 
 def refuse_folder(folder: Path) -> None:
@@ -70,8 +71,10 @@ def refuse_folder(folder: Path) -> None:
     if adapter.is_file():
         base = read_settings(adapter).get("base_model_name_or_path")
         of_base = f" for {base}" if isinstance(base, str) else ""
-        text = f"{folder} holds adapters{of_base} ({adapter.name}); merge them into the model first, with peft's"
-        raise ValueError(f"{text} merge_and_unload, and give the folder of the merged model")
+        raise ValueError(
+            f"{folder} holds adapters{of_base} ({adapter.name}); merge them into the model first, with peft's "
+            "merge_and_unload, and give the folder of the merged model"
+        )
     settings = read_settings(modelopt).get("quantization")
     if isinstance(settings, dict) and settings:
         refuse_quantized(settings, f"{modelopt}: quantization")

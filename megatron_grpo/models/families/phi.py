@@ -49,8 +49,10 @@ def _read_long_rope(shape: ModelShape, rope: Mapping[str, Any], length: int) -> 
     engine is set up for a long one.
     """
     if shape.head_dim != shape.hidden // shape.attention_heads:
-        text = f"head_dim={shape.head_dim} is not hidden_size / num_attention_heads, by which transformers counts the"
-        raise ValueError(f"{text} factors of LongRoPE; leave head_dim out")
+        raise ValueError(
+            f"head_dim={shape.head_dim} is not hidden_size / num_attention_heads, "
+            "by which transformers counts the factors of LongRoPE; leave head_dim out"
+        )
     for key in ("short_factor", "long_factor"):
         factors, count = rope.get(key), (shape.rotated_dim or shape.head_dim) // 2
         if not isinstance(factors, list) or len(factors) != count or not all(map(_is_positive, factors)):

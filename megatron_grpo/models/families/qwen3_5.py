@@ -97,8 +97,10 @@ def _read(raw: dict[str, Any], family: str, options: Neutral = _OPTIONS, key_val
     )
     rotated = int(shape.head_dim * share)
     if rotated < 2 or rotated % 2:
-        text = f"partial_rotary_factor={share:g} of head_dim={shape.head_dim} rotates {rotated} features"
-        raise ValueError(f"{text}; only an even number is supported")
+        raise ValueError(
+            f"partial_rotary_factor={share:g} of head_dim={shape.head_dim} rotates {rotated} features; "
+            "only an even number is supported"
+        )
     delta_layers = _list_delta_layers(raw, shape.layers)
     return replace(
         shape,

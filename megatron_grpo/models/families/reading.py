@@ -101,8 +101,10 @@ def _refuse_head_size(raw: dict[str, Any], shape: ModelShape) -> None:
     else:
         return
     if raw.get("head_dim", derived) != derived:
-        text = f"head_dim={to_text(raw['head_dim'])} is not supported for {shape.family}: vLLM takes {formula}"
-        raise ValueError(f"{text} = {derived}; leave the key out")
+        raise ValueError(
+            f"head_dim={to_text(raw['head_dim'])} is not supported for {shape.family}: "
+            f"vLLM takes {formula} = {derived}; leave the key out"
+        )
 
 
 def is_untied_by_weights(path: str | Path) -> bool:
@@ -161,8 +163,10 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
 
 def _require_model_type(raw: dict[str, Any], model_types: tuple[str, ...], architecture: str) -> None:
     if raw.get("model_type", model_types[0]) not in model_types:
-        text = f"model_type={to_text(raw['model_type'])} is not that of {architecture}, and transformers goes by it"
-        raise ValueError(f"{text}, vLLM by the architecture; if that is right, write model_type={model_types[0]}")
+        raise ValueError(
+            f"model_type={to_text(raw['model_type'])} is not that of {architecture}, and transformers goes by it, vLLM "
+            f"by the architecture; if that is right, write model_type={model_types[0]}"
+        )
 
 
 def _find_vision_family(raw: dict[str, Any], architecture: str) -> Family | None:

@@ -104,8 +104,10 @@ def read_rotated_dim(raw: Mapping[str, Any], head_dim: int, default: float) -> i
     factor = read_number(holder, first, default)
     rotated = int(head_dim * factor)  # rounded as in transformers and vLLM
     if factor > 1 or rotated % 2 or not rotated:
-        text = f"{first}={to_text(factor)} rotates {rotated} of the {head_dim} features of a head"
-        raise ValueError(f"{text}; it must be an even number of them, of 2 or more")
+        raise ValueError(
+            f"{first}={to_text(factor)} rotates {rotated} of the {head_dim} features of a head; "
+            "it must be an even number of them, of 2 or more"
+        )
     return rotated
 
 
@@ -118,8 +120,10 @@ def read_yarn_scale(rope: Mapping[str, Any], family: str) -> float:
     """Read the factor of rotated vectors; ValueError: vLLM takes another one."""
     for key in ("attention_factor", "mscale", "mscale_all_dim"):
         if rope.get(key) is not None:
-            text = f"{key}={to_text(rope[key])} of the rotary embedding is not supported for {family}: vLLM ignores it"
-            raise ValueError(f"{text}; remove it")
+            raise ValueError(
+                f"{key}={to_text(rope[key])} of the rotary embedding is not supported for {family}: vLLM ignores it; "
+                "remove it"
+            )
     return compute_yarn_scale(read_number(rope, "factor", 1.0), 1.0)
 
 
@@ -149,8 +153,10 @@ def split_partial_rotation(raw: Mapping[str, Any], default: float) -> tuple[dict
 def _read_rope_type(rope: Mapping[str, Any]) -> Any:
     values = [rope[key] for key in ("rope_type", "type") if key in rope]
     if len(values) == 2 and values[0] != values[1]:
-        text = f"rope_type={to_text(values[0])} and type={to_text(values[1])} of the rotary embedding differ"
-        raise ValueError(f"{text}; keep the one that is meant, as rope_type")
+        raise ValueError(
+            f"rope_type={to_text(values[0])} and type={to_text(values[1])} of the rotary embedding differ; "
+            "keep the one that is meant, as rope_type"
+        )
     return values[0] if values else "default"
 
 

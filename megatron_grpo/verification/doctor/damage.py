@@ -75,8 +75,9 @@ def _find_impossible(side: Side, base: Tensor, _rounding: Distance) -> Finding |
     if not wrong.any() or (side.recorded.isneginf() == wrong).all():  # -inf: a filter removes the token
         return None
     number = int(wrong.nonzero()[0])
-    text = f"has {int(wrong.sum())} numbers that are no log-probabilities, the first {float(side.recorded[number]):g}"
-    return _make_finding(side, f"{text} at {_describe_scored_token(side, number)}", CHANGED, base)
+    text = f"has {int(wrong.sum())} numbers that are no log-probabilities,"
+    text += f" the first {float(side.recorded[number]):g} at {_describe_scored_token(side, number)}"
+    return _make_finding(side, text, CHANGED, base)
 
 
 def _describe_scored_token(side: Side, number: int) -> str:

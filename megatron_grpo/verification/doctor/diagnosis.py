@@ -148,8 +148,9 @@ def _find_missing_rollouts(evidence: Evidence, samples: int) -> Iterator[Finding
         group, numbers = next(iter(wrong.items()))
         count = sum(map(len, groups.values()))
         recorded = ", ".join(map(str, sorted(numbers)))
-        text = f"the file has {count} of the {samples * len(groups)} rollouts of its {len(groups)} groups"
-        yield Finding("damaged_record", "record", f"{text}; group {group} has samples {recorded}", LOST)
+        text = f"the file has {count} of the {samples * len(groups)} rollouts of its {len(groups)} groups;"
+        text += f" group {group} has samples {recorded}"
+        yield Finding("damaged_record", "record", text, LOST)
 
 
 def find_repeated_samples(evidence: Evidence) -> Iterator[Finding]:
@@ -268,10 +269,11 @@ def describe_apart(lengths: Sequence[int], recorded: Tensor, base: Tensor, round
     pieces: Sequence[Tensor] = apart.split(list(lengths))
     first = [int(piece.nonzero()[0]) for piece in pieces if piece.any()]
     rollouts = f"{len(first)} of {len(lengths)} rollouts"
-    text = f"{float(apart.float().mean()):.1%} of the tokens, in {rollouts}, differ by more than {rounding.worst:.1g}"
     if not first:
         return f"every token differs a little, none by more than {rounding.worst:.1g}"
-    return f"{text}; the first in a rollout is token {min(first)} of its response"
+    text = f"{float(apart.float().mean()):.1%} of the tokens, in {rollouts}, differ by more than {rounding.worst:.1g};"
+    text += f" the first in a rollout is token {min(first)} of its response"
+    return text
 
 
 CORRELATION = 0.3

@@ -239,8 +239,10 @@ def read_evidence(
                 return Evidence(number, version, rows, scored, [(row["group"], row["sample"]) for row in recorded])
         if step is not None:
             have = ", ".join(map(str, weights.versions))
-            text = f"step={step} was sampled mostly by version {version}, and there are weights of version(s) {have}"
-            raise ValueError(f"{text}; take a step N + 1 after a checkpoint step_N (checkpointing.save_period)")
+            raise ValueError(
+                f"step={step} was sampled mostly by version {version}, and there are weights of version(s) {have}; "
+                "take a step N + 1 after a checkpoint step_N (checkpointing.save_period)"
+            )
     raise ValueError(f"{run_dir} has no recorded step whose weights are available; keep checkpoints, or record step 1")
 
 

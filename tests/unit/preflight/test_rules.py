@@ -1,4 +1,4 @@
-"""Conditions of the rules name settings that exist, and every key is read, refused or remarked on."""
+"""Texts of the rules name settings that exist, and every key is read, refused or remarked on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import re
 import types
 import typing
 from collections.abc import Iterator
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -21,15 +20,14 @@ from pydantic import TypeAdapter, ValidationError
 import megatron_grpo
 from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.config.compose import compose_typed
-from megatron_grpo.config.keys import fill_placeholders, is_met, load_tables
+from megatron_grpo.config.keys import find_key, is_section, read_keys
 from megatron_grpo.config.schema import Config, LossConfig
 from megatron_grpo.losses.distillation_loss import DistillationLossFn
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.preflight.config_checks import find_problems
-from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.preflight.remarks import find_remarks
-from megatron_grpo.preflight.rules import CONFLICTS, find_broken_rules, list_conflicts
+from megatron_grpo.preflight.rules import find_broken_rules
 
 PACKAGE = Path(megatron_grpo.__file__).parent
 ADVANTAGES = {"losses/advantages.py", "algorithms/step_advantages.py", "algorithms/token_functions.py"}
@@ -177,55 +175,29 @@ def test_every_key_is_read_refused_or_remarked_on(run: str) -> None:
     assert not silent
 
 
-SWITCHES = load_tables("switches.yaml")
-CONDITIONS = [*(row for table in CONFLICTS.values() for row in table), *SWITCHES["needs"], *SWITCHES["unused"]]
+def list_texts() -> Iterator[str]:
+    """Texts of the checks, without docstrings and without the values that are filled in."""
+    for file in (PACKAGE / "preflight").glob("*.py"):
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        constants = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docs]
+        yield from (constant.value for constant in constants if isinstance(constant.value, str))
 
 
-@pytest.fixture(scope="module", params=["quickstart", "quickstart_ppo"])
-def config(request: pytest.FixtureRequest) -> Config:
-    return compose_config([f"+exp={request.param}"])
+def test_every_key_that_a_check_names_exists() -> None:
+    sections = "|".join(["LOOP", *(field.name for field in dataclasses.fields(Config))])
+    pattern = re.compile(rf"(?<![\w./-])(?:{sections})(?:\.\w+)+")
+    names = {name.replace("LOOP", "grpo") for text in list_texts() for name in pattern.findall(text)}
+    # A name that ends in an underscore is the beginning of several.
+    unknown = [name for name in names if not name.endswith("_") and not find_key(name) and not is_section(name)]
+    beginnings = tuple(name for name in names if name.endswith("_"))
+    assert len(names) > 200
+    assert unknown == []
+    assert all(any(key.startswith(beginning) for key in read_keys()) for beginning in beginnings)
 
 
-def test_every_condition_can_be_evaluated(config: Config) -> None:
-    for row in CONDITIONS:
-        for condition in row.split(" and "):
-            is_met(config, condition)
-
-
-def test_every_value_in_a_text_exists(config: Config) -> None:
-    for table in CONFLICTS.values():
-        for text in table.values():
-            for key in re.findall(r"{([^}]*)}", fill_placeholders(config, text)):
-                attrgetter(key)(config)
-
-
-def test_a_conflict_names_the_first_key_with_its_value_and_fills_its_text(config: Config) -> None:
-    config.generation.engine.dtype, config.refit.fp8_blocks, config.refit.mode = "bfloat16", True, "files"
-    (problem,) = find_broken_rules(config, list_conflicts(config, "fp8_blocks"))
-    assert problem.subject == "refit.fp8_blocks=True"
-    assert "refit.mode=files sends tensors as vLLM's loader reads them; use reshard" in problem.text
-
-
-@pytest.mark.parametrize(
-    ("condition", "holds"),
-    [
-        ("loss_fn.use_sapo=false", True),
-        ("loss_fn.use_sapo!=false", False),
-        ("value_loss_fn.scale=1", True),
-        ("policy.lora.rank above 0", False),
-        ("policy.lora.rank below 1", True),
-        ("no debug.rollouts_from", True),
-        ("debug.rollouts_from", False),
-        ("no generation.server.urls and loss_fn.use_sapo=true", False),
-        ("debug.rollouts_from above 1", False),
-        ("policy.lora.alpha at least 32", True),
-        ("policy.lora.alpha at most 31", False),
-        ("policy.optimizer.min_lr below policy.optimizer.lr", True),
-        ("policy.optimizer.warmup_steps at least policy.optimizer.decay_steps", False),
-        ("grpo.num_prompts_per_step equals ppo.num_prompts_per_step", True),
-        ("policy.fp8.recipe=delayed|tensorwise", True),
-        ("policy.fp8.recipe!=delayed|tensorwise", False),
-    ],
-)
-def test_the_forms_of_a_condition(condition: str, holds: bool) -> None:
-    assert is_met(Config(), condition) == holds
+def test_a_problem_names_the_key_with_its_value_and_the_algorithm_s_names() -> None:
+    config = Config(algorithm="ppo")
+    config.ppo.val_period = 0
+    (problem,) = find_broken_rules(config, [(True, "LOOP.val_period=", "is 0; set PASSES"), (False, "env", "")])
+    assert (problem.subject, problem.text) == ("ppo.val_period=0", "is 0; set ppo.ppo_epochs")

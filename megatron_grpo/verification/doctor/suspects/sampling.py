@@ -79,12 +79,12 @@ def _fit_option(side: Side) -> Iterator[tuple[Suspect, Law]]:
     law = side.law
     best = fit_law(side, TEMPERATURES, lambda number: replace(law, temperature=number))
     # The head multiplies the last norm, so a factor of norm, head or temperature gives the same log-probabilities.
-    text = f"has temperature {best:.4g}, and generation.temperature={law.temperature:g} is configured"
     equivalent = (
         f"which is the same as model.norm.weight or the head (lm_head.weight) times {law.temperature / best:.4g}"
     )
     key = f"generation.temperature={law.temperature:g}"
-    yield Suspect("temperature", "sampling", f"{text}, {equivalent}", key, assumes=2), replace(law, temperature=best)
+    text = f"has temperature {best:.4g}, and generation.temperature={law.temperature:g} is configured, {equivalent}"
+    yield Suspect("temperature", "sampling", text, key, assumes=2), replace(law, temperature=best)
     # A soft cap, as in Gemma 2, bends logits by tanh before anything else.
     best = fit_law(side, CAPS, lambda number: replace(law, cap=number))
     text = f"bends logits to a soft cap of {best:.4g}"
@@ -128,11 +128,9 @@ def _find_bias(side: Side, stops: frozenset[int]) -> Iterator[tuple[Suspect, Law
     worst = list(dict.fromkeys(sampled[apart.argsort(descending=True)].tolist()))[:MOST_BIASED]
     for token in worst:
         number = fit_law(side, BIASES, partial(_with_bias, law, token))
-        text = f"adds {number:.4g} to the logit of token {token}"
         equivalent = f"which is the same as a wrong row {token} of the head's bias"
-        suspect = Suspect(
-            "token_bias", "sampling", f"{text}, {equivalent}", OPTION_KEY.format(name="logit_bias"), assumes=2
-        )
+        text = f"adds {number:.4g} to the logit of token {token}, {equivalent}"
+        suspect = Suspect("token_bias", "sampling", text, OPTION_KEY.format(name="logit_bias"), assumes=2)
         yield suspect, _with_bias(law, token, number)
     biases = _fit_biases(side, base, sampled)
     if len(biases) > 1:

@@ -1,0 +1,93 @@
+"""Checks of the loss's options beside each other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.rules import Rule
+
+
+def check_loss(config: Config) -> Iterator[Rule]:
+    """Check options of the loss that exclude or need each other."""
+    yield from _check_surrogates(config)
+    yield from _check_kl(config)
+    yield from _check_corrections(config)
+
+
+def _check_surrogates(config: Config) -> Iterator[Rule]:
+    loss, steps = config.loss_fn, config.optimizer_steps_per_step
+    weighed = {"loss_fn.use_cispo": loss.use_cispo, "loss_fn.use_sapo": loss.use_sapo}
+    switches = {**weighed, "loss_fn.disable_ppo_ratio": loss.disable_ppo_ratio}
+    surrogates = [switch for switch, is_on in switches.items() if is_on]
+    for first, second in itertools.combinations(surrogates, 2):
+        yield True, f"{first}=", f"excludes {second}: each is a surrogate of its own"
+    for surrogate in surrogates:
+        text = f"bounds the clipped surrogate, which {surrogate} replaces; use null"
+        yield loss.ratio_clip_c is not None, "loss_fn.ratio_clip_c=", text
+        reason = "which weighs every token by its own ratio" if surrogate in weighed else "which has no ratio"
+        text = f"excludes {surrogate}, {reason}"
+        yield loss.sequence_level_importance_ratios, "loss_fn.sequence_level_importance_ratios=", text
+    text = "excludes loss_fn.disable_ppo_ratio: there is no ratio left to be forced to 1"
+    yield loss.force_on_policy_ratio and loss.disable_ppo_ratio, "loss_fn.force_on_policy_ratio=", text
+    text = "is correct for one optimizer step per sample;"
+    text += f" this configuration makes {steps}. Set PASSES=1 and one minibatch"
+    yield loss.force_on_policy_ratio and steps > 1, "loss_fn.force_on_policy_ratio=", text
+    text = "needs loss_fn.token_level_loss=false: an average over tokens would weigh a response by its length"
+    averages_tokens = loss.sequence_level_importance_ratios and loss.token_level_loss
+    yield averages_tokens, "loss_fn.sequence_level_importance_ratios=", text
+    text = "excludes loss_fn.token_level_loss=false: both say what a response's tokens are divided by"
+    is_divided_twice = loss.constant_normalizer_tokens is not None and not loss.token_level_loss
+    yield is_divided_twice, "loss_fn.constant_normalizer_tokens=", text
+
+
+def _check_kl(config: Config) -> Iterator[Rule]:
+    loss = config.loss_fn
+    text = "subtracts nothing while loss_fn.reference_policy_kl_penalty is 0"
+    yield loss.use_kl_in_reward and loss.reference_policy_kl_penalty == 0, "loss_fn.use_kl_in_reward=", text
+    is_weighed, key = loss.use_on_policy_kl_approximation, "loss_fn.kl_score_function_gradient="
+    text = "weighs the KL of the loss, and loss_fn.use_kl_in_reward leaves none there"
+    yield is_weighed and loss.use_kl_in_reward, "loss_fn.use_on_policy_kl_approximation=", text
+    if loss.kl_score_function_gradient:
+        text = "excludes loss_fn.use_on_policy_kl_approximation, whose weight has a gradient for the same purpose"
+        yield is_weighed, key, text
+        text = "is about the KL in the loss, and loss_fn.use_kl_in_reward leaves none there;"
+        text += " its gradient is already right"
+        yield loss.use_kl_in_reward, key, text
+        text = "needs an unbiased estimate: loss_fn.reference_policy_kl_type=k1 or k3"
+        yield loss.reference_policy_kl_type == "k2", key, text
+        text = "sums over the tokens after each one, which context-parallel ranks share; use policy.parallel.context=1"
+        yield config.policy.parallel.context > 1, key, text
+    text = "has an expected gradient of 0 in the loss; use k2 or k3, loss_fn.use_on_policy_kl_approximation,"
+    text += " or loss_fn.use_kl_in_reward"
+    has_gradient = is_weighed or loss.kl_score_function_gradient or loss.reference_policy_kl_type != "k1"
+    yield loss.kl_in_loss > 0 and not has_gradient, "loss_fn.reference_policy_kl_type=", text
+
+
+def _check_corrections(config: Config) -> Iterator[Rule]:
+    loss = config.loss_fn
+    kind, upper = loss.truncated_importance_sampling_type, loss.truncated_importance_sampling_ratio
+    lower = loss.truncated_importance_sampling_ratio_min
+    if kind is None:
+        text = "needs loss_fn.truncated_importance_sampling_type: tis, icepop or seq-mask-tis"
+        yield upper is not None, "loss_fn.truncated_importance_sampling_ratio=", text
+        yield lower is not None, "loss_fn.truncated_importance_sampling_ratio_min=", text
+        return
+    text = "needs loss_fn.use_importance_sampling_correction=true, whose weights it limits"
+    yield not loss.use_importance_sampling_correction, "loss_fn.truncated_importance_sampling_type=", text
+    text = "needs loss_fn.truncated_importance_sampling_ratio, the upper limit"
+    yield upper is None, "loss_fn.truncated_importance_sampling_type=", text
+    # Tokens on which both frameworks agree have the weight 1, which no limit may change.
+    if kind == "tis":
+        text = "tis has no lower limit; use null, or icepop or seq-mask-tis"
+        yield lower is not None, "loss_fn.truncated_importance_sampling_ratio_min=", text
+        text = "must be at least 1, the weight of a token that both frameworks agree about, which is to stay as it is"
+        yield upper is not None and upper < 1, "loss_fn.truncated_importance_sampling_ratio=", text
+        return
+    text = "needs loss_fn.truncated_importance_sampling_ratio_min, the lower limit"
+    yield lower is None, "loss_fn.truncated_importance_sampling_type=", text
+    text = "must be below 1, the weight of a token that both frameworks agree about, which is to stay in the loss"
+    yield lower is not None and lower >= 1, "loss_fn.truncated_importance_sampling_ratio_min=", text
+    text = "must be above 1, the weight of a token that both frameworks agree about, which is to stay as it is"
+    yield upper is not None and upper <= 1, "loss_fn.truncated_importance_sampling_ratio=", text

@@ -1,0 +1,200 @@
+"""Changed settings that change nothing in a run.
+
+A rule is a tuple (do the keys change nothing?, keys, reason). Keys are separated by spaces; one that ends in a point or
+an underscore stands for all that begin with it. Of several reasons the first is reported. LOOP and PASSES are those of
+`rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.keys import list_changes
+from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.rules import Rule, fill_placeholders
+
+
+def find_unused_settings(config: Config) -> Iterator[Problem]:
+    """Find changed settings without effect, each with the first reason."""
+    rules = [*_list_switched_off(config), *_list_unread(config), *_list_without_effect(config)]
+    unused = [(tuple(fill_placeholders(config, keys).split()), text) for is_unused, keys, text in rules if is_unused]
+    value_sections = ("value", "value_loss_fn") if config.training_loop.has_value_model else ()
+    learning = ("loss_fn", config.loop_name, "reference", "policy", *value_sections)
+    for section in (*learning, "data", "generation", "refit", "checkpointing", "logger"):
+        for key, value in list_changes(config, section):
+            for names, text in unused:
+                if any(key.startswith(name) if name[-1] in "._" else key == name for name in names):
+                    yield Problem(f"{key}={value}", fill_placeholders(config, text))
+                    break
+
+
+def _list_switched_off(config: Config) -> Iterator[Rule]:
+    """List the keys of options that are off."""
+    keys = "loss_fn.kl_type loss_fn.mixed_kl_weight loss_fn.policy_loss_weight"
+    yield config.algorithm != "distillation", keys, "needs algorithm=distillation"
+    text = "needs loss_fn.kl_type=mixed|jensen_shannon"
+    yield config.loss_fn.kl_type not in ("mixed", "jensen_shannon"), "loss_fn.mixed_kl_weight", text
+    keys = "loss_fn.sapo_temperature_pos loss_fn.sapo_temperature_neg"
+    yield not config.loss_fn.use_sapo, keys, "needs loss_fn.use_sapo=true"
+    yield from _list_of_loop(config)
+    yield from _list_of_files(config)
+    for section, optimizer in (("policy", config.policy.optimizer), ("value", config.value.optimizer)):
+        key, style = f"{section}.optimizer", optimizer.decay_style
+        yield style != "polynomial", f"{key}.decay_power", f"needs {key}.decay_style=polynomial"
+        yield style != "cosine_with_restarts", f"{key}.decay_cycles", f"needs {key}.decay_style=cosine_with_restarts"
+        text = f"needs {key}.decay_style=warmup_stable_decay"
+        yield style != "warmup_stable_decay", f"{key}.final_decay_steps", text
+        yield optimizer.name != "muon", f"{key}.muon_", f"needs {key}.name=muon"
+    keys = "policy.lora.alpha policy.lora.target_modules refit.adapters"
+    yield config.policy.lora.rank == 0, keys, "needs policy.lora.rank above 0"
+    generation, speculative = config.generation, config.generation.engine.speculative
+    yield config.refit.mode != "files", "refit.directory", "needs refit.mode=files"
+    yield not generation.endpoint.enabled, "generation.endpoint.", "needs generation.endpoint.enabled=true"
+    yield not generation.server.urls, "generation.server.timeout_s", "needs generation.server.urls"
+    text = "needs generation.engine.speculative.num_speculative_tokens above 0"
+    yield speculative.num_speculative_tokens == 0, "generation.engine.speculative.", text
+    text = "needs generation.engine.speculative.method=ngram"
+    yield speculative.method != "ngram", "generation.engine.speculative.prompt_lookup_", text
+
+
+def _list_of_loop(config: Config) -> Iterator[Rule]:
+    loop, shaping, stop = config.training_loop, config.training_loop.reward_shaping, config.training_loop.early_stop
+    keys = "LOOP.ref_model_mixup_alpha LOOP.ref_model_sync_steps"
+    yield not loop.sync_ref_model, keys, "needs LOOP.sync_ref_model=true"
+    text = "needs LOOP.use_dynamic_sampling=true"
+    yield not loop.use_dynamic_sampling, "LOOP.dynamic_sampling_max_gen_batches", text
+    yield not loop.async_grpo.enabled, "LOOP.async_grpo.", "needs LOOP.async_grpo.enabled=true"
+    text = "needs grpo.adv_estimator.name=grpo"
+    yield config.grpo.adv_estimator.name != "grpo", "grpo.use_leave_one_out_baseline", text
+    yield not config.grpo.normalize_rewards, "grpo.normalize_rewards_over", "needs grpo.normalize_rewards=true"
+    yield not loop.reward_scaling.enabled, "LOOP.reward_scaling.", "needs LOOP.reward_scaling.enabled=true"
+    yield not shaping.enabled, "LOOP.reward_shaping.", "needs LOOP.reward_shaping.enabled=true"
+    keys = "LOOP.reward_shaping.overlong_buffer_penalty LOOP.reward_shaping.max_response_length"
+    yield shaping.overlong_buffer_length is None, keys, "needs LOOP.reward_shaping.overlong_buffer_length"
+    yield not stop.enabled, "LOOP.early_stop.", "needs LOOP.early_stop.enabled=true"
+    yield stop.patience is None, "LOOP.early_stop.min_delta", "needs LOOP.early_stop.patience"
+
+
+def _list_of_files(config: Config) -> Iterator[Rule]:
+    checkpointing, data, logger = config.checkpointing, config.data, config.logger
+    keys = "checkpointing.save_period checkpointing.async_save"
+    ranking_keys = "checkpointing.keep_top_k checkpointing.metric_name checkpointing.higher_is_better"
+    yield not checkpointing.enabled, f"{keys} {ranking_keys}", "needs checkpointing.enabled=true"
+    yield checkpointing.keep_top_k is None, ranking_keys, "needs checkpointing.keep_top_k"
+    yield checkpointing.metric_name is None, "checkpointing.higher_is_better", "needs checkpointing.metric_name"
+    yield not data.streaming, "data.shuffle_buffer", "needs data.streaming=true"
+    yield data.from_rollouts is None, "data.min_reward data.best_of_group", "needs data.from_rollouts"
+    keys = "data.curriculum.raise_at data.curriculum.window"
+    yield data.curriculum.column is None, keys, "needs data.curriculum.column"
+    yield data.val_path is None, "data.val_split", "needs data.val_path"
+    yield logger.rollouts != "sample", "logger.rollouts_sample", "needs logger.rollouts=sample"
+    yield not logger.log_completions, "logger.num_completions_to_print", "needs logger.log_completions=true"
+    for name, tracker in (("wandb", logger.wandb), ("mlflow", logger.mlflow), ("swanlab", logger.swanlab)):
+        yield not tracker.enabled, f"logger.{name}.", f"needs logger.{name}.enabled=true"
+
+
+def _list_unread(config: Config) -> Iterator[Rule]:
+    """List the keys that the algorithm does not read."""
+    supervised = config.training_loop.is_supervised
+    yield supervised, "loss_fn.", "is the loss of samples, and this algorithm learns from rows"
+    text = "needs engines, and this run samples nothing"
+    samples_nothing = supervised and not config.needs_generation
+    yield samples_nothing, "LOOP.val_temperature LOOP.max_rollout_turns generation. refit.", text
+    keys = (
+        "loss_fn.ratio_clip_ loss_fn.sequence_level_importance_ratios loss_fn.use_cispo loss_fn.use_sapo "
+        "loss_fn.sapo_temperature_ loss_fn.disable_ppo_ratio loss_fn.force_on_policy_ratio "
+        "loss_fn.reference_policy_kl_ loss_fn.use_on_policy_kl_approximation loss_fn.kl_score_function_gradient "
+        "loss_fn.kl_input_clamp_value loss_fn.kl_output_clamp_value loss_fn.use_importance_sampling_correction "
+        "loss_fn.truncated_importance_sampling_ loss_fn.entropy_coef loss_fn.positive_example_nll_weight "
+        "LOOP.advantage_clip_ LOOP.reward_scaling. LOOP.reward_shaping. LOOP.normalize_rewards "
+        "LOOP.normalize_rewards_over LOOP.use_leave_one_out_baseline LOOP.adv_estimator. LOOP.turn_"
+    )
+    text = "is of rewards and of the policy-gradient loss, and loss_fn.policy_loss_weight=0 leaves both out"
+    yield not config.uses_rewards, keys, text
+
+
+def _list_without_effect(config: Config) -> Iterator[Rule]:
+    """List the keys of options that are on, in runs where they do nothing."""
+    yield from _list_of_ratios(config)
+    yield from _list_of_rewards(config)
+    loop, data = config.training_loop, config.data
+    keys = "LOOP.async_grpo.enabled LOOP.async_grpo.recompute_kv_cache_after_weight_updates"
+    text = "with LOOP.async_grpo.max_trajectory_age_steps=0 nothing is sampled while a step trains"
+    yield loop.async_grpo.max_trajectory_age_steps == 0, keys, text
+    text = "is for engines that the run starts; give python -m megatron_grpo.serve the argument of vLLM"
+    keys = "generation.engine. generation.engine_args. generation.generation_batch_size"
+    yield config.generation.server.urls, keys, text
+    text = "is of data.train_path; each of data.train_sets has a split of its own"
+    yield data.train_sets, "data.train_split", text
+    text = "is of data.train_path and data.val_path; each of data.train_sets and data.val_sets has a subset of its own"
+    yield data.train_sets and data.val_path is None, "data.subset", text
+    text = "adds no whole prompt to LOOP.num_prompts_per_step"
+    adds_none = config.prompts_per_generation_batch == loop.num_prompts_per_step
+    yield adds_none, "LOOP.batch_multiplier", text
+    keys = "data.chat_template data.chat_template_kwargs. data.tools"
+    yield not data.has_chat_prompts, keys, "needs data.apply_chat_template=true"
+    fp8, kernel, has_filter = config.policy.fp8, config.policy.logprob_kernel, config.generation.has_training_filter
+    yield fp8.format == "off", "policy.fp8.", "needs policy.fp8.format=hybrid or e4m3"
+    text = "keeps weights in FP8 on a GPU, and FP8 is simulated"
+    yield fp8.simulate, "policy.fp8.parameters", text
+    yield fp8.recipe != "delayed", "policy.fp8.amax_", "is for policy.fp8.recipe=delayed"
+    for section, optimizer in (("policy", config.policy.optimizer), ("value", config.value.optimizer)):
+        key = f"{section}.optimizer"
+        is_constant = optimizer.decay_style in ("constant", "constant_with_warmup")
+        yield is_constant, f"{key}.min_lr {key}.decay_steps", f"needs {key}.decay_style=linear or cosine"
+    is_fused = kernel == "fused" or (kernel == "auto" and config.cluster.gpus > 0)
+    text = "is for policy.logprob_kernel=chunked"
+    yield is_fused and not has_filter, "policy.logprob_chunk_size", text
+    text = "is for whole distributions; with a filter of sampling log-probabilities are computed by chunks"
+    yield has_filter and not config.uses_reference, "policy.logprob_kernel", text
+
+
+def _list_of_ratios(config: Config) -> Iterator[Rule]:
+    loss, has_one_step = config.loss_fn, config.optimizer_steps_per_step == 1
+    clips = "loss_fn.ratio_clip_min loss_fn.ratio_clip_max"
+    text = "acts on ratios away from 1, and with one optimizer step on a sample all ratios are 1; give more with"
+    text += " policy.train_global_batch_samples below the samples of a step, or with PASSES above 1"
+    yield has_one_step, f"loss_fn.use_cispo loss_fn.use_sapo loss_fn.ratio_clip_c {clips}", text
+    is_uncorrected = has_one_step and not loss.use_importance_sampling_correction
+    yield is_uncorrected, "loss_fn.sequence_level_importance_ratios", text
+    text = "with one optimizer step on a sample all ratios are 1, and the gradient is that of REINFORCE anyway"
+    yield has_one_step, "loss_fn.disable_ppo_ratio", text
+    text = "with one optimizer step on a sample the policy is the old one anyway"
+    yield not config.needs_prev_logprobs, "loss_fn.force_on_policy_ratio", text
+    text = "clips nothing with loss_fn.use_sapo or loss_fn.disable_ppo_ratio"
+    yield loss.use_sapo or loss.disable_ppo_ratio, clips, text
+    text = "limits how far values move within a step, and before its one optimizer step they have not moved; give more"
+    text += " steps with value.train_global_batch_samples below the samples of a step, or with PASSES above 1"
+    has_one_value_step = config.training_loop.has_value_model and config.value_optimizer_steps_per_step == 1
+    yield has_one_value_step, "value_loss_fn.value_clip", text
+    has_none, loop = not config.uses_reference, config.training_loop
+    keys = (
+        "loss_fn.reference_policy_kl_type loss_fn.use_on_policy_kl_approximation loss_fn.kl_score_function_gradient "
+        "loss_fn.kl_input_clamp_value loss_fn.kl_output_clamp_value"
+    )
+    yield has_none, keys, "needs loss_fn.reference_policy_kl_penalty above 0"
+    yield has_none, "reference.offload", "there is no reference policy"
+    text = "with policy.lora.rank above 0 the reference is the policy without its adapters, and takes no memory"
+    yield config.policy.lora.rank > 0, "reference.offload", text
+    text = "needs LOOP.ref_model_sync_steps below LOOP.max_num_steps"
+    yield loop.ref_model_sync_steps >= loop.max_num_steps, "LOOP.sync_ref_model", text
+
+
+def _list_of_rewards(config: Config) -> Iterator[Rule]:
+    estimator, shaping = config.ppo.adv_estimator, config.training_loop.reward_shaping
+    text = "is the lambda of policy and value model where they have none of their own, and both have one"
+    policy_has_own = estimator.gae_lambda_policy is not None or estimator.length_adaptive_alpha
+    have_own = estimator.gae_lambda_value is not None and policy_has_own
+    yield have_own, "ppo.adv_estimator.gae_lambda", text
+    key = "LOOP.reward_shaping.stop_properly_penalty_coef"
+    yield shaping.stop_properly_penalty_coef == 1, key, "takes nothing away; give less than 1"
+    keys = "LOOP.reward_shaping.overlong_buffer_length LOOP.reward_shaping.overlong_buffer_penalty"
+    text = "subtracts nothing; give LOOP.reward_shaping.overlong_buffer_penalty above 0"
+    yield shaping.overlong_buffer_penalty == 0, keys, text
+    loop, stop = config.training_loop, config.training_loop.early_stop
+    keys = "LOOP.val_period LOOP.val_batch_size LOOP.max_val_samples LOOP.val_temperature"
+    yield not config.data.validation_sets, keys, "needs data.val_path or data.val_sets"
+    text = "needs a validation to decide after: LOOP.val_period below LOOP.max_num_steps"
+    ends_first = loop.val_period >= loop.max_num_steps and (stop.threshold is None or not loop.val_at_start)
+    yield ends_first, "LOOP.early_stop.enabled", text
