@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
+from megatron_grpo.config.algorithms import ALGORITHMS
 from megatron_grpo.config.keys import fill_placeholders, is_met, load_tables
 from megatron_grpo.config.schema import Config
 
@@ -16,6 +17,10 @@ TASK_METRICS = ("reward", "accuracy", "response_length")
 
 def _list_conditions(config: Config) -> Iterator[tuple[bool, str, str]]:
     """Yield (is the condition met, names of metrics, the condition in words)."""
+    for algorithm in ALGORITHMS.values():
+        yield algorithm is config.method, " ".join(algorithm.metrics), f"it needs algorithm={algorithm.name}"
+    needs = "it needs algorithm=distillation and loss_fn.policy_loss_weight above 0"
+    yield bool(config.named_teachers) and config.uses_rewards, "policy_loss", needs
     for switch, names in _METRICS["needs"].items():
         yield is_met(config, switch), names, f"it needs {fill_placeholders(config, switch)}"
     for name, row in _METRICS["properties"].items():
@@ -35,10 +40,10 @@ def list_possible_metrics(config: Config) -> dict[str, str]:
 
 def list_step_metrics(config: Config) -> set[str]:
     """List the metrics that steps of this run have."""
-    if config.training_loop.is_supervised:
-        return {*_METRICS["supervised"].split(), *_METRICS.get(config.algorithm, "").split()}
+    if config.method.rows:
+        return {*_METRICS["supervised"].split(), *config.method.metrics}
     conditional = {name for is_present, names, _ in _list_conditions(config) if is_present for name in names.split()}
-    return {*_METRICS["always"].split(), *conditional, *_list_own_metrics(config)}
+    return {*_METRICS["always"].split(), *config.method.metrics, *conditional, *_list_own_metrics(config)}
 
 
 def list_optional_metrics(config: Config) -> set[str]:

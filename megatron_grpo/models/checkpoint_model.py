@@ -8,7 +8,9 @@ from pathlib import Path
 
 from xxhash import xxh3_64
 
+from megatron_grpo.config.algorithms import find_recorded_algorithm
 from megatron_grpo.config.outside_files import read_bytes, read_yaml
+from megatron_grpo.models.shape import LOGITS, POLICY_HEADS, Head
 
 POLICY_FOLDER = "megatron"  # of the policy, in a checkpoint
 EXPORTS_FOLDER = "exports"  # of exported checkpoints, in a run's folder
@@ -31,7 +33,7 @@ class CheckpointModel:
     """Folder in Hugging Face format; a run that begins from the checkpoint makes it. Its name tells the content: a
     checkpoint that was trained again has another export."""
     origin: str  # folder or hub name of the model that the checkpoint's run began with
-    is_reward_model: bool = False  # it scores conversations, and predicts no tokens
+    head: Head = LOGITS
 
 
 def find_checkpoint_model(path: str, later: int = 0) -> CheckpointModel | None:
@@ -47,7 +49,8 @@ def find_checkpoint_model(path: str, later: int = 0) -> CheckpointModel | None:
     run_dir = checkpoint.parent.parent
     try:
         values = read_yaml(run_dir / "config.yaml")
-        origin, is_reward_model = values["policy"]["model"]["path"], values.get("algorithm") == "reward_model"
+        origin = values["policy"]["model"]["path"]
+        head = POLICY_HEADS[find_recorded_algorithm(str(values.get("algorithm"))).head]
     except OSError as error:
         text = f"is a checkpoint without its run: {run_dir / 'config.yaml'}: {error.strerror}"
         raise ValueError(f"{text}; leave checkpoints in their run's folder, or export them") from None
@@ -56,7 +59,7 @@ def find_checkpoint_model(path: str, later: int = 0) -> CheckpointModel | None:
     if later > _MOST_RUNS:
         raise ValueError(f"is a checkpoint of more than {_MOST_RUNS} runs, each of which began with one of another")
     name = f"{checkpoint.name}-{_compute_content_digest(checkpoint, str(origin), later)}"
-    return CheckpointModel(checkpoint, run_dir / EXPORTS_FOLDER / name, str(origin), is_reward_model)
+    return CheckpointModel(checkpoint, run_dir / EXPORTS_FOLDER / name, str(origin), head)
 
 
 def _compute_content_digest(checkpoint: Path, origin: str, later: int) -> str:

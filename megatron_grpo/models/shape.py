@@ -169,6 +169,27 @@ class QueryScale:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Head:
+    """The last layer of a model: logits of the next token, or one number a token."""
+
+    label: str  # of the model, for messages
+    place: Literal["policy", "value"]  # whose place in a run the model has
+    field: Literal["prev_logprobs", "values"]  # its output, in a batch
+    distance: int  # tokens from the position of an output to the token that it is about
+    is_scalar: bool
+    has_bias: bool = False
+
+
+LOGITS = Head(label="policy", place="policy", field="prev_logprobs", distance=1, is_scalar=False)
+# A value is that of the tokens before the one that it is about.
+VALUE = Head(label="value model", place="value", field="values", distance=1, is_scalar=True, has_bias=True)
+# A score is that of the tokens up to the one that it is about, itself included, as transformers' sequence classifiers.
+SCORE = Head(label="reward model", place="policy", field="values", distance=0, is_scalar=True)
+# Heads of policies, by `Algorithm.head`.
+POLICY_HEADS = {"logits": LOGITS, "score": SCORE}
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of a decoder-only model, under one name in all families."""
 
@@ -231,11 +252,8 @@ class ModelShape:
     """[layers]: the one half that a layer consists of; empty: layers have both."""
     text_prefix: str = ""
     """Beginning of names in a model that also sees images, of which this is the text part; empty: it is the whole."""
-    value_head: Literal["fresh", "stored"] | None = None
-    """Head of a value model (one number a token): new, or stored in a reward model's folder; None: a language model."""
-    is_reward_model: bool = False
-    """Whether the value head scores the tokens up to each one, itself included, and has no bias, as transformers'
-    sequence classifiers; a value model's number is that before the token."""
+    head: Head = LOGITS
+    has_stored_head: bool = True  # whether a scalar head is in the model's folder, which is a reward model's, or new
 
     @property
     def fits_transformer_engine(self) -> bool:
@@ -244,10 +262,6 @@ class ModelShape:
         # With other heads cuDNN below 9.26 makes wrong gradients of sinks in packed sequences.
         has_torch_attention |= self.sinks and self.head_dim not in (64, 128, 256)
         return not (self.post_norms or has_torch_attention or self.layer_scale)
-
-    @property
-    def is_value_model(self) -> bool:
-        return self.value_head is not None and not self.is_reward_model
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]

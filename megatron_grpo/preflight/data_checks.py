@@ -138,7 +138,7 @@ def _find_unfit_settings(config: Config, rows: list[Row]) -> Iterator[Rule]:
     text = f"the tokenizer that {name} makes has no chat template; use false"
     yield data.apply_chat_template, "data.apply_chat_template=", text
     text = "makes prompts without responses; name the column to learn from"
-    yield config.training_loop.is_supervised and data.response_key is None, "data.response_key=", f"{name} {text}"
+    yield config.method.rows and data.response_key is None, "data.response_key=", f"{name} {text}"
     text = f"leaves out every row: the prompts that {name} makes have {longest} tokens"
     yield data.max_input_seq_length < longest and not data.apply_chat_template, "data.max_input_seq_length=", text
 

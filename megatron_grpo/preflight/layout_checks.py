@@ -235,7 +235,7 @@ def check_engines(config: Config, shape: ModelShape) -> Iterator[Rule]:
 
 def _list_trained_layouts(config: Config) -> list[tuple[str, ParallelConfig]]:
     """List (section, layout) of the models that are trained."""
-    value = [("value", config.value.parallel)] if config.training_loop.has_value_model else []
+    value = [("value", config.value.parallel)] if config.method.has_value_model else []
     return [("policy", config.policy.parallel), *value]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_grpo.config.compose import explain_foreign_key
+from megatron_grpo.config.algorithms import OWN_SECTIONS, explain_unread
 from megatron_grpo.config.data_schema import BUILT_IN, ENVIRONMENT_PREFIX, REWARD_FUNCTIONS, is_model_folder
 from megatron_grpo.config.errors import suggest_name
 from megatron_grpo.config.keys import list_changes
-from megatron_grpo.config.loop_schema import HELD_OUT_LOSS, OF_SAMPLES, READERS, VALIDATION_METRICS, VALIDATION_PREFIX
+from megatron_grpo.config.loop_schema import HELD_OUT_LOSS, VALIDATION_METRICS, VALIDATION_PREFIX
 from megatron_grpo.config.metric_names import list_possible_metrics, list_step_metrics
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.rules import Rule, list_conflicts
@@ -22,7 +22,7 @@ def check_loop(config: Config) -> Iterator[Rule]:
     stop = config.training_loop.early_stop
     if stop.enabled:
         yield from _check_validation_metric(config, "LOOP.early_stop.metric_name=", stop.metric_name)
-    is_settled = config.training_loop.is_supervised or not config.has_correctness
+    is_settled = bool(config.method.rows) or not config.has_correctness
     checkpointing = config.ranked_checkpointing if is_settled else config.checkpointing
     ranked_by = checkpointing.metric_name
     if config.has_checkpoints and config.checkpointing.keep_top_k is not None and ranked_by is not None:
@@ -60,10 +60,9 @@ def _suggest_batch_size(samples: int, size: int, data: int) -> str:
 
 
 def _check_validation_metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
-    is_supervised = config.training_loop.is_supervised
-    metrics = VALIDATION_METRICS if config.needs_generation or not is_supervised else ()
+    metrics = VALIDATION_METRICS if config.needs_generation or not config.method.rows else ()
     names = [f"{VALIDATION_PREFIX}{metric}" for metric in metrics]
-    names += [f"{VALIDATION_PREFIX}{HELD_OUT_LOSS}"] if is_supervised else []
+    names += [f"{VALIDATION_PREFIX}{HELD_OUT_LOSS}"] if config.method.rows else []
     names += [
         f"{VALIDATION_PREFIX}set_{metric}/{dataset}"
         for dataset in config.data.val_sets
@@ -121,24 +120,24 @@ def check_oversampling(config: Config) -> Iterator[Rule]:
     yield int(factor * prompts) == prompts, subject, text
 
 
-def check_ppo(config: Config) -> Iterator[Rule]:
-    """Check settings of PPO, and find changed settings of other algorithms."""
-    for section in [section for section, readers in READERS.items() if config.algorithm not in readers]:
+def check_read_keys(config: Config) -> Iterator[Rule]:
+    """Find changed settings that the algorithm does not read.
+
+    Those of loss_fn are remarked on instead: a recipe's may stay while its algorithm is exchanged.
+    """
+    for section in sorted(OWN_SECTIONS - {"loss_fn", "teachers"}):
         for key, value in list_changes(config, section):
-            yield True, f"{key}={value}", explain_foreign_key(key, config.algorithm)
-    if config.algorithm == "ppo":
+            yield not config.method.has_read(key), f"{key}={value}", explain_unread(config, key) or ""
+    for task in config.teachers:
+        key = f"teachers.{task}"
+        yield not config.method.has_read(f"{key}."), key, explain_unread(config, f"{key}.") or ""
+
+
+def check_algorithm(config: Config) -> Iterator[Rule]:
+    """Check settings of the algorithm against each other."""
+    if config.method.has_value_model:
         yield from list_conflicts(config, "ppo")
-
-
-def check_supervised(config: Config) -> Iterator[Rule]:
-    """Check settings of algorithms that learn from rows."""
-    if not config.training_loop.is_supervised:
-        yield from list_conflicts(config, "sampled")
-        return
-    yield from list_conflicts(config, "supervised")
-    for key, value in list_changes(config, config.algorithm):
-        text = f"is about samples that a step learns from, and algorithm={config.algorithm} learns from rows"
-        yield key.split(".")[1] in OF_SAMPLES, f"{key}={value}", f"{text}; leave it out"
+    yield from list_conflicts(config, "supervised" if config.method.rows else "sampled")
 
 
 def check_debug_modes(config: Config) -> Iterator[Rule]:

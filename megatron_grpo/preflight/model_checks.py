@@ -167,7 +167,7 @@ def find_training_problems(config: Config, shape: ModelShape | None) -> Iterator
 
 def _check_reward_model(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check that an export of a reward model is one of transformers' models."""
-    if shape is None or not config.trains_reward_model:
+    if shape is None or config.method.head != "score":
         return
     text = f"is of {shape.family}, and transformers has no ForSequenceClassification of it, which an export would be"
     yield not FAMILIES[shape.family].has_reward_models, "policy.model.path=", f"{text}; give a model of another family"
@@ -178,7 +178,7 @@ def _check_reward_model(config: Config, shape: ModelShape | None) -> Iterator[Ru
 def _check_muon(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check settings of Muon against the model."""
     models = {"policy": (config.policy.optimizer, config.policy.parallel)}
-    if config.training_loop.has_value_model:
+    if config.method.has_value_model:
         models["value"] = config.value.optimizer, config.value.parallel
     passed = config.policy.megatron_optimizer
     fields = [name for name in passed if name in ("muon_split_qkv", "muon_coefficient_type")]

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_grpo.config.algorithms import explain_unread, is_among
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.keys import fill_placeholders, is_met, list_changes, load_tables
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
@@ -57,7 +58,7 @@ def _check_warmups(config: Config) -> Iterator[Rule]:
     steps = config.training_loop.max_num_steps
     policy_steps = max(steps - config.steps_without_policy, 0) * config.optimizer_steps_per_step
     models = [("policy", config.policy.optimizer, policy_steps)]
-    if config.training_loop.has_value_model:
+    if config.method.has_value_model:
         models.insert(0, ("value", config.value.optimizer, steps * config.value_optimizer_steps_per_step))
     for section, optimizer, optimizer_steps in models:
         # A warm-up given as a ratio follows the length of the run, so it always ends.
@@ -99,12 +100,12 @@ def find_unused_settings(config: Config) -> Iterator[Problem]:
     for condition, reasons in _UNUSED.items():
         if is_met(config, condition):
             rows += reasons.items()
-    unused = [(tuple(fill_placeholders(config, keys).split()), fill_placeholders(config, text)) for keys, text in rows]
-    value_sections = ("value", "value_loss_fn") if config.training_loop.has_value_model else ()
+    rows = [(fill_placeholders(config, keys), fill_placeholders(config, text)) for keys, text in rows]
+    unused = [(frozenset(keys.split()), text) for keys, text in rows]
+    value_sections = ("value", "value_loss_fn") if config.method.has_value_model else ()
     learning = ("loss_fn", config.loop_name, "reference", "policy", *value_sections)
     for section in (*learning, "data", "generation", "refit", "checkpointing", "logger"):
         for key, value in list_changes(config, section):
-            for names, text in unused:
-                if any(key.startswith(name) if name.endswith(".") else key == name for name in names):
-                    yield Problem(f"{key}={value}", text)
-                    break
+            texts = (text for names, text in unused if is_among(key, names))
+            if reason := explain_unread(config, key) or next(texts, None):
+                yield Problem(f"{key}={value}", reason)

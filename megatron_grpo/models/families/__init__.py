@@ -29,7 +29,7 @@ from megatron_grpo.models.families import (
 )
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.options import refuse_folder
-from megatron_grpo.models.shape import ModelShape, read_config_json, read_flag, read_section
+from megatron_grpo.models.shape import LOGITS, VALUE, Head, ModelShape, read_config_json, read_flag, read_section
 from megatron_grpo.models.stored_tensors import EMBEDDING, HEAD, has_own_head, list_stored_tensors
 from megatron_grpo.models.weight_axes import measure_axis
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry, index_tensors, iter_entries, map_rows
@@ -52,14 +52,12 @@ class UnknownFamilyError(ValueError):
     """A model's architecture has no family."""
 
 
-def as_value_model(shape: ModelShape) -> ModelShape:
-    """Convert a shape to a value model's, with its own head."""
-    return replace(shape, tied_embeddings=False, value_head=shape.value_head or "fresh")
-
-
-def as_reward_model(shape: ModelShape) -> ModelShape:
-    """Convert a shape to that of a reward model in training."""
-    return replace(as_value_model(shape), is_reward_model=True)
+def exchange_head(shape: ModelShape, head: Head) -> ModelShape:
+    """Exchange a model's head; a scalar one is new unless the folder has one."""
+    if not head.is_scalar:
+        return shape
+    is_stored = shape.head.is_scalar and shape.has_stored_head
+    return replace(shape, tied_embeddings=False, head=head, has_stored_head=is_stored)
 
 
 def name_reward_model(shape: ModelShape) -> str:
@@ -94,10 +92,10 @@ _REWARD_HEADS = ("ForSequenceClassification", "ForTokenClassification")
 
 def build_weight_map(shape: ModelShape) -> tuple[WeightEntry, ...]:
     """Build the weight map of a model, in the order of export."""
-    if shape.value_head is not None:
-        is_new = shape.value_head == "fresh"
+    if shape.head.is_scalar:
+        is_new = not shape.has_stored_head
         outputs = [_map_outer("output_layer.weight", "score.weight", "score", "hidden", zero_if_absent=is_new)]
-        outputs += [] if shape.is_reward_model else [_BIAS]
+        outputs += [_BIAS] if shape.head.has_bias else []
     else:
         # A tied head has weights of its own only on a last stage that is not the first.
         tensor = EMBEDDING if shape.tied_embeddings else HEAD
@@ -180,7 +178,7 @@ def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     then sees as many tokens as it chooses. A value model counts as the language model that it starts from.
     """
     weights, sizes = 0, shape.sizes
-    for entry, _, _ in iter_entries(build_weight_map(replace(shape, value_head=None)), shape, range(shape.layers)):
+    for entry, _, _ in iter_entries(build_weight_map(replace(shape, head=LOGITS)), shape, range(shape.layers)):
         if entry.name != _INPUT.name:
             passed = shape.experts.top_k if shape.experts is not None and entry.per_expert else 1
             weights += passed * prod(measure_axis(axis, sizes) for axis in entry.axes) if len(entry.axes) >= 2 else 0
@@ -231,7 +229,7 @@ def read_model_shape(path: str | Path, *, reward_models: bool = False) -> ModelS
     except ValueError as error:
         raise type(error)(f"{file}: {error}") from None
     shape = _find_stored_form(shape, folder)
-    if shape.tied_embeddings and shape.value_head is None:
+    if shape.tied_embeddings and not shape.head.is_scalar:
         # transformers and vLLM compare the tensors themselves, and believe them rather than the file.
         embedding = build_weight_map(shape)[0].hf[0].name
         if has_own_head(folder, add_text_prefix(HEAD, shape.text_prefix), embedding):
@@ -345,7 +343,7 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
         if labels != 1:
             raise ValueError(f"{architecture} with {labels} labels is a classifier; a reward model has 1")
     shape = family.read(raw)
-    return replace(shape, value_head="stored") if scores else shape
+    return replace(shape, head=VALUE) if scores else shape
 
 
 def _require_model_type(raw: dict[str, Any], model_types: tuple[str, ...], architecture: str) -> None:

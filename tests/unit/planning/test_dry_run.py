@@ -8,8 +8,8 @@ import torch
 
 from megatron_grpo.config.policy_schema import RecomputeModule
 from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
-from megatron_grpo.models.families import as_value_model, measure_tensors, parse_model_shape
-from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.families import exchange_head, measure_tensors, parse_model_shape
+from megatron_grpo.models.shape import VALUE, ModelShape
 from megatron_grpo.planning.dry.tracker import GRANULE, MemoryTracker
 from megatron_grpo.planning.dry_run import list_phases, run_dry, run_tracked
 from tests.support.config_problems import SMALL
@@ -252,7 +252,7 @@ def test_phases_that_a_run_lacks_are_not_run() -> None:
 def test_a_value_model_runs_dry_without_a_reference() -> None:
     config = small_run()
     reference(config)
-    found = run_dry(config, as_value_model(DENSE), 0, moves=False)
+    found = run_dry(config, exchange_head(DENSE, VALUE), 0, moves=False)
     assert found.phases.keys() - {"build", "first step"} == {"values", "train"}
     policy = run_dry(config, DENSE, 0, moves=False)
     assert found.end_bytes["train"] < policy.end_bytes["train"]

@@ -150,7 +150,7 @@ def learn(config: Config) -> list[torch.Tensor]:
 
 def is_read(key: str, config: Config, changed: Config) -> bool:
     section, _, name = key.partition(".")
-    samples = not config.training_loop.is_supervised
+    samples = not config.method.rows
     if section == "loss_fn":
         # The divergence is computed by the ranks, from these two; test_loss_metrics.py has their values.
         if key in ("loss_fn.kl_type", "loss_fn.mixed_kl_weight"):
