@@ -85,7 +85,7 @@ class GRPOConfig(LoopConfig):
 AlgorithmName = Annotated[
     str,
     Predicate(is_algorithm_name),
-    f"one of {', '.join(ALGORITHMS)}, or module:NAME of one of your own",
+    f"one of {', '.join(ALGORITHMS)}, module:NAME",
     Starts(IMPORTS, ALGORITHMS.__contains__),
 ]
 
