@@ -42,7 +42,7 @@ class Algorithm:
     name: str
     section: str
     """Section of the configuration with the keys of its loop."""
-    rows: Literal["supervised", "preference", "scored"] | None = None
+    rows: str | None = None
     """Kind of the rows that it learns from; None: it learns from samples."""
     head: Literal["logits", "score"] = "logits"
     """Output of the trained model: logits of the next token, or a score of the conversation."""
