@@ -18,7 +18,8 @@ from megatron_grpo.config.paths import check_writable, is_hub_name
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.config.section import PathText
 from megatron_grpo.models.families import exchange_head, read_model_shape
-from megatron_grpo.models.shape import POLICY_HEADS, Head, ModelShape
+from megatron_grpo.models.heads import POLICY_HEADS, Head
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.models.tokenizer_files import read_settings
 from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, verify_checkpoint

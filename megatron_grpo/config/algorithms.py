@@ -89,7 +89,7 @@ class Algorithm:
 
 
 def is_among(key: str, names: frozenset[str]) -> bool:
-    """True if a key is one of these names, or in one of these sections."""
+    """True if a key, or a section that it is in, is named."""
     return any(key.startswith(name) if name.endswith(".") else key == name for name in names)
 
 
@@ -198,7 +198,7 @@ def find_algorithm(name: str) -> Algorithm:
         algorithm = import_object(module, attribute)
         if not isinstance(algorithm, Algorithm):
             raise ValueError("is not a megatron_grpo.config.algorithms.Algorithm")
-        sections = {known.section for known in ALGORITHMS.values()}
+        sections = {row.section for row in ALGORITHMS.values()}
         if algorithm.section not in sections:
             raise ValueError(f"has section={algorithm.section}; a loop is one of {', '.join(sorted(sections))}")
         _IMPORTED[name] = algorithm

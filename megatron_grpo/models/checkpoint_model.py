@@ -10,7 +10,7 @@ from xxhash import xxh3_64
 
 from megatron_grpo.config.algorithms import find_recorded_algorithm
 from megatron_grpo.config.outside_files import read_bytes, read_yaml
-from megatron_grpo.models.shape import LOGITS, POLICY_HEADS, Head
+from megatron_grpo.models.heads import LOGITS, POLICY_HEADS, Head
 
 POLICY_FOLDER = "megatron"  # of the policy, in a checkpoint
 EXPORTS_FOLDER = "exports"  # of exported checkpoints, in a run's folder

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from megatron_grpo.config.errors import to_text
 from megatron_grpo.config.outside_files import parse_file_json, read_bytes
+from megatron_grpo.models.heads import LOGITS, Head
 from megatron_grpo.models.megatron_names import Half
 
 LayerKind = Literal[
@@ -166,27 +167,6 @@ class QueryScale:
     slope: float
     length: int  # in tokens
     offset: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Head:
-    """The last layer of a model: logits of the next token, or one number a token."""
-
-    label: str  # of the model, for messages
-    place: Literal["policy", "value"]  # whose place in a run the model has
-    field: Literal["prev_logprobs", "values"]  # its output, in a batch
-    distance: int  # tokens from the position of an output to the token that it is about
-    is_scalar: bool
-    has_bias: bool = False
-
-
-LOGITS = Head(label="policy", place="policy", field="prev_logprobs", distance=1, is_scalar=False)
-# A value is that of the tokens before the one that it is about.
-VALUE = Head(label="value model", place="value", field="values", distance=1, is_scalar=True, has_bias=True)
-# A score is that of the tokens up to the one that it is about, itself included, as transformers' sequence classifiers.
-SCORE = Head(label="reward model", place="policy", field="values", distance=0, is_scalar=True)
-# Heads of policies, by `Algorithm.head`.
-POLICY_HEADS = {"logits": LOGITS, "score": SCORE}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,8 @@ from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.models.checkpoint_model import find_checkpoint_model
 from megatron_grpo.models.families import exchange_head, parse_model_shape, read_model_shape
-from megatron_grpo.models.shape import POLICY_HEADS, ModelShape
+from megatron_grpo.models.heads import POLICY_HEADS
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_token_ids
 
 PAD, EOS = "<pad>", "<eos>"

@@ -207,7 +207,7 @@ def _run_learning_phases(rank: _Rank, config: Config, mode: DryMode, phases: Con
         tokens=float(sum(batch.lengths)), sequences=float(len(batch)), all_sequences=float(len(batch))
     )
     with mode.phase("train"):
-        is_value = rank.shape.head.place == "value"
+        is_value = rank.shape.head.role == "value"
         rank.train(batch, microbatches, MseValueLossFn(config.value_loss_fn) if is_value else make_loss(config), counts)
 
 

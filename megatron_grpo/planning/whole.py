@@ -12,7 +12,8 @@ from typing import Any
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.families import exchange_head
-from megatron_grpo.models.shape import VALUE, ModelShape
+from megatron_grpo.models.heads import VALUE
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import find_teacher_shape, find_value_shape
 from megatron_grpo.planning.device_memory import GIB, RankMemory, build_rank_memory, list_reserve_parts
 from megatron_grpo.planning.engine_layouts import find_room_problems

@@ -21,8 +21,9 @@ from megatron_grpo.models.families import (
     is_further_prediction,
     read_model_shape,
 )
+from megatron_grpo.models.heads import LOGITS, POLICY_HEADS, VALUE
 from megatron_grpo.models.quantized_weights import describe_values, read_quantization
-from megatron_grpo.models.shape import LOGITS, POLICY_HEADS, VALUE, ModelShape, read_config_json
+from megatron_grpo.models.shape import ModelShape, read_config_json
 from megatron_grpo.models.stored_tensors import FLOATS, HEAD, list_stored_tensors
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_end_tokens, read_settings, read_token_ids
 from megatron_grpo.models.weight_map import index_tensors

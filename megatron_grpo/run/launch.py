@@ -19,8 +19,9 @@ from megatron_grpo.generation.teacher_server import TeacherServer, require_same_
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.models.adapter_names import make_policy_slot
 from megatron_grpo.models.families import exchange_head, read_model_shape
+from megatron_grpo.models.heads import VALUE
 from megatron_grpo.models.routed_experts import RoutedForm
-from megatron_grpo.models.shape import VALUE, ModelShape
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import fetch_model_folder, read_policy_shape
 from megatron_grpo.models.tokenizer_files import explain_other_tokens
 from megatron_grpo.rollouts.endpoint import make_endpoint_settings

@@ -85,7 +85,7 @@ class ModelRank(ABC):
         if shape.experts is not None:
             replays = config.moe.replay_routing and not shape.head.is_scalar
             form = RoutedForm.from_shape(shape) if replays else None
-            prefix = "value_moe" if shape.head.place == "value" else "moe"
+            prefix = "value_moe" if shape.head.role == "value" else "moe"
             self.routing = StepRouting(self.chunks, config.moe, prefix, form)
         self.optimizer = self._build_optimizer()
         self.memory, self.checkpoint, self.recorder = DeviceMemory(self), RankCheckpoint(self), StepRecorder(self)

@@ -18,7 +18,7 @@ from megatron_grpo.export import main as export
 from megatron_grpo.losses.preference import SequenceGradientLossFn, compute_score_loss
 from megatron_grpo.models.checkpoint_model import POLICY_FOLDER
 from megatron_grpo.models.families import FAMILIES, exchange_head, name_reward_model, read_model_shape
-from megatron_grpo.models.shape import SCORE
+from megatron_grpo.models.heads import SCORE
 from megatron_grpo.models.source import VOCABULARY
 from megatron_grpo.prepare.models import make_tokenizer
 from megatron_grpo.run.checkpoint_files import write_driver_files

@@ -21,7 +21,7 @@ from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, PolicyConf
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.models.families import exchange_head, read_model_shape
-from megatron_grpo.models.shape import VALUE
+from megatron_grpo.models.heads import VALUE
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import ValueRank
 from tests.parity.on_rank import expect_continuation, expect_gradients, load_on_rank, save_on_rank, split_by_sequence

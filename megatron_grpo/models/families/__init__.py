@@ -29,7 +29,8 @@ from megatron_grpo.models.families import (
 )
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.options import refuse_folder
-from megatron_grpo.models.shape import LOGITS, VALUE, Head, ModelShape, read_config_json, read_flag, read_section
+from megatron_grpo.models.heads import LOGITS, VALUE, Head
+from megatron_grpo.models.shape import ModelShape, read_config_json, read_flag, read_section
 from megatron_grpo.models.stored_tensors import EMBEDDING, HEAD, has_own_head, list_stored_tensors
 from megatron_grpo.models.weight_axes import measure_axis
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry, index_tensors, iter_entries, map_rows

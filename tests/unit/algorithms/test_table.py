@@ -80,12 +80,12 @@ def list_name_tests(tree: ast.AST) -> Iterator[int]:
 
 
 def test_no_code_outside_the_table_tests_the_name_of_an_algorithm() -> None:
-    found = []
+    lines = []
     for file in PACKAGE.rglob("*.py"):
         path = file.relative_to(PACKAGE).as_posix()
         if path not in ("config/algorithms.py",):
-            found += [f"{path}:{line}" for line in list_name_tests(ast.parse(file.read_text()))]
-    assert found == []
+            lines += [f"{path}:{line}" for line in list_name_tests(ast.parse(file.read_text()))]
+    assert lines == []
     for table in PACKAGE.rglob("*.yaml"):
         for line in table.read_text().splitlines():
             condition = r"(\? >-)?(.* and )?algorithm!?=[\w|]+( and .*)?:"

@@ -18,7 +18,8 @@ from megatron_grpo.models.families import (
     parse_model_shape,
     read_model_shape,
 )
-from megatron_grpo.models.shape import VALUE, HeadShape
+from megatron_grpo.models.heads import VALUE
+from megatron_grpo.models.shape import HeadShape
 from megatron_grpo.models.weight_map import iter_entries
 from megatron_grpo.planning.generation_cost import count_kv_bytes_per_token, count_mixer_parameters
 from megatron_grpo.preflight.layout_checks import _find_undivided

@@ -9,7 +9,8 @@ import torch
 from megatron_grpo.config.policy_schema import RecomputeModule
 from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
 from megatron_grpo.models.families import exchange_head, measure_tensors, parse_model_shape
-from megatron_grpo.models.shape import VALUE, ModelShape
+from megatron_grpo.models.heads import VALUE
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.dry.tracker import GRANULE, MemoryTracker
 from megatron_grpo.planning.dry_run import list_phases, run_dry, run_tracked
 from tests.support.config_problems import SMALL

@@ -14,7 +14,7 @@ from megatron_grpo.config.metric_names import list_step_metrics
 from megatron_grpo.config.overrides import list_config_groups
 from megatron_grpo.config.schema import Config, GRPOConfig, LossConfig
 from megatron_grpo.models.families import read_model_shape
-from megatron_grpo.models.shape import VALUE
+from megatron_grpo.models.heads import VALUE
 from megatron_grpo.models.tokenizer_files import explain_other_tokens
 from megatron_grpo.preflight.distillation_checks import find_teacher_tokenizer_problems
 from megatron_grpo.preflight.layout_checks import count_gpus

@@ -65,8 +65,8 @@ def list_leaves(section: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
 
 def change_keys(config: Config) -> Iterator[tuple[str, Config]]:
     """Every key of the loss, the loop and further models with another valid value, one at a time."""
-    own = {name.partition(".")[0] for name in config.method.reads} - {"teachers"}
-    for section in sorted({"loss_fn", config.loop_name} | own):
+    sections = {name.partition(".")[0] for name in config.method.reads} - {"teachers"}
+    for section in sorted({"loss_fn", config.loop_name} | sections):
         for key, hint, value in list_leaves(getattr(config, section), f"{section}."):
             if key.startswith(("value.optimizer.", "value.parallel.", "teacher.parallel.")):
                 continue  # the ranks of every model read their settings with one code
@@ -76,8 +76,8 @@ def change_keys(config: Config) -> Iterator[tuple[str, Config]]:
                 except ValidationError:
                     continue
                 changed: Any = copy.deepcopy(config)
-                *sections, name = key.split(".")
-                setattr(functools.reduce(getattr, sections, changed), name, setting)
+                *parents, name = key.split(".")
+                setattr(functools.reduce(getattr, parents, changed), name, setting)
                 yield key, changed
                 break
             else:
@@ -155,8 +155,8 @@ def is_read(key: str, config: Config, changed: Config, folder: Path) -> bool:
         )
     if name == config.training_loop.passes_name and not config.method.rows:
         return changed.passes_per_step != config.passes_per_step
-    own = type(config.training_loop).__dataclass_fields__.keys() - LoopConfig.__dataclass_fields__.keys()
-    is_own = name.partition(".")[0] in own
+    own_names = type(config.training_loop).__dataclass_fields__.keys() - LoopConfig.__dataclass_fields__.keys()
+    is_own = name.partition(".")[0] in own_names
     return key in list_read_keys(changed, folder) or (not is_own and name.rpartition(".")[2] in list_attributes())
 
 
