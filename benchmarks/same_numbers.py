@@ -26,10 +26,13 @@ from typing import Any
 from header import header
 from sides import FILES, ROOT, FailedError, NotKnownError, Side, opened
 
+RECIPES = ROOT / "conf" / "exp"
+LOOPS = {"ppo": "ppo", "sft": "sft", "dpo": "dpo", "reward_model": "reward_model", "distillation": "grpo"}
+"""Section of the loop, by the end of the recipe's name; that of the others is grpo."""
 VARIANTS = sorted(file.stem for file in (ROOT / "conf" / "variant").glob("*.yaml"))
 CASES: Mapping[str, tuple[str, ...]] = {
     "defaults": (),
-    "ppo": ("+exp=quickstart_ppo",),
+    **{name: (f"+exp=quickstart_{name}",) for name in LOOPS if (RECIPES / f"quickstart_{name}.yaml").exists()},
     "moe": ("+exp=quickstart_moe",),
     "tools": ("+exp=quickstart_tools",),
     "two_tasks": ("+exp=quickstart_two_tasks",),
@@ -58,7 +61,7 @@ def overrides_of(name: str, steps: int) -> list[str]:
     """The command line of a case, without run_dir."""
     case = CASES[name]
     recipe = () if any(override.startswith("+exp=") for override in case) else ("+exp=quickstart",)
-    loop = "ppo" if "+exp=quickstart_ppo" in case else "grpo"
+    loop = next((loop for name, loop in LOOPS.items() if f"+exp=quickstart_{name}" in case), "grpo")
     return [*recipe, *case, f"{loop}.max_num_steps={steps}", f"{loop}.val_period=10", *QUIET]
 
 

@@ -10,14 +10,16 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from megatron_grpo.config.algorithms import find_recorded_algorithm
 from megatron_grpo.config.command_line import as_command, parse_arguments, silence_packages
 from megatron_grpo.config.errors import to_text
 from megatron_grpo.config.outside_files import read_text
 from megatron_grpo.config.paths import check_writable, is_hub_name
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.config.section import PathText
-from megatron_grpo.models.families import as_reward_model
+from megatron_grpo.models.families import exchange_head
 from megatron_grpo.models.families.reading import read_model_shape
+from megatron_grpo.models.heads import POLICY_HEADS, Head
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.models.tokenizer_files import read_settings
@@ -61,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ValueError(f"output={output} already exists; give the path of a new folder")
     config_file = checkpoint.resolve().parent.parent / CONFIG_FILE
-    policy, is_reward_model = _read_policy(config_file)
+    policy, head = _read_policy(config_file)
     if form == "peft" and not policy.lora.rank:
         raise ValueError(f"format=peft: {config_file} has no policy.lora.rank above 0, so there are no adapters")
     if form == "quantized" and policy.quantization is None:
@@ -74,8 +76,8 @@ def main(arguments: Sequence[str]) -> int:
             f"{source}: the model that the run began with, policy.model.path in {config_file}, is not there; its "
             "settings and tokenizer belong to the export: put it back, or correct the path in that file"
         )
-    shape, template = read_model_shape(source, reward_models=is_reward_model), config_file.with_name(TEMPLATE_FILE)
-    shape = as_reward_model(shape) if is_reward_model else shape
+    shape = exchange_head(read_model_shape(source, reward_models=head.is_scalar), head)
+    template = config_file.with_name(TEMPLATE_FILE)
     _write_model(checkpoint, source, shape, output, policy, form, template)
     print(f"wrote {output} from {checkpoint}")
     if template.is_file():
@@ -116,15 +118,16 @@ def _write_model(
         )
 
 
-def _read_policy(config_file: Path) -> tuple[PolicyConfig, bool]:
-    """Read a run's policy, and whether it is a reward model."""
+def _read_policy(config_file: Path) -> tuple[PolicyConfig, Head]:
+    """Read the settings of a run's policy, and find its head."""
     try:
         config = read_config_file(config_file)
         policy = config["policy"]
         # An export needs no other keys, and they may be those of another version of megatron_grpo.
         optional = {name: policy[name] for name in ("lora", "quantization") if name in policy}
         needed = {"model": {"path": policy["model"]["path"]}, "precision": policy["precision"], **optional}
-        return TypeAdapter(PolicyConfig).validate_python(needed), config.get("algorithm") == "reward_model"
+        algorithm = find_recorded_algorithm(str(config.get("algorithm")))
+        return TypeAdapter(PolicyConfig).validate_python(needed), POLICY_HEADS[algorithm.head]
     except FileNotFoundError:
         raise ValueError(f"{config_file} does not exist; a checkpoint has to stay in its run directory") from None
     except (KeyError, TypeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, Self, TypedDict
 
 from megatron_grpo.algorithms.placement import Placement
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, StepCheck
@@ -13,16 +13,18 @@ from megatron_grpo.algorithms.sample_buffer import SampleBuffer
 from megatron_grpo.batch.generation_requests import EngineCounts, SamplingSettings
 from megatron_grpo.batch.trajectory import SampledGroup
 from megatron_grpo.config.schema import Config
+from megatron_grpo.data.load_prompts import PromptData
 from megatron_grpo.data.loader import BatchLoader
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.generation.teacher_client import TeacherServer
-from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.losses.loss import LossFunction, make_loss
 from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.checkpoints import Checkpointer
 from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER
+from megatron_grpo.run.launch import Models
 from megatron_grpo.run.user_objects import Callbacks
 from megatron_grpo.trainer.model_ranks import MegatronPolicy, MegatronTeacher, MegatronValue, ModelRanks
 from megatron_grpo.weight_sync.transport import WeightTransport
@@ -153,16 +155,31 @@ class SamplingRun:
 
 
 @dataclass(kw_only=True)
-class GRPORun(SamplingRun):
-    """A run of GRPO."""
+class TrainingRun(SamplingRun):
+    """A run that trains a policy."""
 
     policy: MegatronPolicy
     transport: WeightTransport | None  # transport of the policy's weights to the engines; None: there are no engines
-    loss_fn: ClippedPGLossFn
+    loss_fn: LossFunction
+
+    @classmethod
+    def build(cls, sampling: SamplingRun, models: Models, transport: WeightTransport | None, data: PromptData) -> Self:
+        """Build the run from its parts."""
+        fields = vars(sampling) | cls.select_fields(sampling.config, models, data)
+        return cls(**fields, policy=models.policy, transport=transport, loss_fn=make_loss(sampling.config))
+
+    @classmethod
+    def select_fields(cls, config: Config, models: Models, data: PromptData) -> dict[str, Any]:
+        """Select the values of the fields that a subclass adds."""
+        return {}
 
     @property
     def models(self) -> dict[str, ModelRanks]:
         return {POLICY_FOLDER: self.policy}
+
+
+class GRPORun(TrainingRun):
+    """A run of GRPO."""
 
 
 @dataclass(kw_only=True)
@@ -171,6 +188,10 @@ class PPORun(GRPORun):
 
     value: MegatronValue
     value_loss_fn: MseValueLossFn
+
+    @classmethod
+    def select_fields(cls, config: Config, models: Models, data: PromptData) -> dict[str, Any]:
+        return {"value": models.value, "value_loss_fn": MseValueLossFn(config.value_loss_fn)}
 
     @property
     def models(self) -> dict[str, ModelRanks]:
@@ -182,3 +203,7 @@ class DistillationRun(GRPORun):
     """A run of distillation: one of GRPO with teachers."""
 
     teachers: dict[str, MegatronTeacher | TeacherServer]  # by section of the configuration
+
+    @classmethod
+    def select_fields(cls, config: Config, models: Models, data: PromptData) -> dict[str, Any]:
+        return {"teachers": models.teachers}

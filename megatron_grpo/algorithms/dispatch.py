@@ -7,13 +7,9 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 from megatron_grpo.cluster.machines import prepare_ray_environment
-from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.schema import Config
 from megatron_grpo.run.user_objects import UserObjects
 
-# Training function of each algorithm; imported late, because torch and Ray take seconds to import.
-ALGORITHMS = {name: f"megatron_grpo.algorithms.{name}:{name}_train" for name in (*LOOPS, "distillation")}
-ALGORITHMS["reward_model"] = "megatron_grpo.algorithms.reward_training:reward_model_train"
 SAMPLING_ONLY = "megatron_grpo.algorithms.grpo:sample_steps"
 
 
@@ -31,7 +27,7 @@ def run_algorithm(config: Config, user_objects: UserObjects | None = None, began
     from megatron_grpo.preflight.environment_checks import check_scoring
     from megatron_grpo.run.lifetime import open_run
 
-    algorithm = ALGORITHMS[config.algorithm] if config.debug.train else SAMPLING_ONLY
+    algorithm = config.method.train if config.debug.train else SAMPLING_ONLY  # imported late, as torch takes seconds
     with ThreadPoolExecutor(1, "import") as importer:  # while Ray starts
         names = (algorithm, "megatron_grpo.algorithms.setup:setup")
         functions = importer.submit(lambda: [pkgutil.resolve_name(name) for name in names])

@@ -10,22 +10,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-from megatron_grpo.algorithms.context import (
-    DistillationRun,
-    GRPORun,
-    GRPOSaveState,
-    PPORun,
-    SamplingRun,
-    make_save_state,
-)
-from megatron_grpo.algorithms.dpo import PreferenceRun
+from megatron_grpo.algorithms.context import GRPOSaveState, SamplingRun, TrainingRun, make_save_state
 from megatron_grpo.algorithms.placement import Placement, publish
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, describe_run
-from megatron_grpo.algorithms.reward_training import RewardModelRun
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
-from megatron_grpo.algorithms.supervised import SupervisedRun
 from megatron_grpo.batch.generation_requests import make_sampling_settings
 from megatron_grpo.batch.special_tokens import StopConditions
 from megatron_grpo.batch.trajectory import Trajectory
@@ -34,11 +25,6 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import PromptData
 from megatron_grpo.data.loader import BatchLoader
 from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.losses.distillation_loss import DistillationLossFn
-from megatron_grpo.losses.likelihood import NLLLossFn
-from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.losses.preference import SequenceGradientLossFn
-from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.models.source import fetch_model_folder, is_prepared
 from megatron_grpo.observability.run_files import write_json
 from megatron_grpo.observability.run_logger import RunLogger
@@ -62,8 +48,7 @@ from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
     """Start or continue a run; leaving the context ends its processes.
 
-    Yields a GRPORun, for algorithm=ppo a PPORun, for sft a SupervisedRun, for dpo a PreferenceRun, for reward_model a
-    RewardModelRun, for distillation a DistillationRun. With debug.train=false it is a SamplingRun without models,
+    Yields a run of the algorithm's type (`Algorithm.run`). With debug.train=false it is a SamplingRun without models,
     whose engines have the weights of the model folder. Without a `startup` from `open_run` Ray starts and ends here.
 
     Raises ConfigError if the run's folder, the checkpoint to start from or a reward function cannot be used, and
@@ -127,30 +112,8 @@ def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRu
     sampling = _make_sampling_run(config, startup, folder, rollouts, placement, data, progress, stack)
     if models is None:
         return sampling
-    return _make_training_run(config, sampling, models, transport, data)
-
-
-def _make_training_run(
-    config: Config, sampling: SamplingRun, models: Models, transport: WeightTransport | None, data: PromptData
-) -> SamplingRun:
-    """Make the run of the algorithm."""
-    if config.training_loop.is_supervised:
-        run_type = {"dpo": PreferenceRun, "reward_model": RewardModelRun}.get(config.algorithm, SupervisedRun)
-        return run_type(
-            **vars(sampling),
-            policy=models.policy,
-            transport=transport,
-            loss_fn=SequenceGradientLossFn() if config.learns_pairs else NLLLossFn(),
-            val_rows=data.val_rows,
-            published_step=sampling.state["total_steps"],
-        )
-    loss_fn = (DistillationLossFn if models.teachers else ClippedPGLossFn)(config.loss_fn)
-    run = GRPORun(**vars(sampling), policy=models.policy, transport=transport, loss_fn=loss_fn)
-    if models.teachers:
-        return DistillationRun(**vars(run), teachers=models.teachers)
-    if models.value is None:
-        return run
-    return PPORun(**vars(run), value=models.value, value_loss_fn=MseValueLossFn(config.value_loss_fn))
+    run_type: type[TrainingRun] = resolve_name(config.method.run)
+    return run_type.build(sampling, models, transport, data)
 
 
 def _start_processes(

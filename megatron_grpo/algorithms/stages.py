@@ -20,7 +20,7 @@ from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
 from megatron_grpo.batch.trajectory import SampledGroup
 from megatron_grpo.config.schema import Config
 from megatron_grpo.losses.loss import LossFunction, combine_metrics, is_extreme
-from megatron_grpo.losses.policy_loss import ClippedPGLossFn, add_derived_metrics
+from megatron_grpo.losses.policy_loss import add_derived_metrics
 from megatron_grpo.losses.value import MseValueLossFn, add_explained_variance
 from megatron_grpo.observability.timing import StepTimer, compute_throughput, find_peak_tflops
 from megatron_grpo.rollouts.pool import RolloutPool
@@ -98,7 +98,7 @@ def add_logprobs(
 
 
 def train_policy(
-    config: Config, batch: StepBatch, policy: MegatronPolicy, loss_fn: ClippedPGLossFn, check: StepCheck
+    config: Config, batch: StepBatch, policy: MegatronPolicy, loss_fn: LossFunction, check: StepCheck
 ) -> TrainResult | None:
     """Do all optimizer steps of the policy; update the reference if due.
 

@@ -6,10 +6,11 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from megatron_grpo.algorithms.context import SamplingRun
+from megatron_grpo.algorithms.context import TrainingRun
 from megatron_grpo.algorithms.idle_tensors import describe_idle_tensors
 from megatron_grpo.algorithms.placement import publish
 from megatron_grpo.algorithms.records import StepCheck
@@ -21,29 +22,28 @@ from megatron_grpo.batch.trajectory import Outcome, Span, Trajectory
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.loop_schema import HELD_OUT_LOSS, VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config
+from megatron_grpo.data.load_prompts import PromptData
 from megatron_grpo.data.processors import DatumSpec, Message
 from megatron_grpo.data.supervised_rows import ASSISTANT
-from megatron_grpo.losses.loss import LossFunction
 from megatron_grpo.observability.timing import StepTimer, compute_throughput, find_peak_tflops
-from megatron_grpo.run.directory import POLICY_FOLDER
-from megatron_grpo.trainer.model_ranks import MegatronPolicy, ModelRanks, NonFiniteGradientError, TrainResult
+from megatron_grpo.run.launch import Models
+from megatron_grpo.trainer.model_ranks import NonFiniteGradientError, TrainResult
 from megatron_grpo.weight_sync.refit_calls import RefitError
-from megatron_grpo.weight_sync.transport import WeightTransport
 
 
 @dataclass(kw_only=True)
-class SupervisedRun(SamplingRun):
+class SupervisedRun(TrainingRun):
     """A run that learns from rows; engines, if there are any, sample for validation."""
 
-    policy: MegatronPolicy
-    transport: WeightTransport | None  # transport of the policy's weights to the engines; None: there are no engines
-    loss_fn: LossFunction
     val_rows: list[DatumSpec] = field(default_factory=list)  # rows of the held-out loss
-    published_step: int = 0  # step whose weights the engines have
+    published_step: int = field(init=False)  # step whose weights the engines have
 
-    @property
-    def models(self) -> dict[str, ModelRanks]:
-        return {POLICY_FOLDER: self.policy}
+    @classmethod
+    def select_fields(cls, config: Config, models: Models, data: PromptData) -> dict[str, Any]:
+        return {"val_rows": data.val_rows}
+
+    def __post_init__(self) -> None:
+        self.published_step = self.state["total_steps"]
 
     def refresh_engines(self, timer: StepTimer) -> None:
         """Publish the current weights unless the engines have them; SamplingError: that failed."""
@@ -113,14 +113,14 @@ def make_trajectory(
 
 def make_batch(run: SupervisedRun, rows: Sequence[DatumSpec]) -> tuple[StepBatch, StepCheck]:
     """Put the sequences of rows or pairs into the object store."""
-    for row in rows if run.config.learns_pairs else ():
+    for row in rows if run.config.method.has_pairs else ():
         if "rejected" not in row:
             raise RunError(f"row {row['idx']}: its processor (data.processor) returned no rejected messages")
     conversations = [[row["message_log"], *([row["rejected"]] if "rejected" in row else [])] for row in rows]
     groups = run.rollouts.put(
         [
             [
-                make_trajectory(messages, row, group, sample, is_scored=run.config.trains_reward_model)
+                make_trajectory(messages, row, group, sample, is_scored=run.policy.shape.head.is_scalar)
                 for sample, messages in enumerate(of_row)
             ]
             for group, (row, of_row) in enumerate(zip(rows, conversations, strict=True))

@@ -16,11 +16,18 @@ from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_grpo.config.algorithms import (
+    Algorithm,
+    explain_foreign_key,
+    find_algorithm,
+    is_algorithm_name,
+    is_foreign_to,
+)
 from megatron_grpo.config.conversion import convert_values, find_missing_keys
 from megatron_grpo.config.errors import ConfigError, Problem, select_first_line, to_text
 from megatron_grpo.config.job import Job, read_job
 from megatron_grpo.config.keys import find_key, flatten
-from megatron_grpo.config.loop_schema import COUNTERPART, LOOPS, SHARED, find_reader, is_foreign_to, translate_key
+from megatron_grpo.config.loop_schema import LOOPS, SHARED, translate_key
 from megatron_grpo.config.overrides import (
     CONF_MODULE,
     RECIPES,
@@ -34,14 +41,6 @@ from megatron_grpo.config.overrides import (
 )
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.suggestions import describe_unknown_key
-
-
-def explain_foreign_key(key: str, algorithm: str) -> str:
-    """Explain that only another algorithm reads a key."""
-    advice = "; the value model is PPO's baseline" if algorithm == "ppo" else ""
-    if COUNTERPART.get(key, "").startswith(f"{algorithm}."):
-        advice = f"; give {COUNTERPART[key]}"
-    return f"is for algorithm={find_reader(key)}, and this run has algorithm={algorithm}{advice}"
 
 
 @functools.cache
@@ -173,9 +172,9 @@ def compose_typed(overrides: Sequence[str]) -> ComposedConfig:
         jobs = [argument for argument in arguments if argument.lstrip("+").startswith("job=")]
         parsed = read_overrides([argument for argument in arguments if argument not in jobs])
         composed = ComposedConfig(read_job(jobs, parsed.values))
-        algorithm, overruled = _compose(composed, parsed)
+        method, overruled = _compose(composed, parsed)
         # The conversion removes wrong values from the copy; `values`, which --cfg job prints, keeps them.
-        composed.config, wrong = convert_values(copy.deepcopy(composed.values), algorithm)
+        composed.config, wrong = convert_values(copy.deepcopy(composed.values), method.name)
         composed.problems += [problem for problem in wrong if problem.key not in composed.problem_keys]
         composed.defaulted = set(filter(find_key, composed.problem_keys))
         composed.problems += [problem for problem in overruled if problem.key not in composed.problem_keys]
@@ -185,15 +184,15 @@ def compose_typed(overrides: Sequence[str]) -> ComposedConfig:
             if not composed.problem_keys & list_config_groups().keys():
                 composed.problems += find_missing_keys(composed.values, composed.problem_keys)
             composed.problems += [
-                Problem(f"{key}={value}", explain_foreign_key(key, algorithm))
+                Problem(f"{key}={value}", explain_foreign_key(key, method))
                 for key, value in settings.items()
-                if is_foreign_to(algorithm, key) and "." in key and key not in composed.problem_keys
+                if is_foreign_to(method, key) and "." in key and key not in composed.problem_keys
             ]
     composed.problems[:0] = folder_problems
     return composed
 
 
-def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[str, list[Problem]]:
+def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[Algorithm, list[Problem]]:
     """Compose into `into`; return the algorithm, and problems with overruled job settings."""
     job, environments = into.job, list_config_groups()["env"]
     environment_option = [f"env={job.environment}"] if job.has_option(environments) else []
@@ -209,16 +208,17 @@ def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[str, list[P
             into.problems = [describe_unknown_key(name, "grpo") for name in parsed.unknown]
             into.problems += [*parsed.problems, *job.problems]
             into.problems.append(Problem(subject, select_first_line(error.__cause__ or error)))
-            return "grpo", []
-        # A wrong algorithm is reported when types are checked.
-        algorithm = composed.get("algorithm") if composed.get("algorithm") in LOOPS else "grpo"
+            return find_algorithm("grpo"), []
+        if parsed.algorithm is not None:
+            composed["algorithm"] = parsed.algorithm
+        method, wrong_path = _find_method(composed)
         into.written_names, contradictions = unite_shared_keys(
-            composed, algorithm, parsed.values, lambda: _list_composed_files(accepted)
+            composed, method.section, parsed.values, lambda: _list_composed_files(accepted)
         )
     # Before the job is applied, because its settings then replace the values of the options.
     overruled = list(_find_overruled_settings(job, accepted, composed))
-    into.problems = [describe_unknown_key(name, algorithm) for name in parsed.unknown]
-    into.problems += [*parsed.problems, *job.problems, *contradictions, *job.apply(composed, environments)]
+    into.problems = [describe_unknown_key(name, method.name) for name in parsed.unknown]
+    into.problems += [*parsed.problems, *wrong_path, *job.problems, *contradictions, *job.apply(composed, environments)]
     into.problems += _remove_unresolved(composed)
     resolved = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(resolved, dict)
@@ -231,9 +231,21 @@ def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[str, list[P
     if any(name.startswith("data.train_sets") for name in parsed.values) and "data.train_path" not in parsed.values:
         values["data"]["train_path"] = MISSING  # several sets replace the recipe's single one
     for loop in LOOPS:  # the printed configuration shows a shared key once
-        if loop != algorithm and isinstance(values[loop], dict):
+        if loop != method.section and isinstance(values[loop], dict):
             values[loop] = _select_keys(values[loop], shared=False)
-    return algorithm, overruled
+    return method, overruled
+
+
+def _find_method(composed: DictConfig) -> tuple[Algorithm, list[Problem]]:
+    """Find the composed algorithm; GRPO stands for one that cannot be used."""
+    name = str(composed.get("algorithm"))
+    try:
+        return find_algorithm(name), []
+    except ValueError as error:
+        if not is_algorithm_name(name):
+            return find_algorithm("grpo"), []  # reported when types are checked
+        composed["algorithm"] = "grpo"
+        return find_algorithm("grpo"), [Problem(f"algorithm={to_text(name)}", str(error))]
 
 
 def _list_composed_files(accepted: Sequence[str]) -> list[str]:

@@ -159,10 +159,6 @@ class LoopConfig(Section):
     seed: Seed = 42
     """Seed of everything random in the run."""
 
-    has_value_model: ClassVar[bool] = False
-    """True if the algorithm trains a value model beside the policy."""
-    is_supervised: ClassVar[bool] = False
-    """True if the algorithm learns from rows of the data instead of samples."""
     passes_name: ClassVar[str]
     """Key, without its section, of the number of passes over the samples of a step."""
 
@@ -212,7 +208,6 @@ class PPOConfig(LoopConfig):
     calculate_advantages_on_gpu: bool = False
     """Estimate advantages on the first GPU of the driver, which a rank uses too, instead of on the CPU."""
 
-    has_value_model: ClassVar[bool] = True
     passes_name: ClassVar[str] = "ppo_epochs"
 
 
@@ -229,7 +224,6 @@ class MseValueLossConfig(Section):
 class RowsLoopConfig(LoopConfig):
     """The training loop of algorithms that learn from rows."""
 
-    is_supervised: ClassVar[bool] = True
     passes_name: ClassVar[str] = "max_num_epochs"
 
 
@@ -294,12 +288,6 @@ LOOPS = ("grpo", "ppo", "sft", "dpo", "reward_model")
 SHARED = frozenset(field.name for field in dataclasses.fields(LoopConfig))
 # Keys of the same meaning with different names, defaults and limits.
 COUNTERPART = {"grpo.num_iterations": "ppo.ppo_epochs", "ppo.ppo_epochs": "grpo.num_iterations"}
-# Sections that only these algorithms read, except the shared keys in them.
-READERS = {
-    "grpo": ("grpo", "distillation"),
-    **dict.fromkeys(("ppo", "value", "value_loss_fn"), ("ppo",)),
-    **{loop: (loop,) for loop in ("sft", "dpo", "reward_model")},
-}
 # Shared keys, and sections of keys, about responses that a step samples to learn from.
 OF_SAMPLES = frozenset(
     {"overlong_filtering", "advantage_clip_low", "advantage_clip_high", "reward_scaling", "reward_shaping"}
@@ -313,21 +301,6 @@ def is_shared(name: str) -> bool:
     return section in LOOPS and rest.partition(".")[0] in SHARED
 
 
-def translate_key(algorithm: str, name: str) -> str:
-    """Rename a shared key or section to an algorithm's name."""
-    return f"{find_loop(algorithm)}.{name.partition('.')[2]}" if is_shared(name) else name
-
-
-def find_loop(algorithm: str) -> str:
-    """Find the section of an algorithm's loop."""
-    return algorithm if algorithm in LOOPS else LOOPS[0]
-
-
-def find_reader(name: str) -> str | None:
-    """Find an algorithm that reads a key; None: all read it."""
-    return None if is_shared(name) else next(iter(READERS.get(name.partition(".")[0], ())), None)
-
-
-def is_foreign_to(algorithm: str, name: str) -> bool:
-    """True if only other algorithms read a key."""
-    return find_reader(name) is not None and algorithm not in READERS[name.partition(".")[0]]
+def translate_key(loop: str, name: str) -> str:
+    """Rename a shared key or section to that of a loop's section."""
+    return f"{loop}.{name.partition('.')[2]}" if is_shared(name) else name

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_grpo.config.algorithms import ALGORITHMS
 from megatron_grpo.config.schema import Config
 
-# Metrics of runs that sample, of runs that learn from rows, and of algorithms that learn from pairs besides.
+# Metrics of runs that sample, and of runs that learn from rows, beside those of the algorithm.
 _ALWAYS = (
     "reward reward_std unscored_rate failed_rollouts response_length response_length_p50 response_length_p90 "
     "response_length_p99 response_length_max truncation_rate natural_termination_rate loss grad_norm learning_rate "
@@ -15,10 +16,6 @@ _ALWAYS = (
     "gen_kl_error policy_kl_error js_divergence_error effective_sample_size approx_entropy weight_version"
 )
 _SUPERVISED = "loss grad_norm learning_rate optimizer_steps valid_tokens sequence_length"
-_OF_PAIRS = {
-    "dpo": "preference_loss sft_loss preference_accuracy margin rewards_chosen_mean rewards_rejected_mean",
-    "reward_model": "accuracy margin mean_reward min_reward max_reward rewards_chosen_mean rewards_rejected_mean",
-}
 _OF_CORRECTNESS, _OF_ERRORS = "accuracy groups_all_wrong groups_mixed groups_all_right", "reward_errors"
 # Metrics that cannot rank checkpoints, by the reason: they depend on the model, or repeat another metric.
 _UNRANKED = {
@@ -41,6 +38,10 @@ TASK_METRICS = ("reward", "accuracy", "response_length")
 
 def _list_conditions(config: Config) -> Iterator[tuple[bool, str, str]]:
     """Yield (is the condition met, names of metrics, the condition in words)."""
+    for algorithm in ALGORITHMS.values():
+        yield algorithm is config.method, " ".join(algorithm.metrics), f"algorithm={algorithm.name}"
+    needs = "algorithm=distillation and loss_fn.policy_loss_weight above 0"
+    yield bool(config.named_teachers) and config.uses_rewards, "policy_loss", needs
     loop, loss, name, asynchrony = (
         config.training_loop,
         config.loss_fn,
@@ -65,12 +66,6 @@ def _list_conditions(config: Config) -> Iterator[tuple[bool, str, str]]:
     yield loss.entropy_coef > 0, "entropy", "loss_fn.entropy_coef above 0"
     needs = "loss_fn.positive_example_nll_weight above 0"
     yield loss.positive_example_nll_weight > 0, "positive_nll positive_share", needs
-    names = "value_loss value_grad_norm value_learning_rate value_mean return_mean explained_variance"
-    yield config.algorithm == "ppo", f"{names} value_clip_fraction", "algorithm=ppo"
-    is_distilled, needs = config.algorithm == "distillation", "algorithm=distillation"
-    yield is_distilled, "teacher_divergence", needs
-    uses_rewards = is_distilled and loss.policy_loss_weight > 0
-    yield uses_rewards, "policy_loss", f"{needs} and loss_fn.policy_loss_weight above 0"
     yield config.policy.moe.replay_routing, "moe_routing_agreement", "policy.moe.replay_routing=true"
     needs = "engines, and debug.rollouts_from starts none"
     yield config.needs_generation, "refit_bytes refit_retries engine_restarts", needs
@@ -93,10 +88,10 @@ def list_possible_metrics(config: Config) -> dict[str, str]:
 
 def list_step_metrics(config: Config) -> set[str]:
     """List the metrics that steps of this run have."""
-    if config.training_loop.is_supervised:
-        return {*_SUPERVISED.split(), *_OF_PAIRS.get(config.algorithm, "").split()}
+    if config.method.rows:
+        return {*_SUPERVISED.split(), *config.method.metrics}
     conditional = {name for is_present, names, _ in _list_conditions(config) if is_present for name in names.split()}
-    return {*_ALWAYS.split(), *conditional, *_list_own_metrics(config)}
+    return {*_ALWAYS.split(), *config.method.metrics, *conditional, *_list_own_metrics(config)}
 
 
 def list_optional_metrics(config: Config) -> set[str]:

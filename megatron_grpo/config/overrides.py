@@ -19,6 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
+from megatron_grpo.config.algorithms import is_algorithm_name
 from megatron_grpo.config.errors import Problem, to_text
 from megatron_grpo.config.keys import FREE_TYPE, find_key, flatten, is_match, is_section, list_members, read_keys
 from megatron_grpo.config.paths import is_hub_name
@@ -104,6 +105,7 @@ class SortedOverrides:
     accepted: list[str] = field(default_factory=list)  # overrides in a form that Hydra takes
     unknown: list[str] = field(default_factory=list)  # keys that the schema does not have
     problems: list[Problem] = field(default_factory=list)  # mistakes in the remaining overrides
+    algorithm: str | None = None  # import path of the user's algorithm
     values: dict[str, str] = field(default_factory=dict)
     """All values as text by key, also wrong ones; a section set to {...} adds each of its keys too."""
 
@@ -185,6 +187,9 @@ def _accept(overrides: SortedOverrides, parser: OverridesParser, text: str, opti
     if isinstance(value, dict):
         overrides.values |= {key: to_text(leaf) for key, leaf in flatten(value, f"{name}.")}
     if name in options and not isinstance(value, dict):
+        if name == "algorithm" and value not in options[name] and is_algorithm_name(str(value)):
+            overrides.algorithm = str(value)
+            return None
         if value not in options[name]:
             option, kind = to_text(value), "recipe" if name == RECIPES else "option"
             close = difflib.get_close_matches(option, options[name], n=1)

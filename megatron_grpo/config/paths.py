@@ -6,8 +6,9 @@ import importlib
 import ipaddress
 import os
 import re
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -63,6 +64,19 @@ def import_object(module: str, name: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except Exception as error:  # a user's module may raise anything while it is imported
         raise ValueError(f"cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def list_import_folders() -> tuple[str, ...]:
+    """List the user's folders: working folder and PYTHONPATH."""
+    folders = (os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return tuple(dict.fromkeys(os.path.abspath(folder) for folder in folders if folder))
+
+
+def make_importable(folders: Sequence[str]) -> None:
+    """Append folders to this process's import path."""
+    # The launchers, and Ray on other machines, start Python without the working folder on its path (-P). At the end of
+    # the path a user's file hides no installed module.
+    sys.path += [folder for folder in folders if folder not in sys.path]
 
 
 SCRIPT_STREAM = "script:train_dataset"

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import field, replace
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from annotated_types import Predicate
+
+from megatron_grpo.config.algorithms import ALGORITHMS, Algorithm, find_algorithm, is_algorithm_name
 from megatron_grpo.config.data_schema import (
-    PREFERENCE,
-    SCORED,
-    SUPERVISED,
     DataConfig,
     EnvironmentConfig,
     SandboxConfig,
@@ -29,7 +29,6 @@ from megatron_grpo.config.loop_schema import (
     PPOConfig,
     RewardTrainingConfig,
     SFTConfig,
-    find_loop,
 )
 from megatron_grpo.config.loss_schema import AdvantageEstimatorConfig, LossConfig, RewardScalingConfig
 from megatron_grpo.config.policy_schema import (
@@ -52,7 +51,7 @@ from megatron_grpo.config.run_schema import (
     PlanConfig,
     PrepareConfig,
 )
-from megatron_grpo.config.section import MISSING, PathText, Positive, PositiveShare, Section
+from megatron_grpo.config.section import IMPORTS, MISSING, PathText, Positive, PositiveShare, Section, Starts
 
 
 class GRPOConfig(LoopConfig):
@@ -83,10 +82,18 @@ class GRPOConfig(LoopConfig):
     passes_name: ClassVar[str] = "num_iterations"
 
 
+AlgorithmName = Annotated[
+    str,
+    Predicate(is_algorithm_name),
+    f"one of {', '.join(ALGORITHMS)}, module:NAME",
+    Starts(IMPORTS, ALGORITHMS.__contains__),
+]
+
+
 class Config(Section):
     """The configuration of one run."""
 
-    algorithm: Literal["grpo", "ppo", "sft", "dpo", "reward_model", "distillation"] = "grpo"
+    algorithm: AlgorithmName = "grpo"
     """grpo compares the samples of a prompt, ppo uses a value model, sft learns the responses of rows, dpo pairs of
     responses, reward_model scores of such pairs, distillation follows a teacher in grpo's loop; each has a section of
     its name."""
@@ -128,6 +135,11 @@ class Config(Section):
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     @property
+    def method(self) -> Algorithm:
+        """The algorithm that runs."""
+        return find_algorithm(self.algorithm)
+
+    @property
     def training_loop(self) -> LoopConfig:
         """The section with the loop of the algorithm that runs."""
         section = getattr(self, self.loop_name)
@@ -137,17 +149,17 @@ class Config(Section):
     @property
     def loop_name(self) -> str:
         """Section of the algorithm's loop; distillation has that of GRPO."""
-        return find_loop(self.algorithm)
+        return self.method.section
 
     @property
     def uses_rewards(self) -> bool:
         """True if the policy learns from rewards; distillation alone does without."""
-        return self.algorithm != "distillation" or self.loss_fn.policy_loss_weight > 0
+        return self.method.uses_rewards(self)
 
     @property
     def named_teachers(self) -> dict[str, TeacherConfig]:
         """Teachers of the run, by their section; empty: the algorithm has none."""
-        if self.algorithm != "distillation":
+        if "teachers" not in self.method.models:
             return {}
         has_common = any(task not in self.teachers for task in self.env) or not self.teachers
         return ({"teacher": self.teacher} if has_common else {}) | {
@@ -232,25 +244,10 @@ class Config(Section):
     def find_row_kinds(self, *, trains: bool) -> dict[str, str]:
         """Find the required kind of each task's rows, for training or sampling.
 
-        The kind is the type of the environment that scores the responses, or `row_kind`.
+        The kind is the type of the environment that scores the responses, or that of the rows to learn from.
         """
-        is_learnt = self.training_loop.is_supervised and trains
-        return dict.fromkeys(self.env, self.row_kind) if is_learnt else self.environment_types
-
-    @property
-    def row_kind(self) -> str:
-        """Kind of the rows that the algorithm learns from, if it does."""
-        return {"dpo": PREFERENCE, "reward_model": SCORED}.get(self.algorithm, SUPERVISED)
-
-    @property
-    def learns_pairs(self) -> bool:
-        """True if the rows are pairs of a better and a worse response."""
-        return self.algorithm in ("dpo", "reward_model")
-
-    @property
-    def trains_reward_model(self) -> bool:
-        """True if the model scores sequences, and predicts no tokens."""
-        return self.algorithm == "reward_model"
+        kind = self.method.rows if trains else None
+        return dict.fromkeys(self.env, kind) if kind else self.environment_types
 
     @property
     def has_checkpoints(self) -> bool:
@@ -263,9 +260,9 @@ class Config(Section):
         settings, loop = self.checkpointing, self.training_loop
         validates = self.data.validation_sets and (loop.val_period or loop.val_at_start or loop.val_at_end)
         is_default = settings.metric_name == CheckpointingConfig().metric_name
-        if is_default and self.training_loop.is_supervised and not self.needs_generation:
+        if is_default and self.method.rows and not self.needs_generation:
             return replace(settings, metric_name="val_loss" if validates else "loss", higher_is_better=False)
-        if is_default and self.env and not self.training_loop.is_supervised and not self.has_correctness:
+        if is_default and self.env and not self.method.rows and not self.has_correctness:
             return replace(settings, metric_name="val_reward" if validates else "reward", higher_is_better=True)
         if validates or settings.metric_name is None or not settings.metric_name.startswith(VALIDATION_PREFIX):
             return settings
@@ -274,17 +271,13 @@ class Config(Section):
     @property
     def uses_reference(self) -> bool:
         """True if a reference policy is loaded."""
-        if self.training_loop.is_supervised:
-            return self.algorithm == "dpo"
-        # PPO reports the distance to it even without a penalty.
-        observed = self.training_loop.has_value_model and not self.ppo.skip_reference_policy_logprobs_calculation
-        return observed or (self.uses_rewards and self.loss_fn.reference_policy_kl_penalty > 0)
+        return self.method.needs_reference(self)
 
     @property
     def needs_prev_logprobs(self) -> bool:
         """True if a separate pass computes log-probabilities before training."""
-        if self.training_loop.is_supervised:
-            return False
+        if self.method.rows:
+            return self.method.has_pairs
         # A single optimizer step on the samples computes them itself, unless an option needs them earlier.
         is_needed_earlier = self.training_loop.seq_logprob_error_threshold is not None or self.loss_fn.use_kl_in_reward
         return self.optimizer_steps_per_step > 1 or is_needed_earlier
@@ -292,7 +285,7 @@ class Config(Section):
     @property
     def value_model(self) -> PolicyConfig | None:
         """Settings of the value model's ranks; None: the algorithm has none."""
-        if not self.training_loop.has_value_model:
+        if not self.method.has_value_model:
             return None
         value, policy = self.value, self.policy
         return replace(
@@ -335,7 +328,7 @@ class Config(Section):
     def passes_per_step(self) -> int:
         """Passes of the optimizer over the samples of a step."""
         loop = self.training_loop
-        return 1 if loop.is_supervised else int(getattr(loop, loop.passes_name))
+        return 1 if self.method.rows else int(getattr(loop, loop.passes_name))
 
     @property
     def optimizer_steps_per_step(self) -> int:
@@ -350,7 +343,7 @@ class Config(Section):
     @property
     def steps_without_policy(self) -> int:
         """Steps at the beginning in which the policy does not learn."""
-        return self.ppo.policy_training_start_step if self.training_loop.has_value_model else 0
+        return self.ppo.policy_training_start_step if self.method.has_value_model else 0
 
     @property
     def decay_steps(self) -> int:

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
+from megatron_grpo.config.algorithms import find_algorithm, find_reader, is_foreign_to
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.keys import flatten, load_tables, read_keys
-from megatron_grpo.config.loop_schema import COUNTERPART, find_reader, is_foreign_to, translate_key
+from megatron_grpo.config.loop_schema import COUNTERPART, translate_key
 
 NONE = "none"  # section of foreign_names.yaml with names that have no counterpart, each with the reason
 NOTHING_ALIKE = "unknown key; --cfg job shows all keys"  # text for a key without a suggestion
@@ -64,10 +65,11 @@ def describe_counterpart(name: str, algorithm: str) -> str | None:
     if framework == NONE:
         return text
     keys, _, remark = text.partition("; ")
+    method = find_algorithm(algorithm)
     written = " and ".join(
         COUNTERPART.get(key) or f"{key} (with algorithm={find_reader(key)})"
-        if is_foreign_to(algorithm, key)
-        else translate_key(algorithm, key)
+        if is_foreign_to(method, key)
+        else translate_key(method.section, key)
         for key in keys.split()
     )
     return f"{framework}'s {foreign} is {written} here" + (remark and f": {remark}")
@@ -95,13 +97,13 @@ def _find_row(name: str) -> tuple[str, str, str] | None:
 def find_similar_keys(name: str, algorithm: str) -> list[str]:
     """List the keys that a misspelt name may stand for, best first."""
     section, _, rest = name.partition(".")
-    environment = rest.partition(".")[0] if section == "env" else ""
+    environment, method = rest.partition(".")[0] if section == "env" else "", find_algorithm(algorithm)
     # Libraries check pass-through fields. Keys of `value`, which the policy has too, answer only names in that section.
     candidates = [
-        translate_key(algorithm, key).replace("<name>", environment or "NAME")
+        translate_key(method.section, key).replace("<name>", environment or "NAME")
         for key in read_keys()
         if not key.endswith("<field>")
-        and not is_foreign_to(algorithm, key)
+        and not is_foreign_to(method, key)
         and (section == "value" or not key.startswith(_VALUE))
     ]
     misspelt = difflib.get_close_matches(name, candidates, n=1, cutoff=_MISSPELT)

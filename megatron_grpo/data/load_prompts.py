@@ -93,7 +93,7 @@ def load_prompt_data(config: Config, model: Path, tokenizer: Any = None, rows: A
     reader = PromptReader(config, model, tokenizer)
     loader = reader.make_stream(rows) if config.data.streaming else reader.make_loader()
     val_prompts = list(reader.read_validation()) if config.needs_generation else []
-    val_rows = list(reader.read_validation(trains=True)) if config.training_loop.is_supervised else []
+    val_rows = list(reader.read_validation(trains=True)) if config.method.rows else []
     return PromptData(loader, val_prompts, reader.stops, reader.notes, reader.tokenizer, val_rows)
 
 
@@ -162,7 +162,7 @@ class PromptReader:
         config, loop, name = self.config, self.config.training_loop, self.config.loop_name
         steps = steps_per_epoch * loop.max_num_epochs
         optimizers = {"policy": config.policy.optimizer}
-        optimizers |= {"value": config.value.optimizer} if loop.has_value_model else {}
+        optimizers |= {"value": config.value.optimizer} if config.method.has_value_model else {}
         for section, optimizer in optimizers.items() if steps < loop.max_num_steps else ():
             if optimizer.depends_on_steps:
                 yield (
@@ -250,7 +250,7 @@ class PromptReader:
         if left_out:
             among = "" if rendered == len(dataset) else "first "
             text = f"more than data.max_input_seq_length={data.max_input_seq_length} tokens in the prompt"
-            if self._is_supervised(trains):
+            if trains and self.config.method.rows:
                 text = f"more than policy.max_total_sequence_length={dataset.max_seq_length} tokens"
             self.notes.append(f"{left_out} of the {among}{format_count('row', rendered)} of {subject} left out: {text}")
         return dataset, len(dataset) - left_out - len(refused)
@@ -258,8 +258,8 @@ class PromptReader:
     def _make_prompts(
         self, config: DatasetConfig, rows: Subset[dict[str, Any]] | Sequence[dict[str, Any]], *, trains: bool
     ) -> AllTaskProcessedDataset:
-        data, is_supervised = self.config.data, self._is_supervised(trains)
-        make = ROW_PROCESSORS[self.config.row_kind] if is_supervised else math_data_processor
+        data, kind = self.config.data, self.config.method.rows if trains else None
+        make = ROW_PROCESSORS[kind] if kind else math_data_processor
         processors = make_processors(data, self.config.env, make)
         if config.path == data.from_rollouts:
             processors = {task: (spec, recorded_data_processor) for task, (spec, _) in processors.items()}
@@ -268,13 +268,10 @@ class PromptReader:
             self.tokenizer,
             make_task_spec(data, config.task_name or data.task_name),
             processors,
-            self.config.policy.max_total_sequence_length if is_supervised else data.max_input_seq_length,
+            self.config.policy.max_total_sequence_length if kind else data.max_input_seq_length,
             skip_refused=data.bad_rows == "skip",
             vocab=self._vocab,
         )
-
-    def _is_supervised(self, trains: bool) -> bool:
-        return trains and self.config.training_loop.is_supervised
 
 
 class JoinedPrompts(ConcatDataset[DatumSpec]):

@@ -11,8 +11,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, EnvironmentConfig, parse_reward_name
 from megatron_grpo.config.errors import RunError, suggest_name, to_text
-from megatron_grpo.config.paths import import_object
-from megatron_grpo.environments.interface import Environment, EnvironmentSettings, make_importable
+from megatron_grpo.config.paths import import_object, make_importable
+from megatron_grpo.environments.interface import Environment, EnvironmentSettings
 from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment
 from megatron_grpo.environments.user_functions import RewardFunction, load_agent_function, load_reward_function
 

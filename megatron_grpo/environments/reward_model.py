@@ -36,7 +36,7 @@ def find_model_problem(path: str) -> str | None:
         return str(error)
     if checkpoint is not None:
         text = "is a checkpoint of a policy; give one of algorithm=reward_model, or its export"
-        return None if checkpoint.is_reward_model else text
+        return None if checkpoint.head.is_scalar else text
     if is_hub_name(path):
         reason = None if find_local_folder(path) else download_config(path)
         if reason is not None:

@@ -220,7 +220,7 @@ def find_evaluation_problems(config: Config) -> list[Problem]:
     fill_in_gpus(config.cluster)
     shape = find_model_shape(config)
     arguments = {key: values for key, values in select_passed_fields(config).items() if key.startswith("generation.")}
-    path, has_score = config.policy.model.path, config.trains_reward_model
+    path, has_score = config.policy.model.path, config.method.head == "score"
     problems = [
         *find_secret_problems(config),
         *explain_unusable_model(f"policy.model.path={path}", path, has_score=has_score),

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import add
+from pkgutil import resolve_name
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch import Tensor
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.config.loss_schema import LossConfig
+from megatron_grpo.config.schema import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,12 @@ class LossFunction(Protocol):
         Returns the shares of loss and metrics, all of shape []. Shares add up to the step's value; a metric whose name
         ends in _max or _min is reduced by that instead (`combine_metrics`).
         """
+
+
+def make_loss(config: Config) -> LossFunction:
+    """Make the loss of a run's algorithm."""
+    loss: Callable[..., LossFunction] = resolve_name(config.method.loss)
+    return loss(config.loss_fn) if config.method.reads_loss else loss()
 
 
 def combine_metrics(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from xxhash import xxh3_64
 
+from megatron_grpo.config.algorithms import find_recorded_algorithm
 from megatron_grpo.config.outside_files import read_bytes, read_yaml
+from megatron_grpo.models.heads import LOGITS, POLICY_HEADS, Head
 
 POLICY_FOLDER = "megatron"  # of the policy, in a checkpoint
 EXPORTS_FOLDER = "exports"  # of exported checkpoints, in a run's folder
@@ -29,7 +31,7 @@ class CheckpointModel:
     """Folder in Hugging Face format; a run that begins from the checkpoint makes it. Its name tells the content: a
     checkpoint that was trained again has another export."""
     origin: str  # folder or hub name of the model that the checkpoint's run began with
-    is_reward_model: bool = False  # it scores conversations, and predicts no tokens
+    head: Head = LOGITS
 
 
 def find_checkpoint_model(path: str, later: tuple[Path, ...] = ()) -> CheckpointModel | None:
@@ -46,7 +48,8 @@ def find_checkpoint_model(path: str, later: tuple[Path, ...] = ()) -> Checkpoint
     config_file = run_dir / "config.yaml"
     try:
         values = read_yaml(config_file)
-        origin, is_reward_model = values["policy"]["model"]["path"], values.get("algorithm") == "reward_model"
+        origin = values["policy"]["model"]["path"]
+        head = POLICY_HEADS[find_recorded_algorithm(str(values.get("algorithm"))).head]
     except OSError as error:
         raise ValueError(
             f"is a checkpoint without its run: {config_file}: {error.strerror}; "
@@ -61,7 +64,7 @@ def find_checkpoint_model(path: str, later: tuple[Path, ...] = ()) -> Checkpoint
         text = f"is a checkpoint of more than {_MOST_RUNS} runs, each of which began with one of another"
         raise ValueError(f"{text}; export one of theirs and begin with that")
     name = f"{checkpoint.name}-{_compute_content_digest(checkpoint, str(origin), (*later, checkpoint))}"
-    return CheckpointModel(checkpoint, run_dir / EXPORTS_FOLDER / name, str(origin), is_reward_model)
+    return CheckpointModel(checkpoint, run_dir / EXPORTS_FOLDER / name, str(origin), head)
 
 
 def _compute_content_digest(checkpoint: Path, origin: str, later: tuple[Path, ...]) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from megatron_grpo.config.errors import to_text
 from megatron_grpo.config.outside_files import parse_file_json, read_bytes
+from megatron_grpo.models.heads import LOGITS, Head
 from megatron_grpo.models.megatron_names import Half
 
 LayerKind = Literal[
@@ -231,11 +232,8 @@ class ModelShape:
     """[layers]: the one half that a layer consists of; empty: layers have both."""
     text_prefix: str = ""
     """Beginning of names in a model that also sees images, of which this is the text part; empty: it is the whole."""
-    value_head: Literal["fresh", "stored"] | None = None
-    """Head of a value model (one number a token): new, or stored in a reward model's folder; None: a language model."""
-    is_reward_model: bool = False
-    """Whether the value head scores the tokens up to each one, itself included, and has no bias, as transformers'
-    sequence classifiers; a value model's number is that before the token."""
+    head: Head = LOGITS
+    has_stored_head: bool = True  # whether a scalar head is in the model's folder, which is a reward model's, or new
 
     @property
     def fits_transformer_engine(self) -> bool:
@@ -244,10 +242,6 @@ class ModelShape:
         # With other heads cuDNN below 9.26 makes wrong gradients of sinks in packed sequences.
         has_torch_attention |= self.sinks and self.head_dim not in (64, 128, 256)
         return not (self.post_norms or has_torch_attention or self.layer_scale)
-
-    @property
-    def is_value_model(self) -> bool:
-        return self.value_head is not None and not self.is_reward_model
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]

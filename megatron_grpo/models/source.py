@@ -17,8 +17,9 @@ from megatron_grpo.config.outside_files import read_json, require_regular_files
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.models.checkpoint_model import find_checkpoint_model
-from megatron_grpo.models.families import as_reward_model
+from megatron_grpo.models.families import exchange_head
 from megatron_grpo.models.families.reading import parse_model_shape, read_model_shape
+from megatron_grpo.models.heads import POLICY_HEADS
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_token_ids
 
@@ -123,19 +124,20 @@ def _describe_error(error: Exception) -> str:
 
 def find_model_shape(config: Config) -> ModelShape | None:
     """Find the policy's sizes; None: no readable model here yet."""
+    head = POLICY_HEADS[config.method.head]
     if is_made_before_run(config, config.policy.model.path):
         assert config.prepare.name is not None
         shape: ModelShape | None = parse_model_shape(PREPARED_MODELS[config.prepare.name])
     else:
-        is_scored, path = config.trains_reward_model, config.policy.model.path
-        shape = None if path == MISSING else _read_local_shape(path, reward_models=is_scored)
-    return as_reward_model(shape) if shape is not None and config.trains_reward_model else shape
+        path = config.policy.model.path
+        shape = None if path == MISSING else _read_local_shape(path, reward_models=head.is_scalar)
+    return None if shape is None else exchange_head(shape, head)
 
 
 def read_policy_shape(config: Config, folder: Path) -> ModelShape:
     """Read the policy's sizes from its folder; ValueError: no support."""
-    shape = read_model_shape(folder, reward_models=config.trains_reward_model)
-    return as_reward_model(shape) if config.trains_reward_model else shape
+    head = POLICY_HEADS[config.method.head]
+    return exchange_head(read_model_shape(folder, reward_models=head.is_scalar), head)
 
 
 def find_value_shape(config: Config) -> ModelShape | None:

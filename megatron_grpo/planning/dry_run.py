@@ -19,11 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import Config, Fp8Config, PolicyConfig
-from megatron_grpo.losses.distillation_loss import DistillationLossFn
-from megatron_grpo.losses.likelihood import NLLLossFn
-from megatron_grpo.losses.loss import GlobalCounts, LossFunction
-from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.losses.preference import SequenceGradientLossFn
+from megatron_grpo.losses.loss import GlobalCounts, make_loss
 from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.models.megatron_names import iterate_layers
 from megatron_grpo.models.shape import ModelShape
@@ -78,7 +74,7 @@ def list_phases(config: Config) -> frozenset[str]:
     sleeps = config.generation.is_colocated and config.needs_generation
     phases = {
         "train": True,
-        "logprobs": config.needs_prev_logprobs or config.learns_pairs or config.logger.replay_every is not None,
+        "logprobs": config.needs_prev_logprobs or config.method.has_pairs or config.logger.replay_every is not None,
         "reference": config.uses_reference,
         "offload": sleeps,
         "onload": sleeps,
@@ -175,7 +171,7 @@ def _adapt_policy(config: Config) -> PolicyConfig:
 
 def _run_learning_phases(rank: _Rank, config: Config, mode: DryMode, phases: Container[str]) -> None:
     """Run the phases of a step between the engines' turns."""
-    policy, reference = config.policy, config.uses_reference and rank.shape.value_head is None
+    policy, reference = config.policy, config.uses_reference and not rank.shape.head.is_scalar
     most_tokens = policy.logprob_microbatch_tokens or policy.microbatch_tokens
     if isinstance(rank, TeacherRank):
         with mode.phase("teacher"):
@@ -211,15 +207,8 @@ def _run_learning_phases(rank: _Rank, config: Config, mode: DryMode, phases: Con
         tokens=float(sum(batch.lengths)), sequences=float(len(batch)), all_sequences=float(len(batch))
     )
     with mode.phase("train"):
-        rank.train(batch, microbatches, _choose_loss(config, rank), counts)
-
-
-def _choose_loss(config: Config, rank: _Rank) -> LossFunction:
-    if config.named_teachers:
-        return DistillationLossFn(config.loss_fn)
-    if config.training_loop.is_supervised:
-        return SequenceGradientLossFn() if config.learns_pairs else NLLLossFn()
-    return MseValueLossFn(config.value_loss_fn) if isinstance(rank, ValueRank) else ClippedPGLossFn(config.loss_fn)
+        is_value = rank.shape.head.role == "value"
+        rank.train(batch, microbatches, MseValueLossFn(config.value_loss_fn) if is_value else make_loss(config), counts)
 
 
 def _run_moving_phases(rank: _Rank, config: Config, mode: DryMode, phases: Container[str]) -> None:
@@ -291,7 +280,7 @@ class _DryMaker(MicrobatchMaker):
 
 def _build_rank(config: Config, shape: ModelShape, platform: Platform, *, is_teacher: bool) -> _Rank:
     """Build a rank of the policy, the value model or a teacher without numbers."""
-    has_reference = config.uses_reference and shape.value_head is None and not is_teacher
+    has_reference = config.uses_reference and not shape.head.is_scalar and not is_teacher
     settings = RankSettings(
         config=_adapt_policy(config),
         shape=shape,
@@ -306,7 +295,7 @@ def _build_rank(config: Config, shape: ModelShape, platform: Platform, *, is_tea
     rank: _Rank
     if is_teacher:
         rank = TeacherRank(settings, platform, maker)
-    elif shape.value_head is not None:
+    elif shape.head.is_scalar:
         rank = ValueRank(settings, platform, maker)
     else:
         rank = PolicyRank(settings, platform, maker)
@@ -337,7 +326,7 @@ def make_full_microbatches(
     Each has `most_tokens` tokens in sequences of the longest length. `reference`: add log-probabilities of the
     reference policy. `teacher_width`: numbers of a teacher's output for a token; 0: there is no teacher.
     """
-    config, parallel, is_value = rank.config, rank.config.parallel, rank.shape.value_head is not None
+    config, parallel, is_value = rank.config, rank.config.parallel, rank.shape.head.is_scalar
     longest = min(config.max_total_sequence_length, most_tokens)
     lengths = [longest] * (most_tokens // longest)
     number = parallel.pipeline * (2 if parallel.virtual_pipeline > 1 else 1)

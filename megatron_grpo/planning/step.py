@@ -286,8 +286,8 @@ def _take_share(totals: NDArray[np.float64], shares: int) -> NDArray[np.float64]
 
 def _time_logprobs(model: _Model, totals: NDArray[np.float64]) -> dict[str, float]:
     config = model.config
-    outputs = "values" if config.trains_reward_model else "logprobs"
-    needed = {outputs: config.needs_prev_logprobs or config.learns_pairs, "reference": config.uses_reference}
+    outputs = "values" if config.method.head == "score" else "logprobs"
+    needed = {outputs: config.needs_prev_logprobs, "reference": config.uses_reference}
     return {name: model.time_forward(name, totals) for name, is_needed in needed.items() if is_needed}
 
 

@@ -219,7 +219,7 @@ def _run_dry(
     from megatron_grpo.planning.dry_run import list_phases, run_dry
 
     torch.set_num_threads(1)
-    phases = list_phases(config) - ({"refit"} if shape.value_head is not None else set())
+    phases = list_phases(config) - ({"refit"} if shape.head.is_scalar else set())
     return run_dry(config, shape, rank, is_teacher=is_teacher, expert_skew=expert_skew, moves=moves, phases=phases)
 
 

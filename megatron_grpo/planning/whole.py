@@ -11,7 +11,8 @@ from typing import Any
 
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.families import as_value_model
+from megatron_grpo.models.families import exchange_head
+from megatron_grpo.models.heads import VALUE
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import find_teacher_shape, find_value_shape
 from megatron_grpo.planning.device_memory import GIB, RankMemory, build_rank_memory, list_reserve_parts
@@ -382,7 +383,7 @@ def submit_plan(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *,
         if value_shape is None:
             text = "is not on this machine; give a folder with its config.json"
             raise ConfigError([Problem(f"value.model.path={config.value.model.path}", text)])
-        models.append((replace(config, policy=config.value_model), as_value_model(value_shape)))
+        models.append((replace(config, policy=config.value_model), exchange_head(value_shape, VALUE)))
     traces = []
     for model_config, size in models:
         of_model = submit_traces(pool, model_config, size, moves=not brief and config.plan.workload == "rl", few=brief)

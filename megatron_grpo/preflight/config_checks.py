@@ -55,6 +55,6 @@ def find_config_problems(config: Config) -> Iterator[Rule]:
     yield from loop.check_oversampling(config)
     yield from rewards.check_rewards(config)
     yield from check_loss(config)
-    yield from loop.check_ppo(config)
-    yield from loop.check_supervised(config)
+    yield from loop.check_read_keys(config)
+    yield from loop.check_algorithm(config)
     yield from loop.check_debug_modes(config)

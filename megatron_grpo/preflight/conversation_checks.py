@@ -54,7 +54,7 @@ def load_examined_prompts(config: Config, model: Path, tokenizer: Any = None, ro
     problems, remarks = examine_conversations(config, data.tokenizer) if config.reads_prompts else ([], [])
     if problems:
         raise ConfigError(problems)
-    if not config.training_loop.is_supervised:  # rows to learn from are checked one by one as they are read
+    if not config.method.rows:  # rows to learn from are checked one by one as they are read
         remarks += [*_find_changed_prompts(config, data), *_find_unscored_prompts(config, data)]
     return replace(data, notes=[*data.notes, *(f"{remark.subject} {remark.text}" for remark in remarks)])
 
@@ -146,7 +146,7 @@ def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem]
     if len({*specs.find_task_templates(config, tokenizer).values()}) > 1:
         text = "differ between tasks, so exported models keep the template of the folder that the run began with"
         remarks.append(Problem("data.tasks: chat templates", text))
-    if config.trains_reward_model and len(specs.list_conversation_formats(config)) > 1:
+    if config.method.head == "score" and len(specs.list_conversation_formats(config)) > 1:
         text = "have settings of their own, so the reward model scores conversations without system prompt and tools"
         remarks.append(Problem("data.tasks", text))
     return problems, list(dict.fromkeys(remarks))

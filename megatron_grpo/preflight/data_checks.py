@@ -132,7 +132,7 @@ def _find_unfit_settings(config: Config, rows: list[Row]) -> Iterator[Rule]:
     data, name = config.data, f"prepare.name={config.prepare.name}"
     columns, longest = rows[0].keys(), max(len(row["prompt"]) for row in rows)  # a token for each character
     keys = {"data.prompt_key=": data.prompt_key, "data.answer_key=": data.answer_key}
-    if config.learns_pairs:
+    if config.method.has_pairs:
         keys |= {"data.chosen_key=": data.chosen_key, "data.rejected_key=": data.rejected_key}
     for key, column in (keys | {"data.response_key=": data.response_key}).items():
         yield column is not None and column not in columns, key, f"{name} makes rows with {', '.join(columns)}"
@@ -142,7 +142,7 @@ def _find_unfit_settings(config: Config, rows: list[Row]) -> Iterator[Rule]:
     text = f"the tokenizer that {name} makes has no chat template; use false"
     yield data.apply_chat_template, "data.apply_chat_template=", text
     text = "makes prompts without responses; name the column to learn from"
-    learns_responses = config.training_loop.is_supervised and not config.learns_pairs
+    learns_responses = config.method.rows is not None and not config.method.has_pairs
     yield learns_responses and data.response_key is None, "data.response_key=", f"{name} {text}"
     text = f"leaves out every row: the prompts that {name} makes have {longest} tokens"
     yield data.max_input_seq_length < longest and not data.apply_chat_template, "data.max_input_seq_length=", text

@@ -23,11 +23,7 @@ def find_distillation_problems(config: Config, shape: ModelShape | None) -> Iter
     for name, environment in config.env.items():
         text = "gives no reward; use it with algorithm=distillation and loss_fn.policy_loss_weight=0"
         yield environment.type == UNSCORED and config.uses_rewards, f"env.{name}.type={UNSCORED}", text
-    if config.algorithm != "distillation":
-        changes = [*list_changes(config, "teacher"), *list_changes(config, "distillation")]
-        subjects = [*(f"{key}={value}" for key, value in changes), *(f"teachers.{task}" for task in config.teachers)]
-        for subject in subjects:
-            yield True, subject, f"is for algorithm=distillation, and this run has algorithm={config.algorithm}"
+    if not config.named_teachers:
         return
     text = "keeps prompts whose rewards differ, and loss_fn.policy_loss_weight=0 uses none; use false"
     yield config.training_loop.use_dynamic_sampling and not config.uses_rewards, "LOOP.use_dynamic_sampling=", text

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_grpo.config.data_schema import REWARD_FUNCTIONS, DatasetConfig, is_model_folder
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.config.paths import list_import_folders, make_importable
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data import specs
 from megatron_grpo.data.scores import AGENT_ARGUMENTS, AGENT_RESULT
 from megatron_grpo.environments import user_functions as functions
-from megatron_grpo.environments.interface import list_import_folders, make_importable
 from megatron_grpo.environments.registry import convert_options, import_environment_class
 from megatron_grpo.environments.reward_model import find_model_problem
 from megatron_grpo.preflight.data_checks import examine_dataset

@@ -34,9 +34,9 @@ _UNCOUNTED_STEPS = 2**31 - 1
 def summarize_run(config: Config, start_from: Path | None) -> str:
     """Describe a run in one sentence; `start_from`: its checkpoint, None: step 1."""
     loop, generation = config.training_loop, config.generation.parallel
-    algorithm = ("asynchronous " if loop.async_grpo.enabled else "") + config.algorithm.upper()
+    algorithm = ("asynchronous " if loop.async_grpo.enabled else "") + config.method.name.upper()
     samples = f"{loop.num_prompts_per_step} prompts x {loop.num_generations_per_prompt} samples"
-    samples = f"{loop.num_prompts_per_step} rows" if loop.is_supervised else samples
+    samples = f"{loop.num_prompts_per_step} rows" if config.method.rows else samples
     parts = [f"policy on {_describe_ranks(config.policy.parallel)}"] if config.debug.train else ["nothing is trained"]
     if config.value_model is not None and config.debug.train:
         parts.append(f"value model on {_describe_ranks(config.value.parallel)}")

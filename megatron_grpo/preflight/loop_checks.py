@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_grpo.config.compose import explain_foreign_key
+from megatron_grpo.config.algorithms import OWN_SECTIONS, explain_unread
 from megatron_grpo.config.data_schema import BUILT_IN, ENVIRONMENT_PREFIX, REWARD_FUNCTIONS, is_model_folder
 from megatron_grpo.config.errors import suggest_name
 from megatron_grpo.config.keys import list_changes
 from megatron_grpo.config.loop_schema import (
     HELD_OUT_LOSS,
-    OF_SAMPLES,
-    READERS,
     VALIDATION_METRICS,
     VALIDATION_PREFIX,
     PPOAdvantageConfig,
@@ -30,7 +28,7 @@ def check_loop(config: Config) -> Iterator[Rule]:
     stop = config.training_loop.early_stop
     if stop.enabled:
         yield from _check_validation_metric(config, "LOOP.early_stop.metric_name=", stop.metric_name)
-    is_settled = config.training_loop.is_supervised or not config.has_correctness
+    is_settled = bool(config.method.rows) or not config.has_correctness
     checkpointing = config.ranked_checkpointing if is_settled else config.checkpointing
     ranked_by = checkpointing.metric_name
     if config.has_checkpoints and config.checkpointing.keep_top_k is not None and ranked_by is not None:
@@ -70,7 +68,7 @@ def _check_data(config: Config) -> Iterator[Rule]:
         text = "keeps the checkpoint before each replayable step; needs checkpointing.enabled=true and debug.train=true"
         yield not config.has_checkpoints, "logger.replay_every=", text
         text = "is for algorithm=grpo: the values and returns of algorithm=ppo are not recorded"
-        yield config.training_loop.has_value_model, "logger.replay_every=", text
+        yield config.method.has_value_model, "logger.replay_every=", text
         text = "cannot record the experts that engines choose; use policy.moe.replay_routing=false"
         yield config.policy.moe.replay_routing, "logger.replay_every=", text
     if data.curriculum.column is not None:
@@ -128,10 +126,9 @@ def _suggest_batch_size(samples: int, size: int, data: int) -> str:
 
 
 def _check_validation_metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
-    is_supervised = config.training_loop.is_supervised
-    metrics = VALIDATION_METRICS if config.needs_generation or not is_supervised else ()
+    metrics = VALIDATION_METRICS if config.needs_generation or not config.method.rows else ()
     names = [f"{VALIDATION_PREFIX}{metric}" for metric in metrics]
-    names += [f"{VALIDATION_PREFIX}{HELD_OUT_LOSS}"] if is_supervised else []
+    names += [f"{VALIDATION_PREFIX}{HELD_OUT_LOSS}"] if config.method.rows else []
     names += [
         f"{VALIDATION_PREFIX}set_{metric}/{dataset}"
         for dataset in config.data.val_sets
@@ -191,13 +188,35 @@ def check_oversampling(config: Config) -> Iterator[Rule]:
     yield int(factor * prompts) == prompts, subject, text
 
 
-def check_ppo(config: Config) -> Iterator[Rule]:
-    """Find changed settings of other algorithms, and check those of PPO."""
-    for section in [section for section, readers in READERS.items() if config.algorithm not in readers]:
+def check_read_keys(config: Config) -> Iterator[Rule]:
+    """Find changed settings that the algorithm does not read.
+
+    Those of loss_fn are remarked on instead: a recipe's may stay while its algorithm is exchanged.
+    """
+    for section in sorted(OWN_SECTIONS - {"loss_fn", "teachers"}):
         for key, value in list_changes(config, section):
-            yield True, f"{key}={value}", explain_foreign_key(key, config.algorithm)
-    if config.algorithm != "ppo":
+            yield not config.method.has_read(key), f"{key}={value}", explain_unread(config, key) or ""
+    for task in config.teachers:
+        key = f"teachers.{task}"
+        yield not config.method.has_read(f"{key}."), key, explain_unread(config, f"{key}.") or ""
+
+
+def check_algorithm(config: Config) -> Iterator[Rule]:
+    """Check settings of the algorithm against each other."""
+    if config.method.has_value_model:
+        yield from _check_ppo(config)
+    if config.method.rows:
+        yield from _check_rows(config)
+        if config.method.has_pairs:
+            yield from _check_pairs(config)
         return
+    text = "is for algorithm=sft, which learns from the rows' responses; use null"
+    yield config.data.response_key is not None, "data.response_key=", text
+    text = "is for algorithm=sft; debug.rollouts_from repeats the steps of a recorded run"
+    yield config.data.from_rollouts is not None, "data.from_rollouts=", text
+
+
+def _check_ppo(config: Config) -> Iterator[Rule]:
     ppo, penalty = config.ppo, format_value(config.loss_fn.reference_policy_kl_penalty)
     text = f"loads no reference policy, and loss_fn.reference_policy_kl_penalty={penalty} needs one; set it to 0"
     lacks_reference = ppo.skip_reference_policy_logprobs_calculation and config.loss_fn.reference_policy_kl_penalty > 0
@@ -221,25 +240,10 @@ def check_ppo(config: Config) -> Iterator[Rule]:
     yield estimator.name == "gae" and is_given_twice, "ppo.adv_estimator.length_adaptive_alpha=", text
 
 
-def check_supervised(config: Config) -> Iterator[Rule]:
-    """Check settings of algorithms that learn from rows."""
-    if not config.training_loop.is_supervised:
-        text = "is for algorithm=sft, which learns from the rows' responses; use null"
-        yield config.data.response_key is not None, "data.response_key=", text
-        text = "is for algorithm=sft; debug.rollouts_from repeats the steps of a recorded run"
-        yield config.data.from_rollouts is not None, "data.from_rollouts=", text
-        return
-    yield from _check_rows(config)
-    yield from _check_pairs(config)
-    text = f"is about samples that a step learns from, and algorithm={config.algorithm} learns from rows; leave it out"
-    for key, value in list_changes(config, config.algorithm):
-        yield key.split(".")[1] in OF_SAMPLES, f"{key}={value}", text
-
-
 def _check_rows(config: Config) -> Iterator[Rule]:
     data, name = config.data, config.algorithm
-    generations, per_row = config.training_loop.num_generations_per_prompt, 2 if config.learns_pairs else 1
-    text = f"counts samples of a prompt, and a row is {'a pair' if config.learns_pairs else 'one sequence'};"
+    generations, per_row = config.training_loop.num_generations_per_prompt, 2 if config.method.has_pairs else 1
+    text = f"counts samples of a prompt, and a row is {'a pair' if config.method.has_pairs else 'one sequence'};"
     text += f" use {per_row}"
     yield generations != per_row, "LOOP.num_generations_per_prompt=", text
     has_two = data.from_rollouts is not None and data.train_sets
@@ -260,18 +264,17 @@ def _check_rows(config: Config) -> Iterator[Rule]:
 
 
 def _check_pairs(config: Config) -> Iterator[Rule]:
-    if not config.learns_pairs:
-        return
     text = "is for algorithm=sft; name the columns data.chosen_key and data.rejected_key"
     yield config.data.response_key is not None, "data.response_key=", text
     yield config.data.from_rollouts is not None, "data.from_rollouts=", "is for algorithm=sft; use null"
     text = "would make several optimizer steps of one, whose pairs are compared before the first; use null,"
     text += " and fewer LOOP.num_prompts_per_step"
     yield config.policy.train_global_batch_samples is not None, "policy.train_global_batch_samples=", text
+    is_scored = config.method.head == "score"
     text = "is not there for a reward model, whose head is trained too; use 0"
-    yield config.trains_reward_model and config.policy.lora.rank > 0, "policy.lora.rank=", text
+    yield is_scored and config.policy.lora.rank > 0, "policy.lora.rank=", text
     text = "is for engines that sample, and nothing samples with a reward model; use null"
-    yield config.trains_reward_model and config.policy.quantization is not None, "policy.quantization=", text
+    yield is_scored and config.policy.quantization is not None, "policy.quantization=", text
     is_ipo = config.dpo.loss_type == "ipo"
     yield is_ipo and config.dpo.label_smoothing != 0, "dpo.label_smoothing=", "is for dpo.loss_type=sigmoid; use 0"
 

@@ -258,7 +258,7 @@ def _check_optimizers(config: Config) -> Iterator[Rule]:
 
 def _check_reward_model(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check that an export of a reward model is one of transformers' models."""
-    if shape is None or not config.trains_reward_model:
+    if shape is None or config.method.head != "score":
         return
     text = f"is of {shape.family}, and transformers has no ForSequenceClassification of it, which an export would be;"
     text += " give a model of another family"

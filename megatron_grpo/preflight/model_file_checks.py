@@ -15,13 +15,13 @@ from megatron_grpo.models import source
 from megatron_grpo.models.checkpoint_model import find_checkpoint_model
 from megatron_grpo.models.families import (
     FAMILIES,
-    as_reward_model,
-    as_value_model,
     build_weight_map,
+    exchange_head,
     is_carried,
     is_further_prediction,
 )
 from megatron_grpo.models.families.reading import read_model_shape
+from megatron_grpo.models.heads import LOGITS, POLICY_HEADS, VALUE
 from megatron_grpo.models.quantized_weights import describe_values, read_quantization
 from megatron_grpo.models.shape import ModelShape, read_config_json
 from megatron_grpo.models.stored_tensors import FLOATS, HEAD, list_stored_tensors
@@ -61,7 +61,7 @@ def find_weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
             return
     # Tensors that the model derives: a tied head equals the embedding, and the value head replaces it.
     derived = ["rotary_emb.inv_freq", "rotary.inv_freq"]
-    if shape.tied_embeddings or shape.value_head is not None:
+    if shape.tied_embeddings or shape.head.is_scalar:
         derived.append(HEAD)
     unknown = tensors.keys() - {name for name, _, _ in _list_tensors(shape)}
     unread = [name for name in sorted(unknown) if not name.endswith(tuple(derived))]
@@ -99,10 +99,11 @@ def find_model_problems(config: Config) -> Iterator[Problem]:
     """Check policy.model.path, value.model.path and those of teachers."""
     paths = {"policy.model.path": config.policy.model.path, "value.model.path": config.value.model.path}
     paths |= {f"{section}.model.path": teacher.model.path for section, teacher in config.teacher_models.items()}
+    heads = {"policy.model.path": POLICY_HEADS[config.method.head], "value.model.path": VALUE}
     for key, path in paths.items():
         if path is None:
             continue
-        subject, has_score = f"{key}={path}", key.startswith("value.") or config.trains_reward_model
+        subject, head = f"{key}={path}", heads.get(key, LOGITS)
         if source.is_made_before_run(config, path):
             prepared_folders = source.list_prepared_folders(config)
             if Path(path) not in prepared_folders:
@@ -111,16 +112,15 @@ def find_model_problems(config: Config) -> Iterator[Problem]:
                 )
                 yield Problem(subject, text)
             continue
-        unusable = list(explain_unusable_model(subject, path, has_score=has_score))
+        unusable = list(explain_unusable_model(subject, path, has_score=head.is_scalar))
         yield from unusable
         if unusable or source.is_hub_name(path):  # weights of a hub model are downloaded at the start
             continue
         folder = source.find_local_folder(path)
         assert folder is not None
-        shape = read_model_shape(folder, reward_models=has_score)
+        shape = read_model_shape(folder, reward_models=head.is_scalar)
         if any(folder.glob("*.safetensors")):
-            convert = as_reward_model if config.trains_reward_model else as_value_model
-            expected = convert(shape) if has_score else shape
+            expected = exchange_head(shape, head)
             yield from (Problem(subject, text) for text in find_weight_problems(folder, expected))
         else:
             text = "the folder holds no *.safetensors; convert the weights with transformers' save_pretrained"
@@ -185,7 +185,7 @@ def explain_unusable_model(subject: str, path: str, *, has_score: bool = False) 
             return
         read_model_shape(folder, reward_models=has_score)
         checkpoint = None if source.is_hub_name(path) else find_checkpoint_model(path)
-        if checkpoint is not None and checkpoint.is_reward_model and not has_score:
+        if checkpoint is not None and checkpoint.head.is_scalar and not has_score:
             yield Problem(subject, "is a checkpoint of a reward model, which predicts no tokens; give one of a policy")
     except ValueError as error:
         yield Problem(subject, str(error))

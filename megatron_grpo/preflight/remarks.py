@@ -75,7 +75,7 @@ def _check_warmups(config: Config) -> Iterator[Rule]:
     steps = config.training_loop.max_num_steps
     policy_steps = max(steps - config.steps_without_policy, 0) * config.optimizer_steps_per_step
     models = [("policy", config.policy.optimizer, policy_steps)]
-    if config.training_loop.has_value_model:
+    if config.method.has_value_model:
         models.insert(0, ("value", config.value.optimizer, steps * config.value_optimizer_steps_per_step))
     for section, optimizer, optimizer_steps in models:
         # A warm-up given as a ratio follows the length of the run, so it always ends.

@@ -26,7 +26,7 @@ _COMMON_KEYS = ("type", "options", "num_workers", "timeout_s", "leave_out_suspec
 
 def check_rewards(config: Config) -> Iterator[Rule]:
     """Check keys of rewards and advantages."""
-    if config.loop_name == "grpo" and config.uses_rewards:
+    if isinstance(config.training_loop, GRPOConfig) and config.uses_rewards:
         yield from _check_estimator(config)
     yield from _check_scaling(config)
     yield from _check_shaping(config)
@@ -104,7 +104,7 @@ def check_environments(config: Config) -> Iterator[Rule]:
             text += " needs LOOP.num_generations_per_prompt that high"
             yield is_too_few, f"{section}.leave_out_suspects={sign}", text
         task = config.data.tasks.get(name)
-        is_scored = config.needs_generation or not config.training_loop.is_supervised
+        is_scored = config.needs_generation or not config.method.rows
         has_no_answer = is_scored and config.data.answer_key is None and (task is None or task.answer_key is None)
         text = f"{section} of type {kind} compares with an answer; give the column that has it"
         yield has_no_answer and kind in WITH_ANSWER, "data.answer_key=None", text

@@ -26,7 +26,7 @@ P = ParamSpec("P")
 def list_trained_models(config: Config) -> dict[str, PolicyConfig | ValueConfig]:
     """Map sections to the models that the run trains."""
     models: dict[str, PolicyConfig | ValueConfig] = {"policy": config.policy}
-    return models | {"value": config.value} if config.training_loop.has_value_model else models
+    return models | {"value": config.value} if config.method.has_value_model else models
 
 
 def find_broken_rules(config: Config, rules: Iterable[Rule]) -> Iterator[Problem]:

@@ -8,7 +8,9 @@ an underscore stands for all that begin with it. Of several reasons the first is
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
+from megatron_grpo.config.algorithms import explain_unread
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.keys import list_changes
 from megatron_grpo.config.schema import Config
@@ -17,22 +19,23 @@ from megatron_grpo.preflight.rules import Rule, fill_placeholders
 
 def find_unused_settings(config: Config) -> Iterator[Problem]:
     """Find changed settings without effect, each with the first reason."""
-    rules = [*_list_switched_off(config), *_list_unread(config), *_list_without_effect(config)]
+    rules = [*_list_switched_off(config), *_list_without_effect(config)]
     unused = [(tuple(fill_placeholders(config, keys).split()), text) for is_unused, keys, text in rules if is_unused]
-    value_sections = ("value", "value_loss_fn") if config.training_loop.has_value_model else ()
+    value_sections = ("value", "value_loss_fn") if config.method.has_value_model else ()
     learning = ("loss_fn", config.loop_name, "reference", "policy", *value_sections)
     for section in (*learning, "data", "generation", "refit", "checkpointing", "logger"):
         for key, value in list_changes(config, section):
-            for names, text in unused:
-                if any(key.startswith(name) if name[-1] in "._" else key == name for name in names):
-                    yield Problem(f"{key}={value}", fill_placeholders(config, text))
-                    break
+            texts = (text for names, text in unused if any(map(partial(_is_named, key), names)))
+            if reason := explain_unread(config, key) or next(texts, None):
+                yield Problem(f"{key}={value}", fill_placeholders(config, reason))
+
+
+def _is_named(key: str, name: str) -> bool:
+    return key.startswith(name) if name[-1] in "._" else key == name
 
 
 def _list_switched_off(config: Config) -> Iterator[Rule]:
     """List the keys of options that are off."""
-    keys = "loss_fn.kl_type loss_fn.mixed_kl_weight loss_fn.policy_loss_weight"
-    yield config.algorithm != "distillation", keys, "needs algorithm=distillation"
     text = "needs loss_fn.kl_type=mixed|jensen_shannon"
     yield config.loss_fn.kl_type not in ("mixed", "jensen_shannon"), "loss_fn.mixed_kl_weight", text
     keys = "loss_fn.sapo_temperature_pos loss_fn.sapo_temperature_neg"
@@ -94,30 +97,13 @@ def _list_of_files(config: Config) -> Iterator[Rule]:
         yield not tracker.enabled, f"logger.{name}.", f"needs logger.{name}.enabled=true"
 
 
-def _list_unread(config: Config) -> Iterator[Rule]:
-    """List the keys that the algorithm does not read."""
-    supervised = config.training_loop.is_supervised
-    yield supervised, "loss_fn.", "is the loss of samples, and this algorithm learns from rows"
-    text = "needs engines, and this run samples nothing"
-    samples_nothing = supervised and not config.needs_generation
-    yield samples_nothing, "LOOP.val_temperature LOOP.max_rollout_turns generation. refit.", text
-    keys = (
-        "loss_fn.ratio_clip_ loss_fn.sequence_level_importance_ratios loss_fn.use_cispo loss_fn.use_sapo "
-        "loss_fn.sapo_temperature_ loss_fn.disable_ppo_ratio loss_fn.force_on_policy_ratio "
-        "loss_fn.reference_policy_kl_ loss_fn.use_on_policy_kl_approximation loss_fn.kl_score_function_gradient "
-        "loss_fn.kl_input_clamp_value loss_fn.kl_output_clamp_value loss_fn.use_importance_sampling_correction "
-        "loss_fn.truncated_importance_sampling_ loss_fn.entropy_coef loss_fn.positive_example_nll_weight "
-        "LOOP.advantage_clip_ LOOP.reward_scaling. LOOP.reward_shaping. LOOP.normalize_rewards "
-        "LOOP.normalize_rewards_over LOOP.use_leave_one_out_baseline LOOP.adv_estimator. LOOP.turn_"
-    )
-    text = "is of rewards and of the policy-gradient loss, and loss_fn.policy_loss_weight=0 leaves both out"
-    yield not config.uses_rewards, keys, text
-
-
 def _list_without_effect(config: Config) -> Iterator[Rule]:
     """List the keys of options that are on, in runs where they do nothing."""
     yield from _list_of_ratios(config)
     yield from _list_of_rewards(config)
+    text = "needs engines, and this run samples nothing"
+    samples_nothing = config.method.rows is not None and not config.needs_generation
+    yield samples_nothing, "LOOP.val_temperature LOOP.max_rollout_turns generation. refit.", text
     loop, data = config.training_loop, config.data
     keys = "LOOP.async_grpo.enabled LOOP.async_grpo.recompute_kv_cache_after_weight_updates"
     text = "with LOOP.async_grpo.max_trajectory_age_steps=0 nothing is sampled while a step trains"
@@ -166,7 +152,7 @@ def _list_of_ratios(config: Config) -> Iterator[Rule]:
     yield loss.use_sapo or loss.disable_ppo_ratio, clips, text
     text = "limits how far values move within a step, and before its one optimizer step they have not moved; give more"
     text += " steps with value.train_global_batch_samples below the samples of a step, or with PASSES above 1"
-    has_one_value_step = config.training_loop.has_value_model and config.value_optimizer_steps_per_step == 1
+    has_one_value_step = config.method.has_value_model and config.value_optimizer_steps_per_step == 1
     yield has_one_value_step, "value_loss_fn.value_clip", text
     has_none, loop = not config.uses_reference, config.training_loop
     keys = (

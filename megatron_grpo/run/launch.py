@@ -18,8 +18,9 @@ from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.teacher_client import TeacherServer, require_same_tokenizer
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.models.adapter_names import make_policy_slot
-from megatron_grpo.models.families import as_value_model
+from megatron_grpo.models.families import exchange_head
 from megatron_grpo.models.families.reading import read_model_shape
+from megatron_grpo.models.heads import VALUE
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import fetch_model_folder, read_policy_shape
@@ -34,7 +35,7 @@ from megatron_grpo.trainer.messages import (
     TeacherOutput,
     make_training_filter,
 )
-from megatron_grpo.trainer.model_ranks import MegatronPolicy, MegatronReward, MegatronTeacher, MegatronValue, ModelRanks
+from megatron_grpo.trainer.model_ranks import MegatronPolicy, MegatronTeacher, MegatronValue, ModelRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,7 @@ def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitS
         if config.needs_generation:
             generation = _start_generation(config, folder, cluster, stack, awaits_refit=True)
     settings, timeout_s = make_policy_settings(config, folder), config.cluster.startup_timeout_s
-    policy_type = MegatronReward if config.trains_reward_model else MegatronPolicy
-    policy = policy_type(settings, cluster.build_policy_options, timeout_s)
+    policy = MegatronPolicy(settings, cluster.build_policy_options, timeout_s)
     stack.callback(policy.shutdown)
     if colocated:
         cluster.share(policy.list_devices(), engines.ranks_per_engine)
@@ -123,7 +123,7 @@ def _start_generation(
 
 def make_policy_settings(config: Config, folder: Path) -> RankSettings:
     """Make the settings of the policy's ranks; `folder` has the model."""
-    is_sampled = not config.training_loop.is_supervised  # rows have no temperature and no filter
+    is_sampled = not config.method.rows  # rows have no temperature and no filter
     shape, distillation = read_policy_shape(config, folder), None
     if config.named_teachers:
         heads = read_teacher_heads(config)
@@ -153,7 +153,7 @@ def _make_value_model(config: Config, cluster: RayCluster) -> MegatronValue:
     folder = fetch_model_folder(config.value_model.model.path, "value.model.path")
     settings = RankSettings(
         config=config.value_model,
-        shape=as_value_model(read_model_shape(folder, reward_models=True)),
+        shape=exchange_head(read_model_shape(folder, reward_models=True), VALUE),
         folder=str(folder),
         decay_steps=config.value_decay_steps,
         seed=config.training_loop.seed,
@@ -219,8 +219,8 @@ def _make_teachers(config: Config, folder: Path, cluster: RayCluster) -> dict[st
             shares_cores=_uses_shared_cores(config),
         )
         options = partial(cluster.build_teacher_options, list(models).index(section))
-        task = section.removeprefix("teachers.") if section.startswith("teachers.") else None
-        teachers[section] = MegatronTeacher(settings, options, config.cluster.startup_timeout_s, task)
+        label = section.replace("teachers.", "teacher of ")
+        teachers[section] = MegatronTeacher(settings, options, config.cluster.startup_timeout_s, label)
     return teachers
 
 

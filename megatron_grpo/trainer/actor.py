@@ -117,7 +117,7 @@ class RankActor:
         )
         if settings.teacher is not None:
             self.model = TeacherRank(settings)
-        elif settings.shape.value_head is not None:
+        elif settings.shape.head.is_scalar:
             self.model = ValueRank(settings)
         else:
             self.model = PolicyRank(settings)

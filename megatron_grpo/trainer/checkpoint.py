@@ -146,7 +146,7 @@ class RankCheckpoint:
         with errors_in_one_line(f"{folder} cannot be loaded"), torch.serialization.safe_globals(classes):
             state = build_sharded_state(rank, is_loading=True)
             common = open_checkpoint(folder)
-            _require_same_kind(common, state, "value" if rank.shape.is_value_model else "policy")
+            _require_same_kind(common, state, rank.shape.head.role)
             # Random state belongs to a rank, so it is restored only in the layout that wrote it. Nothing the model
             # computes draws from it as long as the model has no dropout.
             if common["layout"] == state["layout"]:

@@ -73,14 +73,14 @@ def export_checkpoint(
                 write_peft_folder(chunks, shape, lora, adapters_of, output)
                 return
             settings = find_changed_settings(source, shape)
-            if shape.is_reward_model:
+            if shape.head.is_scalar:
                 settings |= build_classifier_settings(source, shape) | {FORMAT_KEY: dict(conversation_format or {})}
             tensors = ((name, value) for name, value in iter_hf_tensors(chunks, shape) if value is not None)
             if quantization is not None:
                 settings["quantization_config"] = build_quantization_config(quantization, shape)
             quantized = tensors if quantization is None else quantize_tensors(tensors, quantization)
             quantized = chain(quantized, read_carried_tensors(source, shape, getattr(torch, precision)))
-            ends = None if shape.is_reward_model else find_end_tokens(source, chat_template)
+            ends = None if shape.head.is_scalar else find_end_tokens(source, chat_template)
             write_hf_folder(quantized, source, output, settings=settings, chat_template=chat_template, end_tokens=ends)
         except (OSError, SafetensorError) as error:
             raise RunError(f"output={output} cannot be written: {error}") from None

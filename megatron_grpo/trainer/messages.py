@@ -54,7 +54,7 @@ class RankSettings:
     """Everything that a rank of a model is built from."""
 
     config: PolicyConfig
-    shape: ModelShape  # sizes of the model; a shape from `as_value_model` makes it a value model
+    shape: ModelShape  # sizes of the model; its head makes it a policy, value or reward model
     folder: str  # the model's folder in Hugging Face format; empty: weights stay uninitialised, in a dry run
     decay_steps: int  # optimizer steps of the learning-rate schedule
     reference: ReferenceConfig | None = None

@@ -88,7 +88,7 @@ class MicrobatchMaker:
         layout = self.lay_out(selected.lengths)
         mask = getattr(selected.fields, mask_field)  # without it every token is computed but the first of a sequence
         is_computed = np.ones(sum(selected.lengths), dtype=np.bool_) if mask is None else (mask > 0).numpy()
-        rows, tokens = layout.find_predicting(is_computed, distance=0 if self._shape.is_reward_model else 1)
+        rows, tokens = layout.find_predicting(is_computed, distance=self._shape.head.distance)
         fields = selected.fields
         if fields.token_ids is None:
             fields = replace(fields, token_ids=torch.zeros(len(is_computed), dtype=torch.int32))

@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 import ray
@@ -90,14 +90,15 @@ class RefusedStepError(RunError):
 class ModelRanks:
     """A model in training, on one Ray actor per rank; `actor_options(rank)`: Ray's options."""
 
-    label: str
-    output_field: ClassVar[str]
-    checks_prob_error: ClassVar[bool] = False
-
     def __init__(
-        self, settings: RankSettings, actor_options: Callable[[int], dict[str, Any]], startup_timeout_s: float
+        self,
+        settings: RankSettings,
+        actor_options: Callable[[int], dict[str, Any]],
+        startup_timeout_s: float,
+        label: str | None = None,
     ) -> None:
         self.settings, self.shape = settings, settings.shape
+        self.label = label or self.shape.head.label
         self._config = settings.config
         self._startup_timeout_s = startup_timeout_s
         world = settings.config.parallel.world_size
@@ -143,7 +144,7 @@ class ModelRanks:
         schedules = assign_microbatches(self._config, self.cost, batch, sequences, self._config.microbatch_tokens)
         # With prev_logprobs the driver has checked the whole step: ranks would refuse a minibatch after earlier ones
         # changed the weights.
-        is_checked = self.checks_prob_error and "prev_logprobs" not in batch.fields
+        is_checked = not self.shape.head.is_scalar and "prev_logprobs" not in batch.fields
         limit = batch.prob_error_limit if is_checked else None
         refs = [
             call_actor(actor, RankActor.train, work, loss_fn, counts, limit)
@@ -277,7 +278,7 @@ class ModelRanks:
                     suspects.update(indices.tolist())
         if not suspects:
             suspects.update(index for schedule in schedules for indices in schedule for index in indices.tolist())
-        _, finite = self._forward(batch, self.output_field, "outputs of a failed training step")
+        _, finite = self._forward(batch, self.shape.head.field, "outputs of a failed training step")
         return [index for index in sorted(suspects) if not finite[index]] or sorted(suspects)
 
     def add_field(self, batch: StepBatch, field: str) -> NDArray[np.bool_]:
@@ -318,49 +319,28 @@ class ModelRanks:
 
 
 class MegatronPolicy(ModelRanks):
-    """The policy; its checkpoints hold the reference once that has moved."""
+    """The policy, or a reward model in its place.
 
-    label, output_field = "policy", "prev_logprobs"
-    checks_prob_error = True
+    Checkpoints hold the reference once that has moved.
+    """
 
     def sync_reference(self, alpha: float) -> None:
         """Move the reference: alpha * policy + (1 - alpha) * reference (TR-DPO)."""
         self._ask("sync_reference", lambda rank: rank.sync_reference(alpha), "moving the reference policy")
 
 
-class MegatronReward(MegatronPolicy):
-    """A reward model, in the place of a run's policy."""
-
-    label, output_field = "reward model", "values"
-    checks_prob_error = False
-
-
 class MegatronValue(ModelRanks):
     """The value model of PPO."""
-
-    label, output_field = "value model", "values"
 
 
 class MegatronTeacher(ModelRanks):
     """A teacher of distillation, which is never trained."""
-
-    output_field = "teacher_outputs"
-
-    def __init__(
-        self,
-        settings: RankSettings,
-        actor_options: Callable[[int], dict[str, Any]],
-        startup_timeout_s: float,
-        task: str | None = None,
-    ) -> None:
-        self.label = "teacher" if task is None else f"teacher of {task}"
-        super().__init__(settings, actor_options, startup_timeout_s)
 
     def add_outputs(self, batch: StepBatch, sequences: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Add the teacher's output for the tokens of some sequences, 0 elsewhere.
 
         Returns [sequences of the batch]: True where the values of sampled tokens are finite.
         """
-        field = self.output_field
+        field = "teacher_outputs"
         batch.fields[field], is_finite = self._forward(batch, field, OUTPUTS[field], sequences)
         return is_finite

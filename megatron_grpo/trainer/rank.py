@@ -83,9 +83,10 @@ class ModelRank(ABC):
         self.maker = maker or MicrobatchMaker(config, shape, self.platform)
         self.routing: StepRouting | None = None
         if shape.experts is not None:
-            is_policy = shape.value_head is None
-            form = RoutedForm.from_shape(shape) if is_policy and config.moe.replay_routing else None
-            self.routing = StepRouting(self.chunks, config.moe, "value_moe" if shape.is_value_model else "moe", form)
+            replays = config.moe.replay_routing and not shape.head.is_scalar
+            form = RoutedForm.from_shape(shape) if replays else None
+            prefix = "value_moe" if shape.head.role == "value" else "moe"
+            self.routing = StepRouting(self.chunks, config.moe, prefix, form)
         self.optimizer = self._build_optimizer()
         self.memory, self.checkpoint, self.recorder = DeviceMemory(self), RankCheckpoint(self), StepRecorder(self)
 

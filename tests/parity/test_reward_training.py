@@ -17,8 +17,9 @@ from megatron_grpo.data.supervised_rows import score_data_processor
 from megatron_grpo.export import main as export
 from megatron_grpo.losses.preference import SequenceGradientLossFn, compute_score_loss
 from megatron_grpo.models.checkpoint_model import POLICY_FOLDER
-from megatron_grpo.models.families import FAMILIES, as_reward_model, name_reward_model
+from megatron_grpo.models.families import FAMILIES, exchange_head, name_reward_model
 from megatron_grpo.models.families.reading import read_model_shape
+from megatron_grpo.models.heads import SCORE
 from megatron_grpo.models.source import VOCABULARY
 from megatron_grpo.prepare.models import make_tokenizer
 from megatron_grpo.run.checkpoint_files import write_driver_files
@@ -58,7 +59,7 @@ class ScoringModel(TinyModel):
 def make_rank(layout: Layout, folder: Path, *, packing: bool = True, distributed: bool = True) -> ValueRank:
     config = make_config(folder, layout, packing=packing, distributed=distributed)
     config.optimizer.lr = LEARNING_RATE
-    shape = as_reward_model(read_model_shape(folder, reward_models=True))
+    shape = exchange_head(read_model_shape(folder, reward_models=True), SCORE)
     return ValueRank(RankSettings(config=config, shape=shape, folder=str(folder), decay_steps=STEPS))
 
 

@@ -20,8 +20,9 @@ from megatron_grpo.config.loop_schema import MseValueLossConfig
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, PolicyConfig
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.value import MseValueLossFn
-from megatron_grpo.models.families import as_value_model
+from megatron_grpo.models.families import exchange_head
 from megatron_grpo.models.families.reading import read_model_shape
+from megatron_grpo.models.heads import VALUE
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import ValueRank
 from tests.parity.on_rank import expect_continuation, expect_gradients, load_on_rank, save_on_rank, split_by_sequence
@@ -93,7 +94,7 @@ def make_engine(layout: Layout, path: Path, *, distributed: bool = True) -> Valu
     config = PolicyConfig(
         model=ModelConfig(path=str(path)), parallel=layout.parallel, precision="float32", optimizer=optimizer
     )
-    shape = as_value_model(read_model_shape(path, reward_models=True))
+    shape = exchange_head(read_model_shape(path, reward_models=True), VALUE)
     return ValueRank(RankSettings(config=config, shape=shape, folder=str(path), decay_steps=100))
 
 

@@ -16,7 +16,7 @@ from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_fie
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.trainer.microbatch_schedule import derive_cost
-from megatron_grpo.trainer.model_ranks import TrainResult
+from megatron_grpo.trainer.model_ranks import MegatronTeacher, TrainResult
 from tests.support.fake_rollouts import add_entry, by_sequence
 from tests.support.token_fields import in_rectangles
 
@@ -100,13 +100,16 @@ class FakePolicy(FakeModel):
         """Of each move of the reference policy, the policy's share."""
 
     def output(self, tokens: TokenFields) -> Tensor:
-        return require_field(tokens.generation_logprobs)
+        tokens.divergence = require_field(tokens.loss_mask) / 8 if tokens.teacher_outputs is not None else None
+        drawn = tokens.generation_logprobs
+        return require_field(tokens.loss_mask) * -0.5 if drawn is None else drawn
 
     def add_field(self, batch: StepBatch, field: str) -> NDArray[np.bool_]:
         line, offset = {
             "prev_logprobs": ("policy says", 0.0),
             "unfiltered_logprobs": ("policy says without filter", -0.25),
             "reference_logprobs": ("reference says", self.reference_offset),
+            "values": ("policy scores", 0.5),
         }[field]
         self.log.append(line)
         return self._add(batch, field, self._numbers(batch, offset))
@@ -149,6 +152,17 @@ class FakeValue(FakeModel):
     def add_field(self, batch: StepBatch, field: str) -> NDArray[np.bool_]:
         self.log.append("value says")
         return self._add(batch, field, [[self.number] * int(length) for length in batch.lengths])
+
+
+class FakeTeacher(MegatronTeacher):
+    """A teacher with one number for every token."""
+
+    def __init__(self) -> None:
+        """Start no ranks."""
+
+    def add_outputs(self, batch: StepBatch, sequences: NDArray[np.int64]) -> NDArray[np.bool_]:
+        add_entry(batch, "teacher_outputs", np.ones((int(batch.lengths.sum()), 1), dtype=np.int16))
+        return np.ones(len(batch), dtype=np.bool_)
 
 
 def fetched(batch: StepBatch, sequences: NDArray[np.int64], names: tuple[str, ...]) -> TokenBatch:

@@ -1,20 +1,19 @@
 """A run of fakes around the real steps: what samples, learns, publishes and writes only says that it did."""
 
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_grpo.algorithms.context import GRPORun, PPORun, SamplingRun, make_save_state
+from megatron_grpo.algorithms.context import SamplingRun, TrainingRun, make_save_state
 from megatron_grpo.algorithms.placement import Placement
 from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.batch.rollout_files import StepFacts
 from megatron_grpo.batch.trajectory import SampledGroup
 from megatron_grpo.config.schema import Config
-from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.weight_sync.transfer_modes import TransferReport
-from tests.support.fake_models import FakePolicy, FakeValue
+from tests.support.fake_models import FakePolicy, FakeTeacher, FakeValue
 from tests.support.fake_rollouts import FakeRollouts
 
 SETTINGS = SamplingSettings(max_new_tokens=8, temperature=0.7, top_p=0.9, top_k=3, stop_token_ids=(1,))
@@ -70,21 +69,21 @@ def make_sampling_run(
 
 
 def make_run(config: Config, folder: Path, rollouts: FakeRollouts, shape: ModelShape, log: list[str]) -> Any:
-    """A run that has not begun, with the models of its algorithm; its parts write to the log."""
+    """A run of the algorithm's type that has not begun; what its parts do is in the log."""
 
     def publish(version: int) -> Any:
         log.append(f"version {version}")
         return TransferReport(version, bytes_sent=8, tensors=1, buckets=1, seconds=0.0)
 
-    parts: dict[str, Any] = {
-        **vars(make_sampling_run(config, folder, rollouts, log)),
-        "policy": FakePolicy(shape, log),
-        "transport": SimpleNamespace(
-            publish=publish, admit=lambda report: report, require_checks=lambda: log.append("checks are due")
-        ),
-        "checkpointer": SimpleNamespace(list_steps=list),
-        "loss_fn": ClippedPGLossFn(config.loss_fn),
-    }
-    if config.value_model is None:
-        return GRPORun(**parts)
-    return PPORun(**parts, value=FakeValue(shape, log), value_loss_fn=MseValueLossFn(config.value_loss_fn))
+    transport: Any = SimpleNamespace(
+        publish=publish, admit=lambda report: report, require_checks=lambda: log.append("checks are due")
+    )
+    value: Any = None if config.value_model is None else FakeValue(shape, log)
+    models: Any = SimpleNamespace(
+        policy=FakePolicy(shape, log), value=value, teachers={name: FakeTeacher() for name in config.named_teachers}
+    )
+    data: Any = SimpleNamespace(val_rows=[])
+    run_type: type[TrainingRun] = resolve_name(config.method.run)
+    run: Any = run_type.build(make_sampling_run(config, folder, rollouts, log), models, transport, data)
+    run.checkpointer = SimpleNamespace(list_steps=list)
+    return run

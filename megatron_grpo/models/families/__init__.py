@@ -23,6 +23,7 @@ from megatron_grpo.models.families import (
     qwen3_5,
 )
 from megatron_grpo.models.families.family import Family
+from megatron_grpo.models.heads import Head
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.stored_tensors import EMBEDDING, HEAD
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry, index_tensors, map_rows
@@ -41,14 +42,12 @@ _BIAS = _map_outer("output_layer.bias", "score.bias", "score", zero_if_absent=Tr
 OUTSIDE, INSIDE = "language_model.", "model.language_model."
 
 
-def as_value_model(shape: ModelShape) -> ModelShape:
-    """Convert a shape to a value model's, with its own head."""
-    return replace(shape, tied_embeddings=False, value_head=shape.value_head or "fresh")
-
-
-def as_reward_model(shape: ModelShape) -> ModelShape:
-    """Convert a shape to that of a reward model in training."""
-    return replace(as_value_model(shape), is_reward_model=True)
+def exchange_head(shape: ModelShape, head: Head) -> ModelShape:
+    """Exchange a model's head; a scalar one is new unless the folder has one."""
+    if not head.is_scalar:
+        return shape
+    is_stored = shape.head.is_scalar and shape.has_stored_head
+    return replace(shape, tied_embeddings=False, head=head, has_stored_head=is_stored)
 
 
 def name_reward_model(shape: ModelShape) -> str:
@@ -77,10 +76,10 @@ FAMILIES = {family.name: family for family in _ALL}
 
 def build_weight_map(shape: ModelShape) -> tuple[WeightEntry, ...]:
     """Build the weight map of a model, in the order of export."""
-    if shape.value_head is not None:
-        is_new = shape.value_head == "fresh"
+    if shape.head.is_scalar:
+        is_new = not shape.has_stored_head
         outputs = [_map_outer("output_layer.weight", "score.weight", "score", "hidden", zero_if_absent=is_new)]
-        outputs += [] if shape.is_reward_model else [_BIAS]
+        outputs += [_BIAS] if shape.head.has_bias else []
     else:
         # A tied head has weights of its own only on a last stage that is not the first.
         tensor = EMBEDDING if shape.tied_embeddings else HEAD

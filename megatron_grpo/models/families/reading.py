@@ -11,6 +11,7 @@ from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families import FAMILIES, INSIDE, OUTSIDE, add_text_prefix, build_weight_map
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.options import refuse_folder
+from megatron_grpo.models.heads import VALUE
 from megatron_grpo.models.shape import ModelShape, read_config_json, read_flag, read_section
 from megatron_grpo.models.stored_tensors import HEAD, has_own_head, list_stored_tensors
 from megatron_grpo.models.weight_map import index_tensors
@@ -42,7 +43,7 @@ def read_model_shape(path: str | Path, *, reward_models: bool = False) -> ModelS
     except ValueError as error:
         raise type(error)(f"{file}: {error}") from None
     shape = _find_stored_form(shape, folder)
-    if shape.tied_embeddings and shape.value_head is None:
+    if shape.tied_embeddings and not shape.head.is_scalar:
         # transformers and vLLM compare the tensors themselves, and believe them rather than the file.
         embedding = build_weight_map(shape)[0].hf[0].name
         if has_own_head(folder, add_text_prefix(HEAD, shape.text_prefix), embedding):
@@ -158,7 +159,7 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
         if labels != 1:
             raise ValueError(f"{architecture} with {labels} labels is a classifier; a reward model has 1")
     shape = family.read(raw)
-    return replace(shape, value_head="stored") if scores else shape
+    return replace(shape, head=VALUE) if scores else shape
 
 
 def _require_model_type(raw: dict[str, Any], model_types: tuple[str, ...], architecture: str) -> None:

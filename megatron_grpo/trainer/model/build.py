@@ -191,8 +191,8 @@ def _build_chunk(
         train_adapters_alone(model)
     if config.fp8.is_simulated:
         keep_outer_layers(model, shape.layers, config.fp8)
-    if shape.value_head is not None and model.post_process:
-        model.output_layer = ValueHead(settings, has_bias=not shape.is_reward_model)
+    if shape.head.is_scalar and model.post_process:
+        model.output_layer = ValueHead(settings, has_bias=shape.head.has_bias)
     elsewhere = [
         name for name, weight in model.named_parameters() if weight.device.type != settings.platform.device.type
     ]

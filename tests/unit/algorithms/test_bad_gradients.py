@@ -11,6 +11,7 @@ import pytest
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.trainer.messages import RankReport, RankTrainResult
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
+from tests.support.grpo_run import SHAPE
 
 PLACES = [RankReport(data_rank=0, device_name="cpu", startup_s={})] + [
     RankReport(data_rank=replica, device_name="cpu", startup_s={}) for replica in (0, 1)
@@ -38,7 +39,7 @@ def test_a_bad_gradient_is_traced_to_its_sequences(
     finite[bad_logprobs] = False
     batch = StepBatch(lengths=np.full(6, 2), response_tokens=np.ones(6, dtype=np.int64), in_loss=finite | True)
     policy = MegatronPolicy.__new__(MegatronPolicy)  # no processes: what is tested is bookkeeping
-    policy._reports = PLACES
+    policy._reports, policy.shape = PLACES, SHAPE
 
     def forward(of: StepBatch, field: str, _: str) -> tuple[list[Any], Any]:
         assert (of, field) == (batch, "prev_logprobs")

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_grpo.models.families import build_weight_map, measure_tensors
 from megatron_grpo.models.families.reading import parse_model_shape, read_model_shape
 from megatron_grpo.models.flops import count_forward_flops
+from megatron_grpo.models.heads import VALUE
 from megatron_grpo.models.shape import HeadShape
 from megatron_grpo.models.weight_map import iter_entries
 from megatron_grpo.planning.generation_cost import count_kv_bytes_per_token, count_mixer_parameters
@@ -51,10 +52,7 @@ def test_without_windows_there_are_none() -> None:
 def test_reward_models_are_those_of_the_text_model() -> None:
     """The other class is that of the model that sees images, whose weights have other names."""
     text, images = "Gemma3TextForSequenceClassification", "Gemma3ForSequenceClassification"
-    assert (
-        parse_model_shape(GEMMA3_1B | {"architectures": [text], "num_labels": 1}, reward_models=True).value_head
-        == "stored"
-    )
+    assert parse_model_shape(GEMMA3_1B | {"architectures": [text], "num_labels": 1}, reward_models=True).head == VALUE
     with pytest.raises(ValueError, match=f"architecture {images} is not supported"):
         parse_model_shape(GEMMA3_1B | {"architectures": [images], "num_labels": 1}, reward_models=True)
 

@@ -8,8 +8,9 @@ import torch
 
 from megatron_grpo.config.policy_schema import RecomputeModule
 from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
-from megatron_grpo.models.families import as_value_model, measure_tensors
+from megatron_grpo.models.families import exchange_head, measure_tensors
 from megatron_grpo.models.families.reading import parse_model_shape
+from megatron_grpo.models.heads import VALUE
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.dry.tracker import GRANULE, MemoryTracker
 from megatron_grpo.planning.dry_run import list_phases, run_dry, run_tracked
@@ -255,7 +256,7 @@ def test_phases_that_a_run_lacks_are_not_run() -> None:
 def test_a_value_model_runs_dry_without_a_reference() -> None:
     config = small_run()
     use_reference(config)
-    report = run_dry(config, as_value_model(DENSE), 0, moves=False)
+    report = run_dry(config, exchange_head(DENSE, VALUE), 0, moves=False)
     assert report.phases.keys() - {"build", "first step"} == {"values", "train"}
     policy = run_dry(config, DENSE, 0, moves=False)
     assert report.end_bytes["train"] < policy.end_bytes["train"]

@@ -14,6 +14,7 @@ from megatron_grpo.config.metric_names import list_step_metrics
 from megatron_grpo.config.overrides import list_config_groups
 from megatron_grpo.config.schema import Config, GRPOConfig, LossConfig
 from megatron_grpo.models.families.reading import read_model_shape
+from megatron_grpo.models.heads import VALUE
 from megatron_grpo.models.tokenizer_files import explain_other_tokens
 from megatron_grpo.preflight.distillation_checks import find_teacher_tokenizer_problems
 from megatron_grpo.preflight.layout_checks import count_gpus
@@ -141,7 +142,7 @@ def test_reward_models_are_read_only_where_they_are_asked_for(tmp_path: Path) ->
     for labels in (1, 3):
         folder = tmp_path / str(labels)
         Qwen3Config(architectures=["Qwen3ForSequenceClassification"], num_labels=labels).save_pretrained(folder)
-    assert read_model_shape(tmp_path / "1", reward_models=True).value_head == "stored"
+    assert read_model_shape(tmp_path / "1", reward_models=True).head == VALUE
     with pytest.raises(ValueError, match="Qwen3ForSequenceClassification is not supported"):
         read_model_shape(tmp_path / "1")
     with pytest.raises(ValueError, match="with 3 labels is a classifier"):

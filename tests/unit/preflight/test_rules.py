@@ -21,32 +21,17 @@ import megatron_grpo
 from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.config.compose import compose_typed
 from megatron_grpo.config.keys import find_key, is_section, read_keys
-from megatron_grpo.config.schema import Config, LossConfig
-from megatron_grpo.losses.distillation_loss import DistillationLossFn
-from megatron_grpo.losses.loss import GlobalCounts
-from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.config.schema import Config, LoopConfig, LossConfig
+from megatron_grpo.losses.loss import GlobalCounts, make_loss
 from megatron_grpo.preflight.config_checks import find_problems
 from megatron_grpo.preflight.remarks import find_remarks
 from megatron_grpo.preflight.rules import find_broken_rules
+from tests.support.fake_rollouts import FakeRay
+from tests.support.faked_training import RUNS, record_reads, train_on_fakes
 
 PACKAGE = Path(megatron_grpo.__file__).parent
-ADVANTAGES = {"losses/advantages.py", "algorithms/step_advantages.py", "algorithms/token_functions.py"}
-"""Files that only algorithms with rewards go through."""
-PAIRS = ["data.response_key=null"]
-RUNS = {
-    "grpo": ["+exp=quickstart"],
-    "async": ["+exp=quickstart_async"],
-    "ppo": ["+exp=quickstart_ppo"],
-    "sft": ["+exp=quickstart_sft"],
-    "dpo": ["+exp=quickstart_sft", "algorithm=dpo", *PAIRS],
-    "reward_model": ["+exp=quickstart_sft", "algorithm=reward_model", *PAIRS],
-    "distillation": ["+exp=quickstart_distillation"],
-    "distillation and rewards": [
-        "+exp=quickstart_distillation",
-        "loss_fn.policy_loss_weight=1",
-        "grpo.num_generations_per_prompt=4",
-    ],
-}
+# Keys of the loss are read if they change its values; the loss reads switches that then have no effect.
+LOSS_KEYS = {f"loss_fn.{field.name}" for field in dataclasses.fields(LossConfig)}
 
 
 def list_values(hint: Any, value: Any) -> list[Any]:
@@ -77,17 +62,20 @@ def list_leaves(section: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def change_keys(config: Config) -> Iterator[tuple[str, Config]]:
-    """Every key of the loss and the loop with another valid value, one at a time."""
-    for section in ("loss_fn", config.loop_name):
+    """Every key of the loss, the loop and further models with another valid value, one at a time."""
+    sections = {name.partition(".")[0] for name in config.method.reads} - {"teachers"}
+    for section in sorted({"loss_fn", config.loop_name} | sections):
         for key, hint, value in list_leaves(getattr(config, section), f"{section}."):
+            if key.startswith(("value.optimizer.", "value.parallel.", "teacher.parallel.")):
+                continue  # the ranks of every model read their settings with one code
             for setting in list_values(hint, value):
                 try:
                     TypeAdapter(hint).validate_python(setting)
                 except ValidationError:
                     continue
                 changed: Any = copy.deepcopy(config)
-                *sections, name = key.split(".")
-                setattr(functools.reduce(getattr, sections, changed), name, setting)
+                *parents, name = key.split(".")
+                setattr(functools.reduce(getattr, parents, changed), name, setting)
                 yield key, changed
                 break
             else:
@@ -98,22 +86,33 @@ def find_messages(config: Config) -> set[tuple[str, str]]:
     return {(message.subject, message.text) for message in (*find_problems(config, None), *find_remarks(config))}
 
 
+SET_UP = (
+    *("run/", "data/", "rollouts/", "generation/", "trainer/", "cluster/"),
+    *("algorithms/setup.py", "algorithms/sample_buffer.py"),
+)
+"""Files of the set-up, which every run goes through, and of the processes that it starts."""
+
+
 @functools.cache
-def list_attributes(*, with_advantages: bool) -> frozenset[str]:
-    """Attributes that the package reads where a run goes through, the properties of its configuration included."""
+def list_attributes() -> frozenset[str]:
+    """Attributes that the set-up reads, the properties of the configuration included."""
     names: set[str] = set()
     for file in PACKAGE.rglob("*.py"):
-        path = file.relative_to(PACKAGE).as_posix()
-        is_check = (
-            path.startswith(("preflight/", "planning/", "verification/", "config/")) and path != "config/schema.py"
-        )
-        if not is_check and (with_advantages or path not in ADVANTAGES):
+        if file.relative_to(PACKAGE).as_posix().startswith((*SET_UP, "config/schema.py")):
             tree = ast.parse(file.read_text())
             names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
             calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
             of_getattr = [call.args[1] for call in calls if ast.unparse(call.func) == "getattr"]
             names |= {name.value for name in of_getattr if isinstance(name, ast.Constant)}
     return frozenset(names)
+
+
+def list_read_keys(config: Config, folder: Path) -> set[str]:
+    """Keys that two steps of a training with fakes for processes read."""
+    copied = copy.deepcopy(config)
+    with record_reads(copied) as keys:
+        train_on_fakes(copied, folder)
+    return keys
 
 
 def learn(config: Config) -> list[torch.Tensor]:
@@ -123,7 +122,6 @@ def learn(config: Config) -> list[torch.Tensor]:
     def draw() -> torch.Tensor:
         return -2.5 * torch.rand(4, 6, generator=numbers) - 0.2
 
-    loss: LossConfig = config.loss_fn
     curr = draw().requires_grad_()
     mask = (torch.arange(6) < torch.tensor([6, 5, 3, 2])[:, None]).float()
     fields: dict[str, Any] = {
@@ -139,38 +137,39 @@ def learn(config: Config) -> list[torch.Tensor]:
     counts = GlobalCounts(
         tokens=float(mask.sum()), sequences=4.0, all_sequences=4.0, positive_tokens=float(fields["positive"].sum())
     )
-    is_distilled = config.algorithm == "distillation"
-    if is_distilled:
-        fields["divergence"] = curr.square()
-    total, _ = (DistillationLossFn if is_distilled else ClippedPGLossFn)(loss)(curr, TokenFields(**fields), counts)
+    fields |= {"divergence": curr.square()} if config.named_teachers else {}
+    total, _ = make_loss(config)(curr, TokenFields(**fields), counts)
     return [total.detach(), torch.autograd.grad(total, curr)[0]]
 
 
-def is_read(key: str, config: Config, changed: Config) -> bool:
+def is_read(key: str, config: Config, changed: Config, folder: Path) -> bool:
     section, _, name = key.partition(".")
-    samples = not config.training_loop.is_supervised
     if section == "loss_fn":
         # The divergence is computed by the ranks, from these two; test_loss_metrics.py has their values.
         if key in ("loss_fn.kl_type", "loss_fn.mixed_kl_weight"):
-            return config.algorithm == "distillation"
-        return samples and any(
+            return bool(config.named_teachers)
+        return config.method.reads_loss and any(
             not torch.equal(before, after) for before, after in zip(learn(config), learn(changed), strict=True)
         )
-    if samples and name == config.training_loop.passes_name:  # read under this name, which the section has
+    if name == config.training_loop.passes_name and not config.method.rows:
         return changed.passes_per_step != config.passes_per_step
-    return name.rpartition(".")[2] in list_attributes(with_advantages=samples and config.uses_rewards)
+    own_names = type(config.training_loop).__dataclass_fields__.keys() - LoopConfig.__dataclass_fields__.keys()
+    is_own = name.partition(".")[0] in own_names
+    return key in list_read_keys(changed, folder) or (not is_own and name.rpartition(".")[2] in list_attributes())
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_every_key_is_read_refused_or_remarked_on(run: str) -> None:
+def test_every_key_is_read_refused_or_remarked_on(run: str, tmp_path: Path, fake_ray: FakeRay) -> None:
     config = compose_typed(RUNS[run]).config
     assert config is not None
     config.cluster.gpus_per_node = 0
-    before = find_messages(config)
+    before, read_keys = find_messages(config), list_read_keys(config, tmp_path)
     silent = [
         key
         for key, changed in change_keys(config)
-        if not find_messages(changed) - before and not is_read(key, config, changed)
+        if key not in read_keys - LOSS_KEYS
+        and not find_messages(changed) - before
+        and not is_read(key, config, changed, tmp_path)
     ]
     assert not silent
 

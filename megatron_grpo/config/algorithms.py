@@ -1,0 +1,249 @@
+"""The algorithms: their rows, models and step, and the keys that each of them reads.
+
+`config.method` is the algorithm of a run, and no other file compares its name. An `Algorithm` in a module of the user's
+own is one, too: algorithm=my_recipe:ALGORITHM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from megatron_grpo.config.data_schema import PREFERENCE, SCORED, SUPERVISED
+from megatron_grpo.config.loop_schema import COUNTERPART, OF_SAMPLES, is_shared
+from megatron_grpo.config.loss_schema import LossConfig
+from megatron_grpo.config.paths import import_object, list_import_folders, make_importable
+
+if TYPE_CHECKING:
+    from megatron_grpo.config.schema import Config
+
+_LOSS = frozenset(f"loss_fn.{field.name}" for field in dataclasses.fields(LossConfig))
+_DIVERGENCE = frozenset({"loss_fn.kl_type", "loss_fn.mixed_kl_weight", "loss_fn.policy_loss_weight"})
+_AVERAGE = frozenset({"loss_fn.token_level_loss", "loss_fn.constant_normalizer_tokens"})
+# Keys of rewards, advantages and the policy-gradient loss, with the shared ones under GRPO's name.
+_OF_REWARDS = (_LOSS - _DIVERGENCE - _AVERAGE) | {
+    *("grpo.advantage_clip_low", "grpo.advantage_clip_high", "grpo.reward_scaling.", "grpo.reward_shaping."),
+    *("grpo.normalize_rewards", "grpo.normalize_rewards_over", "grpo.use_leave_one_out_baseline"),
+    *("grpo.adv_estimator.", "grpo.turn_credit", "grpo.turn_discount"),
+}
+
+
+def _has_penalty(config: Config) -> bool:
+    return config.loss_fn.reference_policy_kl_penalty > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """What the code around a step has to know of its algorithm."""
+
+    name: str
+    section: str
+    """Section of the configuration with the keys of its loop."""
+    rows: str | None = None
+    """Kind of the rows that it learns from; None: it learns from samples."""
+    head: Literal["logits", "score"] = "logits"
+    """Output of the trained model: logits of the next token, or a score of the conversation."""
+    models: frozenset[Literal["value", "teachers"]] = frozenset()
+    """Models beside the policy and its reference."""
+    needs_reference: Callable[[Config], bool] = _has_penalty
+    """True if a run loads a reference policy."""
+    uses_rewards: Callable[[Config], bool] = lambda config: True
+    """True if rewards change what a run learns."""
+    reads: frozenset[str]
+    """Keys that some algorithms do not read; a section ends in a point."""
+    metrics: frozenset[str] = frozenset()
+    """Metrics of its steps alone."""
+    train: str
+    """Import path, module:function, of the loop over its steps, which gets the run."""
+    run: str
+    """Import path of the type of its runs, a `TrainingRun`."""
+    loss: str
+    """Import path of its loss; one that reads keys of loss_fn gets the section."""
+
+    @property
+    def has_pairs(self) -> bool:
+        """True if its rows are pairs of a better and a worse response."""
+        return self.rows in (PREFERENCE, SCORED)
+
+    @property
+    def has_value_model(self) -> bool:
+        """True if it trains a value model beside the policy."""
+        return "value" in self.models
+
+    @property
+    def reads_loss(self) -> bool:
+        """True if its loss reads keys of loss_fn."""
+        return any(name.startswith("loss_fn.") for name in self.reads)
+
+    def has_read(self, key: str) -> bool:
+        """True if it reads a key, whatever the other keys say."""
+        section, _, rest = key.partition(".")
+        if section not in OWN_SECTIONS or (is_shared(key) and section != self.section):
+            return True  # every algorithm reads it, or its own name for it
+        if self.rows and is_shared(key) and rest.partition(".")[0] in OF_SAMPLES:
+            return False
+        return is_among(key, self.reads)
+
+
+def is_among(key: str, names: frozenset[str]) -> bool:
+    """True if a key, or a section that it is in, is named."""
+    return any(key.startswith(name) if name.endswith(".") else key == name for name in names)
+
+
+_OWN = "megatron_grpo.algorithms"
+_LOSSES = "megatron_grpo.losses"
+_PAIRS = f"{_LOSSES}.preference:SequenceGradientLossFn"
+ALGORITHMS = {
+    algorithm.name: algorithm
+    for algorithm in (
+        Algorithm(
+            name="grpo",
+            section="grpo",
+            reads=frozenset({"grpo."}) | (_LOSS - _DIVERGENCE),
+            train=f"{_OWN}.grpo:grpo_train",
+            run=f"{_OWN}.context:GRPORun",
+            loss=f"{_LOSSES}.policy_loss:ClippedPGLossFn",
+        ),
+        Algorithm(
+            name="ppo",
+            section="ppo",
+            models=frozenset({"value"}),
+            # The distance to the reference is reported even without a penalty.
+            needs_reference=lambda config: (
+                not config.ppo.skip_reference_policy_logprobs_calculation or _has_penalty(config)
+            ),
+            reads=frozenset({"ppo.", "value.", "value_loss_fn."}) | (_LOSS - _DIVERGENCE),
+            metrics=frozenset(
+                {"value_loss", "value_grad_norm", "value_learning_rate", "value_mean", "return_mean"}
+                | {"explained_variance", "value_clip_fraction"}
+            ),
+            train=f"{_OWN}.ppo:ppo_train",
+            run=f"{_OWN}.context:PPORun",
+            loss=f"{_LOSSES}.policy_loss:ClippedPGLossFn",
+        ),
+        Algorithm(
+            name="sft",
+            section="sft",
+            rows=SUPERVISED,
+            needs_reference=lambda config: False,
+            reads=frozenset({"sft."}),
+            train=f"{_OWN}.sft:sft_train",
+            run=f"{_OWN}.supervised:SupervisedRun",
+            loss=f"{_LOSSES}.likelihood:NLLLossFn",
+        ),
+        Algorithm(
+            name="dpo",
+            section="dpo",
+            rows=PREFERENCE,
+            needs_reference=lambda config: True,
+            reads=frozenset({"dpo."}),
+            metrics=frozenset(
+                {
+                    "preference_loss",
+                    "sft_loss",
+                    "preference_accuracy",
+                    "margin",
+                    "rewards_chosen_mean",
+                    "rewards_rejected_mean",
+                }
+            ),
+            train=f"{_OWN}.dpo:dpo_train",
+            run=f"{_OWN}.dpo:PreferenceRun",
+            loss=_PAIRS,
+        ),
+        Algorithm(
+            name="reward_model",
+            section="reward_model",
+            rows=SCORED,
+            head="score",
+            needs_reference=lambda config: False,
+            reads=frozenset({"reward_model."}),
+            metrics=frozenset(
+                {"accuracy", "margin", "mean_reward", "min_reward", "max_reward"}
+                | {"rewards_chosen_mean", "rewards_rejected_mean"}
+            ),
+            train=f"{_OWN}.reward_training:reward_model_train",
+            run=f"{_OWN}.reward_training:RewardModelRun",
+            loss=_PAIRS,
+        ),
+        Algorithm(
+            name="distillation",
+            section="grpo",
+            models=frozenset({"teachers"}),
+            needs_reference=lambda config: config.uses_rewards and _has_penalty(config),
+            uses_rewards=lambda config: config.loss_fn.policy_loss_weight > 0,
+            reads=frozenset({"grpo.", "distillation.", "teacher.", "teachers."}) | _LOSS,
+            metrics=frozenset({"teacher_divergence"}),
+            train=f"{_OWN}.distillation:distillation_train",
+            run=f"{_OWN}.distillation:DistillationRun",
+            loss=f"{_LOSSES}.distillation_loss:DistillationLossFn",
+        ),
+    )
+}
+# Sections with keys that some algorithms do not read.
+OWN_SECTIONS = {name.partition(".")[0] for algorithm in ALGORITHMS.values() for name in algorithm.reads}
+_IMPORTED: dict[str, Algorithm] = {}
+
+
+def is_algorithm_name(name: str) -> bool:
+    """True for the name of an algorithm of this package, or an import path."""
+    return name in ALGORITHMS or re.fullmatch(r"\w+(\.\w+)*[:.]\w+", name) is not None
+
+
+def find_algorithm(name: str) -> Algorithm:
+    """Find an algorithm by its name, or import it by its path.
+
+    ValueError: it cannot be imported, or is no `Algorithm`; the text continues a message of the setting.
+    """
+    algorithm = ALGORITHMS.get(name) or _IMPORTED.get(name)
+    if algorithm is None:
+        module, _, attribute = re.sub(r"\.(\w+)$", r":\1", name).partition(":")
+        make_importable(list_import_folders())
+        algorithm = import_object(module, attribute)
+        if not isinstance(algorithm, Algorithm):
+            raise ValueError("is not a megatron_grpo.config.algorithms.Algorithm")
+        sections = {row.section for row in ALGORITHMS.values()}
+        if algorithm.section not in sections:
+            raise ValueError(f"has section={algorithm.section}; a loop is one of {', '.join(sorted(sections))}")
+        _IMPORTED[name] = algorithm
+    return algorithm
+
+
+def find_recorded_algorithm(name: str) -> Algorithm:
+    """Find a recorded algorithm without an import; GRPO stands for a user's."""
+    return ALGORITHMS.get(name) or _IMPORTED.get(name) or ALGORITHMS["grpo"]
+
+
+def is_foreign_to(algorithm: Algorithm, key: str) -> bool:
+    """True for a key in a section that only other algorithms read."""
+    # A recipe's values of loss_fn may stay while its algorithm is exchanged.
+    return not key.startswith("loss_fn.") and not algorithm.has_read(key) and not is_shared(key)
+
+
+def find_reader(key: str) -> str:
+    """Find the first algorithm that reads a key."""
+    return next(algorithm.name for algorithm in ALGORITHMS.values() if algorithm.has_read(key))
+
+
+def explain_foreign_key(key: str, algorithm: Algorithm) -> str:
+    """Explain that only other algorithms read a key."""
+    advice = "; the value model is PPO's baseline" if algorithm.has_value_model else ""
+    if COUNTERPART.get(key, "").startswith(f"{algorithm.section}."):
+        advice = f"; give {COUNTERPART[key]}"
+    return f"is for algorithm={find_reader(key)}, and this run has algorithm={algorithm.name}{advice}"
+
+
+def explain_unread(config: Config, key: str) -> str | None:
+    """Explain why a run does not read a key; None: its algorithm reads it."""
+    method = config.method
+    if not method.has_read(key):
+        if not is_shared(key):
+            return explain_foreign_key(key, method)
+        text = f"is about samples that a step learns from, and algorithm={method.name} learns from rows"
+        return f"{text}; leave it out"
+    if not config.uses_rewards and is_among(key, _OF_REWARDS):
+        return "is of rewards and of the policy-gradient loss, and loss_fn.policy_loss_weight=0 leaves both out"
+    return None
