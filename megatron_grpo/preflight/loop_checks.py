@@ -15,7 +15,9 @@ from megatron_grpo.config.loop_schema import (
     READERS,
     VALIDATION_METRICS,
     VALIDATION_PREFIX,
+    DPOConfig,
     PPOAdvantageConfig,
+    PPOConfig,
 )
 from megatron_grpo.config.metric_names import list_possible_metrics, list_step_metrics
 from megatron_grpo.config.schema import MISSING, Config
@@ -196,9 +198,9 @@ def check_ppo(config: Config) -> Iterator[Rule]:
     for section in [section for section, readers in READERS.items() if config.algorithm not in readers]:
         for key, value in list_changes(config, section):
             yield True, f"{key}={value}", explain_foreign_key(key, config.algorithm)
-    if config.algorithm != "ppo":
+    ppo, penalty = config.training_loop, format_value(config.loss_fn.reference_policy_kl_penalty)
+    if not isinstance(ppo, PPOConfig):
         return
-    ppo, penalty = config.ppo, format_value(config.loss_fn.reference_policy_kl_penalty)
     text = f"loads no reference policy, and loss_fn.reference_policy_kl_penalty={penalty} needs one; set it to 0"
     lacks_reference = ppo.skip_reference_policy_logprobs_calculation and config.loss_fn.reference_policy_kl_penalty > 0
     yield lacks_reference, "ppo.skip_reference_policy_logprobs_calculation=", text
@@ -272,8 +274,9 @@ def _check_pairs(config: Config) -> Iterator[Rule]:
     yield config.trains_reward_model and config.policy.lora.rank > 0, "policy.lora.rank=", text
     text = "is for engines that sample, and nothing samples with a reward model; use null"
     yield config.trains_reward_model and config.policy.quantization is not None, "policy.quantization=", text
-    is_ipo = config.dpo.loss_type == "ipo"
-    yield is_ipo and config.dpo.label_smoothing != 0, "dpo.label_smoothing=", "is for dpo.loss_type=sigmoid; use 0"
+    loop, text = config.training_loop, "is for dpo.loss_type=sigmoid; use 0"
+    is_ipo = isinstance(loop, DPOConfig) and loop.loss_type == "ipo" and loop.label_smoothing != 0
+    yield is_ipo, "dpo.label_smoothing=", text
 
 
 def check_debug_modes(config: Config) -> Iterator[Rule]:

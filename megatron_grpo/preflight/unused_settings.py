@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.keys import list_changes
-from megatron_grpo.config.schema import Config
+from megatron_grpo.config.schema import Config, GRPOConfig, PPOConfig
 from megatron_grpo.preflight.rules import Rule, fill_placeholders
 
 
@@ -65,9 +65,10 @@ def _list_of_loop(config: Config) -> Iterator[Rule]:
     text = "needs LOOP.use_dynamic_sampling=true"
     yield not loop.use_dynamic_sampling, "LOOP.dynamic_sampling_max_gen_batches", text
     yield not loop.async_grpo.enabled, "LOOP.async_grpo.", "needs LOOP.async_grpo.enabled=true"
-    text = "needs grpo.adv_estimator.name=grpo"
-    yield config.grpo.adv_estimator.name != "grpo", "grpo.use_leave_one_out_baseline", text
-    yield not config.grpo.normalize_rewards, "grpo.normalize_rewards_over", "needs grpo.normalize_rewards=true"
+    if isinstance(loop, GRPOConfig):
+        text = "needs grpo.adv_estimator.name=grpo"
+        yield loop.adv_estimator.name != "grpo", "grpo.use_leave_one_out_baseline", text
+        yield not loop.normalize_rewards, "grpo.normalize_rewards_over", "needs grpo.normalize_rewards=true"
     yield not loop.reward_scaling.enabled, "LOOP.reward_scaling.", "needs LOOP.reward_scaling.enabled=true"
     yield not shaping.enabled, "LOOP.reward_shaping.", "needs LOOP.reward_shaping.enabled=true"
     keys = "LOOP.reward_shaping.overlong_buffer_penalty LOOP.reward_shaping.max_response_length"
@@ -182,17 +183,18 @@ def _list_of_ratios(config: Config) -> Iterator[Rule]:
 
 
 def _list_of_rewards(config: Config) -> Iterator[Rule]:
-    estimator, shaping = config.ppo.adv_estimator, config.training_loop.reward_shaping
-    text = "is the lambda of policy and value model where they have none of their own, and both have one"
-    policy_has_own = estimator.gae_lambda_policy is not None or estimator.length_adaptive_alpha
-    have_own = estimator.gae_lambda_value is not None and policy_has_own
-    yield have_own, "ppo.adv_estimator.gae_lambda", text
+    loop, shaping, stop = config.training_loop, config.training_loop.reward_shaping, config.training_loop.early_stop
+    if isinstance(loop, PPOConfig):
+        estimator = loop.adv_estimator
+        text = "is the lambda of policy and value model where they have none of their own, and both have one"
+        policy_has_own = estimator.gae_lambda_policy is not None or estimator.length_adaptive_alpha
+        have_own = estimator.gae_lambda_value is not None and policy_has_own
+        yield have_own, "ppo.adv_estimator.gae_lambda", text
     key = "LOOP.reward_shaping.stop_properly_penalty_coef"
     yield shaping.stop_properly_penalty_coef == 1, key, "takes nothing away; give less than 1"
     keys = "LOOP.reward_shaping.overlong_buffer_length LOOP.reward_shaping.overlong_buffer_penalty"
     text = "subtracts nothing; give LOOP.reward_shaping.overlong_buffer_penalty above 0"
     yield shaping.overlong_buffer_penalty == 0, keys, text
-    loop, stop = config.training_loop, config.training_loop.early_stop
     keys = "LOOP.val_period LOOP.val_batch_size LOOP.max_val_samples LOOP.val_temperature"
     yield not config.data.validation_sets, keys, "needs data.val_path or data.val_sets"
     text = "needs a validation to decide after: LOOP.val_period below LOOP.max_num_steps"
