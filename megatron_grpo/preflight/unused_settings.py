@@ -117,7 +117,7 @@ def _list_unread(config: Config) -> Iterator[Rule]:
 
 def _list_without_effect(config: Config) -> Iterator[Rule]:
     """List the keys of options that are on, in runs where they do nothing."""
-    yield from _list_of_ratios(config)
+    yield from _list_of_loss(config)
     yield from _list_of_rewards(config)
     loop, data = config.training_loop, config.data
     keys = "LOOP.async_grpo.enabled LOOP.async_grpo.recompute_kv_cache_after_weight_updates"
@@ -151,7 +151,7 @@ def _list_without_effect(config: Config) -> Iterator[Rule]:
     yield has_filter and not config.uses_reference, "policy.logprob_kernel", text
 
 
-def _list_of_ratios(config: Config) -> Iterator[Rule]:
+def _list_of_loss(config: Config) -> Iterator[Rule]:
     loss, has_one_step = config.loss_fn, config.optimizer_steps_per_step == 1
     clips = "loss_fn.ratio_clip_min loss_fn.ratio_clip_max"
     text = "acts on ratios away from 1, and with one optimizer step on a sample all ratios are 1; give more with"
