@@ -88,8 +88,8 @@ def _fit_line(name: str, figures: Sequence[str], timing: Mapping[str, float], et
     line = ""
     for figure_count in range(len(figures), -1, -1):
         for phase_count in range(len(phases), -1, -1):
-            shown = ", ".join(f"{phase} {timing[phase]:.2f}" for phase in phases[:phase_count])
-            seconds = f"{timing[TOTAL]:.2f} s" + (f" ({shown})" if shown else "")
+            times = ", ".join(f"{phase} {timing[phase]:.2f}" for phase in phases[:phase_count])
+            seconds = f"{timing[TOTAL]:.2f} s" + (f" ({times})" if times else "")
             line = _GAP.join([name, *figures[:figure_count], seconds, *([eta] if eta else [])])
             if len(line) <= columns:
                 return line

@@ -13,7 +13,9 @@ from megatron_grpo.config.loop_schema import (
     HELD_OUT_LOSS,
     VALIDATION_METRICS,
     VALIDATION_PREFIX,
+    DPOConfig,
     PPOAdvantageConfig,
+    PPOConfig,
 )
 from megatron_grpo.config.metric_names import list_possible_metrics, list_step_metrics
 from megatron_grpo.config.schema import MISSING, Config
@@ -203,8 +205,8 @@ def check_read_keys(config: Config) -> Iterator[Rule]:
 
 def check_algorithm(config: Config) -> Iterator[Rule]:
     """Check settings of the algorithm against each other."""
-    if config.method.has_value_model:
-        yield from _check_ppo(config)
+    if isinstance(config.training_loop, PPOConfig):
+        yield from _check_ppo(config, config.training_loop)
     if config.method.rows:
         yield from _check_rows(config)
         if config.method.has_pairs:
@@ -216,8 +218,8 @@ def check_algorithm(config: Config) -> Iterator[Rule]:
     yield config.data.from_rollouts is not None, "data.from_rollouts=", text
 
 
-def _check_ppo(config: Config) -> Iterator[Rule]:
-    ppo, penalty = config.ppo, format_value(config.loss_fn.reference_policy_kl_penalty)
+def _check_ppo(config: Config, ppo: PPOConfig) -> Iterator[Rule]:
+    penalty = format_value(config.loss_fn.reference_policy_kl_penalty)
     text = f"loads no reference policy, and loss_fn.reference_policy_kl_penalty={penalty} needs one; set it to 0"
     lacks_reference = ppo.skip_reference_policy_logprobs_calculation and config.loss_fn.reference_policy_kl_penalty > 0
     yield lacks_reference, "ppo.skip_reference_policy_logprobs_calculation=", text
@@ -275,8 +277,9 @@ def _check_pairs(config: Config) -> Iterator[Rule]:
     yield is_scored and config.policy.lora.rank > 0, "policy.lora.rank=", text
     text = "is for engines that sample, and nothing samples with a reward model; use null"
     yield is_scored and config.policy.quantization is not None, "policy.quantization=", text
-    is_ipo = config.dpo.loss_type == "ipo"
-    yield is_ipo and config.dpo.label_smoothing != 0, "dpo.label_smoothing=", "is for dpo.loss_type=sigmoid; use 0"
+    loop, text = config.training_loop, "is for dpo.loss_type=sigmoid; use 0"
+    is_ipo = isinstance(loop, DPOConfig) and loop.loss_type == "ipo" and loop.label_smoothing != 0
+    yield is_ipo, "dpo.label_smoothing=", text
 
 
 def check_debug_modes(config: Config) -> Iterator[Rule]:

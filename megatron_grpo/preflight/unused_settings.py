@@ -13,7 +13,7 @@ from functools import partial
 from megatron_grpo.config.algorithms import explain_unread
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.keys import list_changes
-from megatron_grpo.config.schema import Config
+from megatron_grpo.config.schema import Config, GRPOConfig, PPOConfig
 from megatron_grpo.preflight.rules import Rule, fill_placeholders
 
 
@@ -68,9 +68,10 @@ def _list_of_loop(config: Config) -> Iterator[Rule]:
     text = "needs LOOP.use_dynamic_sampling=true"
     yield not loop.use_dynamic_sampling, "LOOP.dynamic_sampling_max_gen_batches", text
     yield not loop.async_grpo.enabled, "LOOP.async_grpo.", "needs LOOP.async_grpo.enabled=true"
-    text = "needs grpo.adv_estimator.name=grpo"
-    yield config.grpo.adv_estimator.name != "grpo", "grpo.use_leave_one_out_baseline", text
-    yield not config.grpo.normalize_rewards, "grpo.normalize_rewards_over", "needs grpo.normalize_rewards=true"
+    if isinstance(loop, GRPOConfig):
+        text = "needs grpo.adv_estimator.name=grpo"
+        yield loop.adv_estimator.name != "grpo", "grpo.use_leave_one_out_baseline", text
+        yield not loop.normalize_rewards, "grpo.normalize_rewards_over", "needs grpo.normalize_rewards=true"
     yield not loop.reward_scaling.enabled, "LOOP.reward_scaling.", "needs LOOP.reward_scaling.enabled=true"
     yield not shaping.enabled, "LOOP.reward_shaping.", "needs LOOP.reward_shaping.enabled=true"
     keys = "LOOP.reward_shaping.overlong_buffer_penalty LOOP.reward_shaping.max_response_length"
@@ -99,7 +100,7 @@ def _list_of_files(config: Config) -> Iterator[Rule]:
 
 def _list_without_effect(config: Config) -> Iterator[Rule]:
     """List the keys of options that are on, in runs where they do nothing."""
-    yield from _list_of_ratios(config)
+    yield from _list_of_loss(config)
     yield from _list_of_rewards(config)
     text = "needs engines, and this run samples nothing"
     samples_nothing = config.method.rows is not None and not config.needs_generation
@@ -136,7 +137,7 @@ def _list_without_effect(config: Config) -> Iterator[Rule]:
     yield has_filter and not config.uses_reference, "policy.logprob_kernel", text
 
 
-def _list_of_ratios(config: Config) -> Iterator[Rule]:
+def _list_of_loss(config: Config) -> Iterator[Rule]:
     loss, has_one_step = config.loss_fn, config.optimizer_steps_per_step == 1
     clips = "loss_fn.ratio_clip_min loss_fn.ratio_clip_max"
     text = "acts on ratios away from 1, and with one optimizer step on a sample all ratios are 1; give more with"
@@ -168,17 +169,18 @@ def _list_of_ratios(config: Config) -> Iterator[Rule]:
 
 
 def _list_of_rewards(config: Config) -> Iterator[Rule]:
-    estimator, shaping = config.ppo.adv_estimator, config.training_loop.reward_shaping
-    text = "is the lambda of policy and value model where they have none of their own, and both have one"
-    policy_has_own = estimator.gae_lambda_policy is not None or estimator.length_adaptive_alpha
-    have_own = estimator.gae_lambda_value is not None and policy_has_own
-    yield have_own, "ppo.adv_estimator.gae_lambda", text
+    loop, shaping, stop = config.training_loop, config.training_loop.reward_shaping, config.training_loop.early_stop
+    if isinstance(loop, PPOConfig):
+        estimator = loop.adv_estimator
+        text = "is the lambda of policy and value model where they have none of their own, and both have one"
+        policy_has_own = estimator.gae_lambda_policy is not None or estimator.length_adaptive_alpha
+        have_own = estimator.gae_lambda_value is not None and policy_has_own
+        yield have_own, "ppo.adv_estimator.gae_lambda", text
     key = "LOOP.reward_shaping.stop_properly_penalty_coef"
     yield shaping.stop_properly_penalty_coef == 1, key, "takes nothing away; give less than 1"
     keys = "LOOP.reward_shaping.overlong_buffer_length LOOP.reward_shaping.overlong_buffer_penalty"
     text = "subtracts nothing; give LOOP.reward_shaping.overlong_buffer_penalty above 0"
     yield shaping.overlong_buffer_penalty == 0, keys, text
-    loop, stop = config.training_loop, config.training_loop.early_stop
     keys = "LOOP.val_period LOOP.val_batch_size LOOP.max_val_samples LOOP.val_temperature"
     yield not config.data.validation_sets, keys, "needs data.val_path or data.val_sets"
     text = "needs a validation to decide after: LOOP.val_period below LOOP.max_num_steps"

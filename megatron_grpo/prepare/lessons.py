@@ -77,12 +77,12 @@ def _make_sums() -> Iterator[Lesson]:
 
 
 def _make_pairs(seed: int) -> Iterator[Lesson]:
-    """Make the sums, each with a wrong answer: one digit of the right one is another."""
+    """Make the sums, each with a wrong answer that differs in one digit."""
     randomness = random.Random(seed)
     for lesson in _make_sums():
         digits = list(lesson.row["answer"])
-        place = randomness.randrange(ANSWER_DIGITS)
-        digits[place] = randomness.choice([digit for digit in "0123456789" if digit != digits[place]])
+        position = randomness.randrange(ANSWER_DIGITS)
+        digits[position] = randomness.choice([digit for digit in "0123456789" if digit != digits[position]])
         yield Lesson({**lesson.row, "wrong": "".join(digits)}, lesson.turns)
 
 

@@ -253,9 +253,8 @@ class Examination:
             share = len(base) / max(tokens, 1)
             agreed = self._recorded.error is not None and is_beyond(excess * share, self._recorded.excess, limit.mean)
         apart = find_rollouts_apart(engine, base, limit)
-        if not agreed or excess < SMALL_EXCESS or len(apart) <= len(engine.rollouts) / 2:
-            return None
-        if find_damage(engine, base, limit) is not None or find_edits(engine, base, limit) is not None:
+        is_wrong = agreed and excess >= SMALL_EXCESS and len(apart) > len(engine.rollouts) / 2
+        if not is_wrong or find_damage(engine, base, limit) is not None or find_edits(engine, base, limit) is not None:
             return None
         return self._causes.describe_wrong_checkpoint(engine, distance, limit, self._recorded.error)
 

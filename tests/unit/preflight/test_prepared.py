@@ -10,7 +10,7 @@ from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.preflight.machine_checks import examine_machine
 from megatron_grpo.prepare.lessons import RECIPES, TRAIN_FILE, VAL_FILE, make_prompt_rows
 
-SUMS = dict.fromkeys(("addition", "addition_moe", "addition_hybrid", "distillation"), (4588, 512))
+SUMS = dict.fromkeys(("addition", "addition_moe", "addition_hybrid", "distillation", "preference"), (4588, 512))
 ROWS = {**SUMS, "addition_text": (6705, 496), "calculator": (3495, 256), "two_tasks": (2550, 512)}
 
 
@@ -47,6 +47,6 @@ def test_settings_that_do_not_fit_it(overrides: list[str], subject: str, text: s
 
 def test_the_recipes_fit_it() -> None:
     names = ("_reasoning_gym",) if find_spec("reasoning_gym") else ()
-    for name in (*names, "", "_moe", "_hybrid", "_ppo", "_tools", "_two_tasks"):
+    for name in (*names, "", "_moe", "_hybrid", "_ppo", "_dpo", "_reward_model", "_tools", "_two_tasks"):
         recipe = f"quickstart{name}"
         assert examine_machine(compose_config([f"+exp={recipe}"]))[0] == []
