@@ -29,6 +29,7 @@ from megatron_grpo.algorithms.supervised import SupervisedRun
 from megatron_grpo.batch.generation_requests import make_sampling_settings
 from megatron_grpo.batch.special_tokens import StopConditions
 from megatron_grpo.batch.trajectory import Trajectory
+from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import PromptData
 from megatron_grpo.data.loader import BatchLoader
@@ -43,7 +44,7 @@ from megatron_grpo.observability.run_files import write_json
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.conversation_checks import load_examined_prompts
-from megatron_grpo.preflight.environment_checks import check_scoring
+from megatron_grpo.preflight.environment_checks import check_user_code
 from megatron_grpo.prepare.models import prepare
 from megatron_grpo.rollouts.engine_replacer import RestoreEngines, refuse_to_restore
 from megatron_grpo.rollouts.pool import RolloutPool
@@ -70,8 +71,7 @@ def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
     """
     with ExitStack() as stack:
         if startup is None:
-            if config.needs_generation:
-                check_scoring(config)
+            check_user_code(config)
             startup = stack.enter_context(open_run(config))
         run = _start_run(config, startup, stack)
         startup.write_summary = run.logger.write_summary
@@ -143,7 +143,8 @@ def _make_training_run(
             val_rows=data.val_rows,
             published_step=sampling.state["total_steps"],
         )
-    loss_fn = (DistillationLossFn if models.teachers else ClippedPGLossFn)(config.loss_fn)
+    loss_type = DistillationLossFn if models.teachers else ClippedPGLossFn
+    loss_fn = loss_type(config.loss_fn, list_import_folders(config.run_dir))
     run = GRPORun(**vars(sampling), policy=models.policy, transport=transport, loss_fn=loss_fn)
     if models.teachers:
         return DistillationRun(**vars(run), teachers=models.teachers)

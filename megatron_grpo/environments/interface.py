@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_grpo.config.data_schema import SandboxConfig
+from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, ScoreOrError, Turn
@@ -107,7 +106,7 @@ def score_zero_or_one(verdicts: Iterable[bool]) -> list[EnvironmentReturn]:
 
 
 def make_environment_settings(config: Config, task: str, tokenizer: Any) -> EnvironmentSettings:
-    prompts, folders = make_task_spec(config.data, task), list_import_folders()
+    prompts, folders = make_task_spec(config.data, task), list_import_folders(config.run_dir)
     return EnvironmentSettings(sandbox=config.sandbox, tokenizer=tokenizer, prompts=prompts, import_folders=folders)
 
 
@@ -120,16 +119,3 @@ class EnvironmentStatus:
     multi_turn: bool
     has_agent: bool
     reads_token_ids: bool
-
-
-def list_import_folders() -> tuple[str, ...]:
-    """List the user's folders: working folder and PYTHONPATH."""
-    folders = (os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    return tuple(dict.fromkeys(os.path.abspath(folder) for folder in folders if folder))
-
-
-def make_importable(folders: Sequence[str]) -> None:
-    """Append folders to this process's import path."""
-    # The launchers, and Ray on other machines, start Python without the working folder on its path (-P). At the end of
-    # the path a user's file hides no installed module.
-    sys.path += [folder for folder in folders if folder not in sys.path]

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import ResponseError, RunError, to_text
+from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, is_reward
-from megatron_grpo.environments.interface import Environment, EnvironmentSettings, list_import_folders
+from megatron_grpo.environments.interface import Environment, EnvironmentSettings
 from megatron_grpo.environments.process_guard import wrap_command
 
 ROW = "verifiers_row"  # column with the environment's own row

@@ -14,9 +14,10 @@ from megatron_grpo.preflight import engine_checks as engines
 from megatron_grpo.preflight import layout_checks as layouts
 from megatron_grpo.preflight import loop_checks as loop
 from megatron_grpo.preflight import model_checks as models
+from megatron_grpo.preflight import objective_checks as objective
 from megatron_grpo.preflight import reward_checks as rewards
 from megatron_grpo.preflight import sampling_checks as sampling
-from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
+from megatron_grpo.preflight.rules import Rule, evaluate_rules
 
 
 def find_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
@@ -53,7 +54,7 @@ def find_config_problems(config: Config) -> Iterator[Rule]:
     yield from loop.check_loop(config)
     yield from loop.check_oversampling(config)
     yield from rewards.check_rewards(config)
-    yield from list_conflicts(config, "loss")
+    yield from objective.check_loss(config)
     yield from loop.check_ppo(config)
     yield from loop.check_supervised(config)
     yield from loop.check_debug_modes(config)

@@ -14,6 +14,7 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.keys import fill_placeholders, is_met, list_changes, load_tables
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.objective_checks import list_idle_keys
 from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
 from megatron_grpo.preflight.sampling_checks import check_filter_cautions
 
@@ -99,6 +100,7 @@ def find_unused_settings(config: Config) -> Iterator[Problem]:
     for condition, reasons in _UNUSED.items():
         if is_met(config, condition):
             rows += reasons.items()
+    rows += list_idle_keys(config)
     unused = [(tuple(fill_placeholders(config, keys).split()), fill_placeholders(config, text)) for keys, text in rows]
     value_sections = ("value", "value_loss_fn") if config.training_loop.has_value_model else ()
     learning = ("loss_fn", config.loop_name, "reference", "policy", *value_sections)

@@ -64,7 +64,7 @@ def list_values(hint: Any, value: Any) -> list[Any]:
         return [not value]
     number = 0 if value is None or isinstance(value, str) else value
     numbers = [number + 1, 2, 3] if hint is int else [number + 0.25, number / 2, 0.5, 1.5, -0.5]
-    texts = ["val_reward"] if hint is str else []
+    texts = ["val_reward", "cispo", "reinforce_plus_plus"] if hint is str else []
     return [setting for setting in (numbers if hint in (int, float) else texts) if setting != value]
 
 
