@@ -1,7 +1,7 @@
 """Trials of formulas on small random steps: numbers, gradients, and whether layouts change them.
 
-A function that passes gives every token the same loss wherever it lies; `python -m megatron_grpo.verify loss=NAME` shows
-the same on ranks of a model.
+A function that passes gives every token the same loss wherever it lies. `python -m megatron_grpo.verify loss=NAME`
+shows the same on ranks of a model.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_grpo.config.errors import to_text
 from megatron_grpo.config.formulas import OBJECTIVES
 from megatron_grpo.config.loss_schema import LossConfig
 from megatron_grpo.config.schema import Config
@@ -44,17 +45,26 @@ def _check_objective(config: Config) -> Iterator[Rule]:
     yield loss.is_on_policy and steps > 1, subject, f"{text}. Set PASSES=1 and one minibatch"
     text = "needs loss_fn.token_level_loss=false: an average over tokens would weigh a response by its length"
     yield loss.averages_responses and loss.token_level_loss, f"loss_fn.{key}=", text
-    yield (
-        loss.objective_options and entry is not None,
-        "loss_fn.objective_options=",
-        (
-            f"are parameters of a function of your own; those of loss_fn.objective={loss.chosen_objective} are keys: "
-            f"{', '.join(f'loss_fn.{name}' for name in sorted(reads)) or 'none'}"
-        ),
-    )
+    if entry is not None:
+        names = ", ".join(f"loss_fn.{name}" for name in sorted(reads))
+        text = f"is for a function of your own; loss_fn.objective={loss.chosen_objective} reads {names or 'no key'}"
+        for name, value in loss.objective_options.items():
+            yield True, f"loss_fn.objective_options.{name}={to_text(value)}", text
     estimator = config.grpo.adv_estimator
-    text = f"are parameters of a function of your own, and grpo.adv_estimator.name={estimator.name} is none"
-    yield estimator.options and estimator.entry is not None, "grpo.adv_estimator.options=", text
+    if estimator.entry is not None:
+        text = f"is for a function of your own, and grpo.adv_estimator.name={estimator.name} is none"
+        for name, value in estimator.options.items():
+            yield True, f"grpo.adv_estimator.options.{name}={to_text(value)}", text
+
+
+def check_objective_cautions(config: Config) -> Iterator[Rule]:
+    """Find objectives that are allowed and may not be intended."""
+    steps, loss = config.optimizer_steps_per_step, config.loss_fn
+    text = (
+        f"does not correct for the policy's updates, and this configuration makes {steps} optimizer steps on the same "
+        "samples; REINFORCE takes one: set PASSES=1 and one minibatch"
+    )
+    yield loss.chosen_objective == "reinforce" and steps > 1, f"loss_fn.{_find_objective_key(loss)}=", text
 
 
 def _find_objective_key(loss: LossConfig) -> str:

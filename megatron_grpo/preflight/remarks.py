@@ -14,7 +14,7 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.keys import fill_placeholders, is_met, list_changes, load_tables
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config
-from megatron_grpo.preflight.objective_checks import list_idle_keys
+from megatron_grpo.preflight.objective_checks import check_objective_cautions, list_idle_keys
 from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_conflicts
 from megatron_grpo.preflight.sampling_checks import check_filter_cautions
 
@@ -36,6 +36,7 @@ def find_remarks(config: Config) -> Iterator[Problem]:
 def find_cautions(config: Config) -> Iterator[Rule]:
     """Find settings that are allowed and may not be intended."""
     yield from list_conflicts(config, "cautions")
+    yield from check_objective_cautions(config)
     yield from _check_checkpoints(config)
     yield from _check_warmups(config)
     yield from _check_threshold(config)
