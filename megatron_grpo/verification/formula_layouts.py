@@ -40,7 +40,11 @@ class FormulaProblem:
 def make_formula_problem(name: str, options: Mapping[str, Any]) -> FormulaProblem:
     """Make the loss of a built-in formula, or of the user's function.
 
-    It is tried on a small step first. ValueError: there is no such formula, it has other options, or a trial fails.
+    It is tried on a small step first.
+
+    Raises:
+        ValueError: there is no such formula, or it has other options.
+        RunError: a trial fails, and the text says which.
     """
     folders, shared = list_import_folders(), {"reference_policy_kl_penalty": 0.0}
     try:
@@ -67,7 +71,7 @@ def make_formula_problem(name: str, options: Mapping[str, Any]) -> FormulaProble
     except RunError as error:
         raise ValueError(f"loss={name}: {error}") from None
     if problem is not None:
-        raise ValueError(f"loss={name} {problem}")
+        raise RunError(f"loss={name} {problem}")
     return FormulaProblem(loss=loss, estimator=estimator)
 
 
@@ -86,7 +90,6 @@ def draw_fields(problem: FormulaProblem, batch: TokenBatch, logprobs: Tensor, se
     fields = replace(batch.fields, prev_logprobs=shift(), generation_logprobs=shift())
     if problem.estimator is not None:
         fields.advantages = _estimate_advantages(problem.estimator, batch, draw)
-    fields.sampled = require_field(fields.loss_mask) > 0
     return TokenBatch(batch.lengths, fields)
 
 
