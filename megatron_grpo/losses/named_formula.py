@@ -26,9 +26,14 @@ class NamedFormula:
     arguments: Mapping[str, Any]  # values of keys and options
 
     def __call__(self, **inputs: Any) -> Any:
-        """Call the function with those of the inputs that it takes."""
+        """Call the function with the inputs that it takes; RunError if a user's raises."""
         function = load_formula(self.path, self.folders)
-        return function(**{name: inputs[name] for name in self.inputs}, **self.arguments)
+        try:
+            return function(**{name: inputs[name] for name in self.inputs}, **self.arguments)
+        except Exception as error:
+            if not self.folders:
+                raise
+            raise RunError(f"{self.setting} raised {type(error).__name__}: {error}") from error
 
 
 @functools.cache

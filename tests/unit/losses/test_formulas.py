@@ -213,7 +213,7 @@ def test_options_are_converted_by_their_annotations() -> None:
         ({"hihg": 1}, "hihg=1 is not an option of dppo; did you mean high?"),
         ({"low": "deep"}, "low=deep does not fit dppo: Input should be a valid number"),
     ):
-        with pytest.raises(RunError, match="option of dppo|does not fit") as error:
+        with pytest.raises(RunError, match=r"option of dppo|does not fit") as error:
             make_objective(LossConfig(objective=f"{HERE}.dppo", objective_options=options), OWN)
         assert reason in str(error.value)
 
