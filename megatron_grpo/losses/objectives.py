@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.losses.loss import Segments, bounded_exp, response_mean, response_size, response_sum
+from megatron_grpo.losses.loss import Segments, bounded_exp, is_extreme, response_mean, response_size, response_sum
 from megatron_grpo.losses.named_formula import NamedFormula
 
 INPUTS = {
@@ -74,6 +74,10 @@ def token_loss(objective: NamedFormula, **inputs: Any) -> tuple[Tensor, Statisti
             kind = f"shape {list(values.shape)}" if isinstance(values, Tensor) else f"type {type(values).__name__}"
             text = f"{objective.setting} returned {name} of {kind}, and its tokens have shape {shape}"
             raise RunError(f"{text}: return a value for each token, of which the run takes the average")
+        if is_extreme(name):
+            raise RunError(
+                f"{objective.setting} returned {name}; names in _max and _min are extremes, and this is a mean"
+            )
     if not loss.requires_grad:
         raise RunError(f"{objective.setting} returned a loss without gradient: no operation leads back to logprobs")
     return loss, statistics

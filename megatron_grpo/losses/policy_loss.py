@@ -123,7 +123,8 @@ class ClippedPGLossFn:
             loss = loss * weights  # before the KL penalty joins: the weights belong to the surrogate alone
             metrics["is_oob_ratio"] = token_mean(out_of_bounds, mask, counts)
         if tokens.reference_logprobs is not None:
-            kl = self._kl(curr, log_ratio, tokens, allowed_mask, segments)
+            # The ratio anew: with a shared one the gradients of both terms would add up in another order.
+            kl = self._kl(curr, curr - old, tokens, allowed_mask, segments)
             metrics["kl_penalty"] = token_mean(kl, mask, counts)
             if config.kl_in_loss:
                 loss = loss + config.kl_in_loss * kl
