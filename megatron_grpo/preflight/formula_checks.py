@@ -17,11 +17,10 @@ def find_formula_problems(config: Config) -> Iterator[Problem]:
     loop = config.training_loop
     if loop.is_supervised or not config.uses_rewards:
         return
-    has_estimator = isinstance(loop, GRPOConfig) and loop.adv_estimator.entry is None
     if config.loss_fn.objective_entry is None:
         yield from _find_objective_problems(config)
-    if has_estimator:
-        yield from _find_estimator_problems(config)
+    if isinstance(loop, GRPOConfig) and loop.adv_estimator.entry is None:
+        yield from _find_estimator_problems(config, loop)
 
 
 def _find_objective_problems(config: Config) -> Iterator[Problem]:
@@ -41,17 +40,17 @@ def _find_objective_problems(config: Config) -> Iterator[Problem]:
     yield from _find_unread_keys(config, "loss_fn", keys, objective)
 
 
-def _find_estimator_problems(config: Config) -> Iterator[Problem]:
+def _find_estimator_problems(config: Config, loop: GRPOConfig) -> Iterator[Problem]:
     from megatron_grpo.losses.advantages import make_estimator
     from megatron_grpo.losses.formula_trials import find_advantages_problem
 
-    subject = f"grpo.adv_estimator.name={config.grpo.adv_estimator.name}"
+    subject = f"grpo.adv_estimator.name={loop.adv_estimator.name}"
     try:
-        estimator = make_estimator(config.grpo, list_import_folders(config.run_dir))
+        estimator = make_estimator(loop, list_import_folders(config.run_dir))
     except RunError as error:
         yield Problem(subject, str(error))
         return
-    if reason := find_advantages_problem(estimator, config.grpo.num_generations_per_prompt):
+    if reason := find_advantages_problem(estimator, loop.num_generations_per_prompt):
         yield Problem(subject, reason)
     keys = frozenset().union(*(entry.reads for entry in ADVANTAGES.values()))
     yield from _find_unread_keys(config, "grpo", keys, estimator)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_grpo.config.errors import to_text
 from megatron_grpo.config.formulas import OBJECTIVES
 from megatron_grpo.config.loss_schema import LossConfig
-from megatron_grpo.config.schema import Config
+from megatron_grpo.config.schema import Config, GRPOConfig
 from megatron_grpo.preflight.rules import Rule, list_conflicts
 
 # Keys that some objectives read, the switches apart.
@@ -50,10 +50,10 @@ def _check_objective(config: Config) -> Iterator[Rule]:
         text = f"is for a function of your own; loss_fn.objective={loss.chosen_objective} reads {names or 'no key'}"
         for name, value in loss.objective_options.items():
             yield True, f"loss_fn.objective_options.{name}={to_text(value)}", text
-    estimator = config.grpo.adv_estimator
-    if estimator.entry is not None:
-        text = f"is for a function of your own, and grpo.adv_estimator.name={estimator.name} is none"
-        for name, value in estimator.options.items():
+    loop = config.training_loop
+    if isinstance(loop, GRPOConfig) and loop.adv_estimator.entry is not None:
+        text = f"is for a function of your own, and grpo.adv_estimator.name={loop.adv_estimator.name} is none"
+        for name, value in loop.adv_estimator.options.items():
             yield True, f"grpo.adv_estimator.options.{name}={to_text(value)}", text
 
 
