@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.loop_schema import LoopConfig
 from megatron_grpo.config.loss_schema import RewardScalingConfig, RewardShapingConfig
+from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.config.schema import GRPOConfig
 from megatron_grpo.losses.named_formula import NamedFormula, make_formula
 
@@ -42,7 +43,7 @@ def make_estimator(config: GRPOConfig, folders: tuple[str, ...] = ()) -> NamedFo
         inputs=INPUTS if settings.entry is not None else USER_INPUTS,
         keys={key: value for key, value in keys.items() if key not in ("name", "options")},
         options=settings.options,
-        folders=folders if settings.entry is None else (),
+        folders=(folders or list_import_folders()) if settings.entry is None else (),
     )
 
 

@@ -39,6 +39,7 @@ def sampling_correction(
         inputs=INPUTS,
         keys=vars(config),
         options={},
+        folders=(),
     )
     limited: tuple[Tensor, Tensor] = limit(weights=weights, log_weights=log_weights, responses=responses)
     return limited

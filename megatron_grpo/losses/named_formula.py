@@ -50,7 +50,7 @@ def make_formula(
     inputs: Collection[str],
     keys: Mapping[str, Any],
     options: Mapping[str, Any],
-    folders: tuple[str, ...] = (),
+    folders: tuple[str, ...],
 ) -> NamedFormula:
     """Make a formula from the names of its function's parameters.
 

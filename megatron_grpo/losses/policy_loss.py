@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_grpo.batch.token_batch import TokenFields, require_field
 from megatron_grpo.config.loss_schema import LossConfig
+from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.losses import objectives
 from megatron_grpo.losses.corrections import sampling_correction
 from megatron_grpo.losses.divergence import divergences, effective_sample_size, kl_estimate
@@ -34,7 +35,7 @@ def make_objective(config: LossConfig, folders: tuple[str, ...] = ()) -> NamedFo
         inputs=INPUTS,
         keys={key: value for key, value in vars(config).items() if key not in ("objective", "objective_options")},
         options=config.objective_options,
-        folders=folders if config.objective_entry is None else (),
+        folders=(folders or list_import_folders()) if config.objective_entry is None else (),
     )
 
 

@@ -15,7 +15,7 @@ from megatron_grpo.losses.named_formula import NamedFormula
 def find_formula_problems(config: Config) -> Iterator[Problem]:
     """Find problems of the user's functions; without any, nothing is imported."""
     loop = config.training_loop
-    if loop.is_supervised or not config.uses_rewards:
+    if loop.is_supervised or not config.uses_rewards or not config.debug.train:
         return
     if config.loss_fn.objective_entry is None:
         yield from _find_objective_problems(config)

@@ -93,7 +93,7 @@ def of_padding(log_ratio: Tensor, advantages: Tensor) -> Tensor:
 
 
 def of_microbatch(log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    return -log_ratio.exp() * advantages * (1 + advantages[mask].std())
+    return -log_ratio.exp() * advantages * (1 + advantages[mask].abs().mean())
 
 
 def of_other_responses(log_ratio: Tensor, advantages: Tensor) -> Tensor:

@@ -50,8 +50,8 @@ def find_problems(*overrides: str) -> list[str]:
 def test_functions_that_pass_their_trials(module: str) -> None:
     objective, advantages = f"loss_fn.objective={module}.signed", f"grpo.adv_estimator.name={module}.centred"
     assert find_problems(objective, advantages) == []
-    assert find_problems(objective, "loss_fn.objective_options.power=2", "grpo.num_generations_per_prompt=1") == []
-    assert find_problems(advantages, "grpo.adv_estimator.options.factor=2") == []
+    assert find_problems(objective, "loss_fn.objective_options.power=2") == []
+    assert find_problems(advantages, "grpo.adv_estimator.options.factor=2", "grpo.num_generations_per_prompt=1") == []
 
 
 def test_mistakes_are_named_with_their_key(module: str) -> None:
