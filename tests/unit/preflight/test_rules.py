@@ -20,8 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 
 import megatron_grpo
 from megatron_grpo.batch.token_batch import TokenFields
+from megatron_grpo.config import formulas
 from megatron_grpo.config.compose import compose_typed
-from megatron_grpo.config.formulas import ADVANTAGES
 from megatron_grpo.config.keys import fill_placeholders, is_met, load_tables
 from megatron_grpo.config.schema import Config, LossConfig
 from megatron_grpo.losses.distillation_loss import DistillationLossFn
@@ -106,7 +106,7 @@ def find_messages(config: Config) -> set[tuple[str, str]]:
 @functools.cache
 def list_attributes(*, with_advantages: bool) -> frozenset[str]:
     """Attributes that the package reads where a run goes through, the properties of its configuration included."""
-    names = {key for entry in ADVANTAGES.values() for key in entry.reads} if with_advantages else set()
+    names = {key for entry in formulas.ADVANTAGES.values() for key in entry.reads} if with_advantages else set()
     for file in PACKAGE.rglob("*.py"):
         path = file.relative_to(PACKAGE).as_posix()
         is_check = (
