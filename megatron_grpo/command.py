@@ -72,11 +72,10 @@ def _check_start(config: Config) -> Path | None:
     ConfigError: an environment cannot be created, the checkpoint is damaged or has other LoRA adapters, or too few
     prompts are short enough.
     """
-    if config.needs_generation:
-        # Imported here, because NumPy takes long to import; torch, below, too.
-        from megatron_grpo.preflight.environment_checks import check_scoring
+    # Imported here, because NumPy takes long to import; torch, below, too.
+    from megatron_grpo.preflight.environment_checks import check_user_code
 
-        check_scoring(config)
+    check_user_code(config)
     for remark in compare_data(Path(config.run_dir), config):  # a start prints them among the changes
         print(remark, flush=True)
     checkpointer = Checkpointer(Path(config.run_dir), config.checkpointing, look_only=True)

@@ -1,4 +1,4 @@
-"""Writes a folder to start from: python -m megatron_grpo.new NAME"""
+"""Writes a folder to start from: python -m megatron_grpo.new NAME [kind=KIND]"""
 
 from __future__ import annotations
 
@@ -21,13 +21,21 @@ from megatron_grpo.config.overrides import list_config_groups
 from megatron_grpo.config.paths import check_writable
 from megatron_grpo.prepare.lessons import TRAIN_FILE, VAL_FILE, split_lessons
 
-USAGE = """\
-python -m megatron_grpo.new NAME
+# What the folder of each kind holds; its files are templates in prepare/starter/KIND.
+KINDS = {
+    "environment": "two recipes, reward functions, an environment of two turns, and rows",
+    "loss": "an objective, which gives each token its loss, and a recipe",
+    "advantages": "a function from rewards to advantages, and a recipe",
+}
+USAGE = f"""\
+python -m megatron_grpo.new NAME [kind=KIND]
 
-Writes the folder NAME: two recipes, reward functions, an environment of two turns, a test of them, and rows. It trains
-the quickstart's tiny model as it is; change one file after another (docs/tutorial.md).
+Writes the folder NAME, with code to start from and a test of it. It trains the quickstart's tiny model as it is; change
+one file after another (docs/tutorial.md, docs/extending.md).
 
   NAME  a new folder in this one, and the name of the recipe: small letters, digits and _
+  kind  {f"{chr(10)}        ".join(f"{kind}: {content}" for kind, content in KINDS.items())}
+        (environment)
 """
 _SUFFIX, _PLACEHOLDER = ".template", "NAME"
 _ROWS = {TRAIN_FILE: 1024, VAL_FILE: 256}  # rows by file
@@ -36,7 +44,10 @@ _ROWS = {TRAIN_FILE: 1024, VAL_FILE: 256}  # rows by file
 @as_command("new", USAGE)
 def main(arguments: Sequence[str]) -> int:
     """Write the folder; return the exit code."""
-    words = parse_arguments(arguments, {}, most_words=len(arguments)).words
+    parsed = parse_arguments(arguments, {"kind": str}, most_words=len(arguments))
+    words, kind = parsed.words, parsed.options.get("kind", "environment")
+    if kind not in KINDS:
+        raise ConfigError([Problem(f"kind={kind}", f"must be one of {', '.join(KINDS)}")])
     if len(words) != 1:
         text = "give one name, such as my_task, for which there is no folder yet"
         raise ConfigError([Problem(" ".join(words) or "NAME", text)])
@@ -46,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError([Problem(f"NAME={name}", reason)])
     if problems := list(check_writable("NAME", name)):
         raise ConfigError(problems)
-    _write_starter(Path(name), name)
+    _write_starter(Path(name), name, kind)
     print(f"wrote {name}/; {name}/README.md tells what is where. Next:")
     print(f"  python -m pytest {name}")
     print(f"  python -m megatron_grpo.train --config-dir={name} +exp={name}")
@@ -67,16 +78,21 @@ def _explain_bad_name(name: str) -> str | None:
     return None
 
 
-def _write_starter(target: Path, name: str) -> None:
+def _write_starter(target: Path, name: str, kind: str) -> None:
     # Written under another name and renamed, so that the folder is there whole or not at all.
     with tempfile.TemporaryDirectory(dir=".", prefix=f".{name}.") as temporary:
         folder = Path(temporary, name)
-        _render_folder(resources.files("megatron_grpo.prepare").joinpath("starter"), folder, name)
-        _, train, val = split_lessons("addition")
-        for file, lessons in ((TRAIN_FILE, train), (VAL_FILE, val)):
-            rows = [{key: lesson.row[key] for key in ("prompt", "answer")} for lesson in lessons[: _ROWS[file]]]
-            (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        _render_folder(resources.files("megatron_grpo.prepare").joinpath("starter", kind), folder, name)
+        if kind == "environment":
+            _write_rows(folder)
         shutil.move(folder, target)
+
+
+def _write_rows(folder: Path) -> None:
+    _, train, val = split_lessons("addition")
+    for file, lessons in ((TRAIN_FILE, train), (VAL_FILE, val)):
+        rows = [{key: lesson.row[key] for key in ("prompt", "answer")} for lesson in lessons[: _ROWS[file]]]
+        (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def _render_folder(templates: Traversable, folder: Path, name: str) -> None:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
@@ -40,6 +40,7 @@ SIZES = {
     "dp": "data",
 }
 DEFAULT_LAYOUTS = "tp2,tp2sp,pp2,cp2,dp2,tp2pp2,tp2cp2,pp2cp2,cp2dp2,pp2vp2"
+FORMULA_LAYOUTS = "tp2,cp2,pp2,dp2"  # default layouts with loss=NAME
 EXPERT_LAYOUTS = "ep2,tp2ep2,pp2ep2,ep2etp2"  # further default layouts for models with experts
 
 USAGE = f"""\
@@ -47,6 +48,11 @@ python -m megatron_grpo.verify [key=value ...] [--json]
 
 Runs the same tokens through each layout in float32 on this machine, and compares with transformers in float64. A layout
 may be a small multiple as far away as transformers in float32. Exit code 1 when something is further.
+
+With loss=NAME the tokens have the loss of an objective, a correction or advantages: one of loss_fn.objective, of
+loss_fn.truncated_importance_sampling_type or of grpo.adv_estimator.name, or a function of your own (docs/extending.md).
+Its loss and gradient are compared with those of one process on rectangles, packed and padded, in one microbatch and in
+many, and in [{FORMULA_LAYOUTS}].
 
   model      a folder in Hugging Face format, a hub name, or tiny: and one of
 {textwrap.fill(", ".join(FAMILIES), 106, initial_indent=" " * 13, subsequent_indent=" " * 13)}
@@ -62,6 +68,8 @@ may be a small multiple as far away as transformers in float32. Exit code 1 when
   steps      optimizer steps after which losses are compared (3)
   seed       of tokens, and of the weights of a model that is made (0)
   timeout_s  deadline of one layout (600)
+  loss       formula to verify: a name, or module.function of your own
+  options    parameters of a function of your own, such as [high=0.3,low=0.1]
   --json     results as JSON
 """
 
@@ -83,6 +91,10 @@ class VerifyRequest:
     steps: Positive = 3
     seed: NonNegative = 0
     timeout_s: Seconds = 600.0
+    loss: str | None = None
+    """Formula of the loss to verify; None: the model."""
+    options: dict[str, str] = field(default_factory=dict)
+    """Parameters of the formula."""
     json: bool = False
 
 
@@ -114,9 +126,11 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
         RunError: a rank failed.
     """
     # Imported here, because torch takes seconds to import.
-    from megatron_grpo.verification.problem import compute_truth, make_batch, prepare_model
+    from megatron_grpo.verification.formula_layouts import draw_fields, make_formula_problem, make_rectangle_loss
+    from megatron_grpo.verification.problem import compute_truth, make_batch, make_loss, prepare_model
     from megatron_grpo.verification.ranks import Task, compare_layout, run_layout
 
+    problem = None if request.loss is None else make_formula_problem(request.loss, request.options)
     model = prepare_model(request.model, request.shrink, folder / "model", request.seed)
     shape = read_model_shape(model)
     for text in find_weight_problems(model, shape):
@@ -125,13 +139,22 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     layouts = _select_layouts(request, shape)
     batch = make_batch(shape.vocab, request.sequences, request.longest, request.seed)
     with phase("transformers' outputs and gradients"):
-        reference = compute_truth(model, batch)
+        reference, loss = compute_truth(model, batch), make_loss()
+        if problem is not None:
+            batch, loss = draw_fields(problem, batch, reference.logprobs, request.seed), problem.loss
+            reference = compute_truth(model, batch, make_rectangle_loss(loss, batch))
     # The gradients of all layouts are compared with those of one rank, which therefore comes first.
     one_rank: Row | None = None
     one_rank_layout = ParallelConfig()
-    for name, parallel in [("tp1", one_rank_layout), *(layout for layout in layouts if layout[1] != one_rank_layout)]:
+    cases: list[tuple[str, ParallelConfig, int | None]] = [("tp1", one_rank_layout, None)]
+    if problem is not None:
+        cases += [("1 batch", one_rank_layout, 2 * sum(batch.lengths)), ("many", one_rank_layout, request.longest)]
+    cases += [(*layout, None) for layout in layouts if layout[1] != one_rank_layout]
+    for name, parallel, most_tokens in cases:
         for packed in request.packing:
-            task = Task(str(model), parallel, packed, batch, request.steps, request.seed, request.timeout_s)
+            task = Task(
+                str(model), parallel, packed, batch, request.steps, request.seed, request.timeout_s, loss, most_tokens
+            )
             try:
                 with phase(f"layout {name}"):
                     result = run_layout(task)
@@ -155,6 +178,7 @@ def add_sequence_parallelism(parallel: ParallelConfig, shape: ModelShape) -> Par
 def _select_layouts(request: VerifyRequest, shape: ModelShape) -> Layouts:
     """Select the requested layouts, or the defaults that fit the model."""
     names = DEFAULT_LAYOUTS if shape.experts is None else f"{DEFAULT_LAYOUTS},{EXPERT_LAYOUTS}"
+    names = names if request.loss is None else FORMULA_LAYOUTS
     usable = []
     for name, requested in read_layouts("layouts", names) if request.layouts is None else request.layouts:
         parallel = add_sequence_parallelism(requested, shape)
@@ -195,12 +219,20 @@ def read_request(arguments: Sequence[str]) -> VerifyRequest:
         ValueError: an argument is wrong.
     """
     kinds = get_type_hints(VerifyRequest, include_extras=True)
-    kinds |= {"layouts": str, "packing": Literal["true", "false", "both"]}
+    kinds |= {"layouts": str, "packing": Literal["true", "false", "both"], "options": list[str], "loss": str}
     values = parse_arguments(arguments, {**kinds, "--json": kinds.pop("json")}).options
     if "layouts" in values:
         values["layouts"] = read_layouts("layouts", values["layouts"])
     if "packing" in values:
         values["packing"] = {"true": (True,), "false": (False,), "both": (True, False)}[values["packing"]]
+    elif "loss" in values:
+        values["packing"] = (True, False)
+    if "options" in values:
+        pairs = [option.partition("=") for option in values["options"]]
+        if "loss" not in values or not all(equals for _, equals, _ in pairs):
+            text = "options are parameters of loss=NAME, written [high=0.3,low=0.1]"
+            raise ValueError(f"options={','.join(values['options'])}: {text}")
+        values["options"] = {name: text for name, _, text in pairs}
     return VerifyRequest(**values)
 
 

@@ -24,15 +24,14 @@ def run_algorithm(config: Config, user_objects: UserObjects | None = None, began
         prepare_ray_environment()
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata warns about its own code
     # Imported late, because NumPy and Ray take long to import.
-    from megatron_grpo.preflight.environment_checks import check_scoring
+    from megatron_grpo.preflight.environment_checks import check_user_code
     from megatron_grpo.run.lifetime import open_run
 
     algorithm = config.method.train if config.debug.train else SAMPLING_ONLY  # imported late, as torch takes seconds
     with ThreadPoolExecutor(1, "import") as importer:  # while Ray starts
         names = (algorithm, "megatron_grpo.algorithms.setup:setup")
         functions = importer.submit(lambda: [pkgutil.resolve_name(name) for name in names])
-        if config.needs_generation:
-            check_scoring(config, rewards=user_objects.rewards if user_objects is not None else None)
+        check_user_code(config, user_objects.rewards if user_objects is not None else None)
         with open_run(config, user_objects, began) as startup:
             with startup.part("imports"):
                 train, setup = functions.result()

@@ -30,7 +30,7 @@ from megatron_grpo.observability.run_files import write_json
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.conversation_checks import load_examined_prompts
-from megatron_grpo.preflight.environment_checks import check_scoring
+from megatron_grpo.preflight.environment_checks import check_user_code
 from megatron_grpo.prepare.models import prepare
 from megatron_grpo.rollouts.engine_replacer import RestoreEngines, refuse_to_restore
 from megatron_grpo.rollouts.pool import RolloutPool
@@ -56,8 +56,7 @@ def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
     """
     with ExitStack() as stack:
         if startup is None:
-            if config.needs_generation:
-                check_scoring(config)
+            check_user_code(config)
             startup = stack.enter_context(open_run(config))
         run = _start_run(config, startup, stack)
         startup.write_summary = run.logger.write_summary

@@ -20,6 +20,7 @@ from megatron_grpo.algorithms.token_functions import (
 )
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome
+from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.config.schema import Config, GRPOConfig, PPOConfig
 from megatron_grpo.losses import advantages as formulas
 from megatron_grpo.rollouts.partitions import compute_over_tokens
@@ -90,7 +91,7 @@ def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
         loop.reward_shaping,
         config.most_sampled_tokens,
     )
-    if isinstance(loop, GRPOConfig) and loop.adv_estimator.name == "gdpo":
+    if isinstance(loop, GRPOConfig) and loop.adv_estimator.needs_parts:
         factors = {name: weight for section in config.env.values() for name, weight in section.function_weights.items()}
         rows = [[outcome.reward_parts.get(name, math.nan) for outcome in outcomes] for name in factors]
         reward_parts = torch.tensor(rows, dtype=torch.float32).view(len(factors), -1, samples)
@@ -148,7 +149,8 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
     true where all advantages of a sequence are finite.
     """
     # A rollout has one score, and its sampled tokens lie end to end, whether in one sequence or in several segments.
-    arguments: tuple[Any, ...] = (config, scores.rewards, batch.sum_by_rollout(batch.response_tokens))
+    response_tokens = batch.sum_by_rollout(batch.response_tokens)
+    arguments: tuple[Any, ...] = (config, scores.rewards, response_tokens)
     in_penalty = (choose_policy_logprobs(config), "reference_logprobs") if config.loss_fn.use_kl_in_reward else ()
     fields = ("sampled", *in_penalty)
     is_finite: NDArray[np.bool_]
@@ -163,16 +165,20 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
             is_finite = rollouts.compute(compute_ppo_token_advantages, batch, fields, *arguments)
         return is_finite
     assert isinstance(loop, GRPOConfig)
-    if loop.adv_estimator.name == "reinforce_plus_plus" or config.loss_fn.use_kl_in_reward:
-        is_finite = rollouts.compute(compute_token_advantages, batch, fields, *arguments)
+    estimator = formulas.make_estimator(loop, list_import_folders(config.run_dir))
+    if loop.adv_estimator.by_token or config.loss_fn.use_kl_in_reward:
+        is_finite = rollouts.compute(compute_token_advantages, batch, fields, *arguments, estimator)
     elif scores.turns is not None:
-        advantages = formulas.compute_turn_advantages(loop, scores.turns.returns)
+        advantages = formulas.compute_turn_advantages(estimator, scores.turns.returns)
         is_finite = rollouts.compute(repeat_turn_advantages, batch, fields, config, advantages, scores.turns.tokens)
     else:
-        if scores.reward_parts is not None and scores.function_weights is not None:
-            advantages = formulas.gdpo_advantages(scores.reward_parts, scores.function_weights)
-        else:
-            advantages = formulas.compute_group_advantages(loop, scores.rewards)
+        advantages = formulas.response_advantages(
+            estimator,
+            scores.rewards,
+            torch.from_numpy(response_tokens).view_as(scores.rewards),
+            reward_parts=scores.reward_parts,
+            reward_weights=scores.function_weights,
+        )
         by_rollout = formulas.clip_advantages(advantages.flatten(), loop).float().numpy()
         batch.advantages = batch.repeat_by_sequence(by_rollout)
         is_finite = np.isfinite(batch.advantages)

@@ -17,11 +17,17 @@ from megatron_grpo.config.schema import Config, GRPOConfig, PPOConfig
 from megatron_grpo.losses import advantages as formulas
 from megatron_grpo.losses.divergence import find_inconsistent_sequences, kl_estimate
 from megatron_grpo.losses.loss import bounded_exp
+from megatron_grpo.losses.named_formula import NamedFormula
 from megatron_grpo.losses.value import estimate_advantages, token_rewards, whiten
 
 
 def compute_token_advantages(
-    lengths: NDArray[np.int64], arrays: TokenArrays, config: Config, rewards: Tensor, response_tokens: NDArray[np.int64]
+    lengths: NDArray[np.int64],
+    arrays: TokenArrays,
+    config: Config,
+    rewards: Tensor,
+    response_tokens: NDArray[np.int64],
+    estimator: NamedFormula,
 ) -> tuple[TokenArrays, NDArray[np.bool_]]:
     """Compute the advantage of every sampled token, 0 for the others.
 
@@ -34,16 +40,14 @@ def compute_token_advantages(
     """
     loop, response_lengths = config.training_loop, response_tokens.tolist()
     assert isinstance(loop, GRPOConfig)
-    penalty = compute_kl_penalty(config, arrays)
-    if loop.adv_estimator.name == "reinforce_plus_plus":
-        advantages = formulas.reinforce_plus_plus_advantages(
-            rewards, response_lengths, token_penalty=penalty, minus_baseline=loop.adv_estimator.minus_baseline
-        )
+    penalty, tokens = compute_kl_penalty(config, arrays), torch.from_numpy(response_tokens).view_as(rewards)
+    if loop.adv_estimator.by_token:
+        advantages = estimator(rewards=rewards, lengths=tokens, token_penalty=penalty)
     else:
         assert penalty is not None
         # A KL penalty lowers the response's reward by its sum (as in RLOO, Ahmadian et al. 2024).
         sums = torch.stack([response.sum() for response in penalty.split(response_lengths)]).view_as(rewards)
-        by_response = formulas.compute_group_advantages(loop, rewards - sums).flatten()
+        by_response = formulas.response_advantages(estimator, rewards - sums, tokens).flatten()
         advantages = by_response.repeat_interleave(torch.tensor(response_lengths))
     field = scatter_sampled(formulas.clip_advantages(advantages, loop), arrays["sampled"])
     return {"advantages": field}, find_finite_sequences(field, lengths)

@@ -22,7 +22,13 @@ from pydantic.fields import FieldInfo
 
 from megatron_grpo.config.loop_schema import LOOPS, SHARED, is_shared, translate_key
 from megatron_grpo.config.schema import MISSING, Config, LoopConfig
-from megatron_grpo.config.section import EnvironmentOptions, MegatronFields, TemplateArguments, VllmArguments
+from megatron_grpo.config.section import (
+    EnvironmentOptions,
+    FormulaOptions,
+    MegatronFields,
+    TemplateArguments,
+    VllmArguments,
+)
 
 # Type of pass-through fields, which Megatron-Core, vLLM or an environment checks.
 FREE_TYPE = "true or false, number, text, list or mapping"
@@ -132,7 +138,7 @@ def _list_sections(section: type, prefix: str, doc: str, defaults: Any) -> list[
                 # The shared keys are a section of their own under GRPO's name, so that each is listed once.
                 below += _list_sections(LoopConfig, f"{name}.", "", getattr(defaults, name))
             below += _list_sections(hint, f"{name}.", text, getattr(defaults, field.name))
-        elif hint in (EnvironmentOptions, MegatronFields, TemplateArguments, VllmArguments):
+        elif hint in (EnvironmentOptions, FormulaOptions, MegatronFields, TemplateArguments, VllmArguments):
             key = Key(f"{name}.<field>", FREE_TYPE, f"as {hint.__metadata__[0]} has it", "The field of this name.")
             below.append(SectionKeys(name, text, (key,)))
         elif typing.get_origin(hint) is dict:

@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Annotated, Literal
 
+from annotated_types import Predicate
 from pydantic import Field
 
-from megatron_grpo.config.section import NonNegativeFloat, Positive, PositiveFloat, Section, Share
+from megatron_grpo.config.formulas import ADVANTAGES, OBJECTIVES, Advantages, Objective
+from megatron_grpo.config.section import (
+    FormulaOptions,
+    ImportPath,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    Share,
+)
+
+# Names of formulas: built in, or functions of the user.
+ObjectiveName = Annotated[
+    ImportPath,
+    Predicate(lambda path: path in OBJECTIVES or "." in path),
+    f"one of {', '.join(OBJECTIVES)}, or module.function",
+]
+AdvantagesName = Annotated[
+    ImportPath,
+    Predicate(lambda path: path in ADVANTAGES or "." in path),
+    f"one of {', '.join(ADVANTAGES)}, or module.function",
+]
 
 
 class LossConfig(Section):
     """ClippedPGLossFn; docs/algorithms.md has the formulas."""
+
+    objective: ObjectiveName = "clipped"
+    """Loss of each token. clipped: PPO's; gspo, cispo, sapo, reinforce, on_policy: as the switches below, which choose
+    them too; or a function of your own (docs/extending.md)."""
+
+    objective_options: FormulaOptions = field(default_factory=dict)
+    """Parameters of the objective by name, such as objective_options.delta=0.2; those of the built-in ones are keys."""
 
     ratio_clip_min: Share = 0.2
     """Clip probability ratios from below at 1 - this; 1 means no lower bound."""
@@ -100,9 +130,30 @@ class LossConfig(Section):
     """Weight of GRPO's loss beside the divergence from the teacher; 0: distillation alone, which needs no rewards."""
 
     @property
-    def clip_max(self) -> float:
-        """Distance from 1 to the upper bound of clipped ratios."""
-        return self.ratio_clip_min if self.ratio_clip_max is None else self.ratio_clip_max
+    def chosen_objective(self) -> str:
+        """Name or import path of the objective, which a switch may choose."""
+        return self.objective_switches[0][1] if self.objective_switches else self.objective
+
+    @property
+    def objective_switches(self) -> list[tuple[str, str]]:
+        """Switches that are on, each with its objective; the first decides."""
+        switches = [(entry.switch, name) for name, entry in OBJECTIVES.items() if entry.switch is not None]
+        return [(switch, name) for switch, name in switches if getattr(self, switch)]
+
+    @property
+    def objective_entry(self) -> Objective | None:
+        """The objective's row of the table; None: the user's own function."""
+        return OBJECTIVES.get(self.chosen_objective)
+
+    @property
+    def is_on_policy(self) -> bool:
+        """True if the policy is compared with itself."""
+        return self.force_on_policy_ratio or self.objective == "on_policy"
+
+    @property
+    def averages_responses(self) -> bool:
+        """True if a response counts as one, with one importance weight."""
+        return self.objective_entry is not None and self.objective_entry.averages_responses
 
     @property
     def kl_in_loss(self) -> float:
@@ -157,9 +208,28 @@ class RewardShapingConfig(Section):
 class AdvantageEstimatorConfig(Section):
     """How rewards become advantages."""
 
-    name: Literal["grpo", "reinforce_plus_plus", "gdpo"] = "grpo"
+    name: AdvantagesName = "grpo"
     """grpo: relative to the group; reinforce_plus_plus: normalised over the tokens of the step; gdpo: each reward
-    function normalised within the group, then their weighted sum over the step."""
+    function normalised within the group, then their weighted sum over the step; or a function of your own
+    (docs/extending.md)."""
+
+    options: FormulaOptions = field(default_factory=dict)
+    """Parameters of a function of your own by name, such as options.power=2."""
 
     minus_baseline: bool = False
     """REINFORCE++ only: subtract the mean reward of the group first (the variant with baseline)."""
+
+    @property
+    def entry(self) -> Advantages | None:
+        """The row of the table; None: the user's own function."""
+        return ADVANTAGES.get(self.name)
+
+    @property
+    def by_token(self) -> bool:
+        """True if each token has an advantage of its own."""
+        return self.entry is not None and self.entry.by_token
+
+    @property
+    def needs_parts(self) -> bool:
+        """True if the rewards of each reward function count by themselves."""
+        return self.entry is not None and self.entry.needs_parts

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import ipaddress
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from megatron_grpo.config.errors import Problem, to_text
+from megatron_grpo.config.errors import Problem, RunError, to_text
 from megatron_grpo.config.outside_files import require_regular
 
 # Environment variable with the bearer token of servers and of the endpoint; no file of a run holds the token.
@@ -66,9 +67,36 @@ def import_object(module: str, name: str) -> Any:
         raise ValueError(f"cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def list_import_folders() -> tuple[str, ...]:
-    """List the user's folders: working folder and PYTHONPATH."""
-    folders = (os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
+def import_callable(kind: str, path: str, *, instance: bool = False) -> Callable[..., Any]:
+    """Import the callable at package.module.name, or package.module.object.name.
+
+    With `instance`, a class is instantiated. RunError if the import fails, or the object is not callable.
+    """
+    module, _, name = path.rpartition(".")
+    outer_module, _, holder = module.rpartition(".")
+    try:
+        try:
+            function: Any = getattr(importlib.import_module(module), name)
+        except ModuleNotFoundError as error:
+            if not outer_module or error.name != module:
+                raise
+            function = getattr(getattr(importlib.import_module(outer_module), holder), name)
+        if instance and inspect.isclass(function):
+            function = function()
+    except Exception as error:  # a user's module may raise anything while it is imported
+        raise RunError(f"{kind} {path} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise RunError(f"{kind} {path} is {type(function).__name__}, which cannot be called")
+    return function
+
+
+CODE_FOLDER = "code"  # subfolder of a run's folder with the user's code that it began with
+
+
+def list_import_folders(run_dir: str | None = None) -> tuple[str, ...]:
+    """List the user's folders: working folder, PYTHONPATH, and code in a run's folder."""
+    of_run = () if run_dir is None else (os.path.join(run_dir, CODE_FOLDER),)
+    folders = (os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep), *of_run)
     return tuple(dict.fromkeys(os.path.abspath(folder) for folder in folders if folder))
 
 

@@ -70,6 +70,8 @@ MegatronFields = Annotated[dict[str, Any], "Megatron-Core", Starts("may import c
 VllmArguments = Annotated[dict[str, Any], "vLLM", Starts("may import code", _is_plain)]
 EnvironmentOptions = Annotated[dict[str, Any], "the environment"]
 TemplateArguments = Annotated[dict[str, Any], "the chat template"]
+# Parameters of a named formula of the loss.
+FormulaOptions = Annotated[dict[str, Any], "the function", Starts("is given to a function", _is_plain)]
 GymOptions = Annotated[dict[str, Any], "reasoning_gym"]
 
 

@@ -106,7 +106,7 @@ def score_zero_or_one(verdicts: Iterable[bool]) -> list[EnvironmentReturn]:
 
 
 def make_environment_settings(config: Config, task: str, tokenizer: Any) -> EnvironmentSettings:
-    prompts, folders = make_task_spec(config.data, task), list_import_folders()
+    prompts, folders = make_task_spec(config.data, task), list_import_folders(config.run_dir)
     return EnvironmentSettings(sandbox=config.sandbox, tokenizer=tokenizer, prompts=prompts, import_folders=folders)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from types import GenericAlias
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-
+from megatron_grpo.config import function_options
 from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, EnvironmentConfig, parse_reward_name
-from megatron_grpo.config.errors import RunError, suggest_name, to_text
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.function_options import list_parameters
 from megatron_grpo.config.paths import import_object, make_importable
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings
 from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment
@@ -49,7 +48,7 @@ def create_environment(
     arguments, problems = convert_options(environment, config.options)
     if problems:
         raise RunError("; ".join(f"options.{name} {text}" for name, text in problems))
-    return environment(**arguments, **({SETTINGS: settings} if SETTINGS in _list_parameters(environment) else {}))
+    return environment(**arguments, **({SETTINGS: settings} if SETTINGS in list_parameters(environment) else {}))
 
 
 def import_environment_class(kind: str) -> type[Environment]:
@@ -77,39 +76,8 @@ def import_environment_class(kind: str) -> type[Environment]:
 def convert_options(
     environment: type[Environment], options: dict[str, Any]
 ) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Convert options to the types of the constructor's parameters.
-
-    Values are converted like those of the configuration: "3" is accepted as a number, "three" is not. Problems are
-    pairs of NAME=VALUE and reason.
-    """
-    parameters = {name: parameter for name, parameter in _list_parameters(environment).items() if name != SETTINGS}
-    arguments: dict[str, Any] = {}
-    problems: list[tuple[str, str]] = []
-    for name, value in options.items():
-        if name not in parameters:
-            text = f"is not an option of {environment.__name__}{suggest_name(name, parameters)}"
-            problems.append((f"{name}={to_text(value)}", text))
-            continue
-        try:
-            hint = parameters[name].annotation
-            has_type = hint is not inspect.Parameter.empty and not isinstance(hint, str)
-            # As a list of one: pydantic refuses `config` for a type with a configuration of its own (a dataclass).
-            list_type: Any = GenericAlias(list, hint if has_type else Any)
-            adapter = TypeAdapter(list_type, config=ConfigDict(coerce_numbers_to_str=True))
-            (arguments[name],) = adapter.validate_python([value])
-        except ValidationError as error:
-            reason = error.errors(include_url=False)[0]["msg"]
-            problems.append((f"{name}={to_text(value)}", f"does not fit {environment.__name__}: {reason}"))
-    required = (name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty)
-    problems += [(name, f"is required by {environment.__name__}") for name in required if name not in options]
+    """Convert options to the types of the constructor's parameters; return problems too."""
+    parameters = {name: parameter for name, parameter in list_parameters(environment).items() if name != SETTINGS}
+    arguments, problems = function_options.convert_options(environment.__name__, parameters, options)
     problems += [] if problems else environment.option_problems(arguments)
     return arguments, problems
-
-
-def _list_parameters(environment: type[Environment]) -> dict[str, inspect.Parameter]:
-    try:
-        signature = inspect.signature(environment, eval_str=True)
-    except NameError:  # an annotation names a class that only type checkers import
-        signature = inspect.signature(environment)
-    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {name: parameter for name, parameter in signature.parameters.items() if parameter.kind in by_keyword}

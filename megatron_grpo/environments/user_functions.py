@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 import traceback
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.paths import import_callable
 from megatron_grpo.data.scores import REWARD_ARGUMENTS
 
 # Takes prompts=, completions= and columns; returns a reward (None: no reward) per completion, or a coroutine of them.
@@ -21,31 +21,8 @@ AgentFunction = Callable[..., Any]
 
 def load_reward_function(path: str) -> RewardFunction:
     """Import a reward function, or instantiate its class."""
-    function = load_callable("reward function", path, instance=True)
+    function = import_callable("reward function", path, instance=True)
     check_parameters(path, function)
-    return function
-
-
-def load_callable(kind: str, path: str, *, instance: bool = False) -> Callable[..., Any]:
-    """Import the callable at package.module.name, or package.module.object.name.
-
-    With `instance`, a class is instantiated. RunError if the import fails, or the object is not callable.
-    """
-    module, _, name = path.rpartition(".")
-    outer_module, _, holder = module.rpartition(".")
-    try:
-        try:
-            function: Any = getattr(importlib.import_module(module), name)
-        except ModuleNotFoundError as error:
-            if not outer_module or error.name != module:
-                raise
-            function = getattr(getattr(importlib.import_module(outer_module), holder), name)
-        if instance and inspect.isclass(function):
-            function = function()
-    except Exception as error:  # a user's module may raise anything while it is imported
-        raise RunError(f"{kind} {path} cannot be imported: {type(error).__name__}: {error}") from error
-    if not callable(function):
-        raise RunError(f"{kind} {path} is {type(function).__name__}, which cannot be called")
     return function
 
 
@@ -79,7 +56,7 @@ def check_columns(
 
 def load_agent_function(path: str) -> AgentFunction:
     """Import an agent from package.module.function; RunError if unusable."""
-    function = load_callable("agent", path)
+    function = import_callable("agent", path)
     try:
         inspect.signature(function).bind_partial(prompt="", access=None)
     except (TypeError, ValueError) as error:

@@ -2,16 +2,71 @@
 
 Rewards are [groups, samples], floating point, NaN where a sample has no reward. Such a sample is ignored in means and
 standard deviations, and its advantage is 0.
+
+`grpo.adv_estimator.name` names a function of this file, or of the user. Parameters with a name of `INPUTS` get tensors;
+those with the name of a key of grpo or grpo.adv_estimator get its value; all others are options
+(grpo.adv_estimator.options). It returns the advantages, [groups, samples].
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.loop_schema import LoopConfig
 from megatron_grpo.config.loss_schema import RewardScalingConfig, RewardShapingConfig
+from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.config.schema import GRPOConfig
+from megatron_grpo.losses.named_formula import NamedFormula, make_formula
+
+INPUTS = {
+    "rewards": "[groups, samples], float32, after scaling and shaping; NaN: no reward",
+    "lengths": "[groups, samples], int64: sampled tokens of each response",
+    "reward_parts": "[functions, groups, samples], float32: rewards of each function",
+    "reward_weights": "[functions], float32: weight of each function",
+    "token_penalty": "[lengths.sum()], float32: KL penalty of each token, or None",
+}
+"""Tensors that a function may take, by the name of the parameter; those of the user take the first two."""
+USER_INPUTS = ("rewards", "lengths")
+
+
+def make_estimator(config: GRPOConfig, folders: tuple[str, ...] = ()) -> NamedFormula:
+    """Make the configured function; RunError if it cannot be imported, or has other options."""
+    settings = config.adv_estimator
+    keys = {**vars(config), **vars(settings)}
+    return make_formula(
+        f"grpo.adv_estimator.name={settings.name}",
+        f"{__name__}.{settings.name}" if settings.entry is not None else settings.name,
+        inputs=INPUTS if settings.entry is not None else USER_INPUTS,
+        keys={key: value for key, value in keys.items() if key not in ("name", "options")},
+        options=settings.options,
+        folders=(folders or list_import_folders()) if settings.entry is None else (),
+    )
+
+
+def response_advantages(estimator: NamedFormula, rewards: Tensor, lengths: Tensor, **parts: Tensor | None) -> Tensor:
+    """Advantages of responses, [groups, samples]; 0 for those without a reward.
+
+    RunError: a function of the user returned another shape, or NaN or infinity.
+    """
+    advantages: Tensor = estimator(rewards=rewards, lengths=lengths, **parts)
+    if not estimator.folders:
+        return advantages
+    if not isinstance(advantages, Tensor) or advantages.shape != rewards.shape:
+        result = f"shape {list(advantages.shape)}" if isinstance(advantages, Tensor) else type(advantages).__name__
+        raise RunError(f"{estimator.setting} returned {result}; rewards are [groups, samples], {list(rewards.shape)}")
+    # Such a response is not in the loss; NaN would still spread through products with a mask.
+    advantages = torch.where(rewards.isnan(), torch.zeros_like(advantages), advantages)
+    wrong = ~advantages.isfinite().all(dim=1)
+    if wrong.any():
+        group = int(wrong.nonzero()[0])
+        raise RunError(
+            f"{estimator.setting} returned {advantages[group].tolist()} for the rewards {rewards[group].tolist()}"
+        )
+    return advantages.to(rewards.dtype)
 
 
 def has_signal(rewards: Tensor) -> Tensor:
@@ -82,13 +137,19 @@ def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, o
     return advantages.to(rewards.dtype)
 
 
-def compute_group_advantages(config: GRPOConfig, rewards: Tensor) -> Tensor:
-    """Compute `group_advantages` as configured: [groups, samples], float32."""
+def grpo(
+    rewards: Tensor,
+    *,
+    use_leave_one_out_baseline: bool,
+    normalize_rewards: bool,
+    normalize_rewards_over: Literal["group", "batch"],
+) -> Tensor:
+    """`group_advantages` by the names of the configuration's keys."""
     return group_advantages(
         rewards,
-        leave_one_out=config.use_leave_one_out_baseline,
-        normalize=config.normalize_rewards,
-        over_batch=config.normalize_rewards_over == "batch",
+        leave_one_out=use_leave_one_out_baseline,
+        normalize=normalize_rewards,
+        over_batch=normalize_rewards_over == "batch",
     )
 
 
@@ -117,16 +178,17 @@ def gdpo_scores(parts: Tensor, weights: Tensor) -> Tensor:
     )
 
 
-def gdpo_advantages(parts: Tensor, weights: Tensor) -> Tensor:
+def gdpo(reward_parts: Tensor, reward_weights: Tensor) -> Tensor:
     """GDPO's advantages: scores normalised over all samples of the step.
 
     GDPO (Liu et al. 2026, "Group reward-Decoupled Normalization Policy Optimization"): normalising the sum instead, as
     GRPO does, gives combinations of one sum the same advantage, and lets the reward of largest spread drown others.
 
-    `parts` and `weights`: as `gdpo_scores`. The result, [groups, samples], has mean 0 and standard deviation 1 over the
-    samples that some function scored, 0 for the others; zeros everywhere when no group has a signal.
+    `reward_parts` and `reward_weights`: as `gdpo_scores`. The result, [groups, samples], has mean 0 and standard
+    deviation 1 over the samples that some function scored, 0 for the others; zeros everywhere when no group has a
+    signal.
     """
-    scores, is_scored = gdpo_scores(parts, weights), ~parts.isnan().all(dim=0)
+    scores, is_scored = gdpo_scores(reward_parts, reward_weights), ~reward_parts.isnan().all(dim=0)
     # One row: the step is one group of all responses. NaN keeps responses without a score out of its mean.
     whole_step = torch.where(is_scored, scores, torch.full_like(scores, torch.nan)).view(1, -1)
     return group_advantages(whole_step, leave_one_out=False, normalize=True).view_as(scores)
@@ -145,14 +207,14 @@ def compute_turn_returns(rewards: Tensor, discount: float) -> Tensor:
     return torch.stack(returns).flip(0)
 
 
-def compute_turn_advantages(config: GRPOConfig, returns: Tensor) -> Tensor:
+def compute_turn_advantages(estimator: NamedFormula, returns: Tensor) -> Tensor:
     """Advantage of each turn: its return, relative to its group's at this turn.
 
     Turn-level credit of MT-GRPO (Zeng et al. 2025, "Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level
     Credit Assignment"), for any number of turns and with returns. The baseline and the standard deviation of a turn are
     those of the samples that have this turn; 0 for a turn that no other sample has. [turns, groups, samples].
     """
-    return torch.stack([compute_group_advantages(config, turn) for turn in returns])
+    return torch.stack([estimator(rewards=turn) for turn in returns])
 
 
 def _replace_nan(values: Tensor) -> Tensor:
@@ -165,8 +227,8 @@ def reward_to_go(token_rewards: Tensor, lengths: list[int]) -> Tensor:
     return torch.cat([piece.flip(0).cumsum(0).flip(0) for piece in token_rewards.split(lengths)])
 
 
-def reinforce_plus_plus_advantages(
-    rewards: Tensor, lengths: list[int], *, token_penalty: Tensor | None, minus_baseline: bool
+def reinforce_plus_plus(
+    rewards: Tensor, lengths: Tensor, token_penalty: Tensor | None, *, minus_baseline: bool
 ) -> Tensor:
     """Advantages of REINFORCE++: returns, normalised over a step's tokens (Hu et al. 2025).
 
@@ -174,17 +236,17 @@ def reinforce_plus_plus_advantages(
     are taken over the tokens of all responses, the variance with divisor n and not below VARIANCE_FLOOR.
 
     Args:
-        lengths: tokens of each of the groups * samples responses.
-        token_penalty: [sum(lengths)], as is the result: subtracted for each token, coefficient included.
+        lengths: [groups, samples], int64: tokens of each response.
+        token_penalty: [lengths.sum()], as is the result: subtracted for each token, coefficient included.
         minus_baseline: subtract the mean reward of the group first ("REINFORCE++ with baseline").
     """
     is_scored, exact = ~rewards.isnan(), rewards.double()  # in float32 the squares of large rewards are infinite
     if minus_baseline:
         exact = group_advantages(exact, leave_one_out=False, normalize=False)
-    counts = torch.tensor(lengths, device=rewards.device)
+    counts = lengths.flatten()
     returns = _replace_nan(exact).flatten().repeat_interleave(counts)
     if token_penalty is not None:
-        returns = returns - reward_to_go(token_penalty.to(returns.dtype), lengths)
+        returns = returns - reward_to_go(token_penalty.to(returns.dtype), counts.tolist())
     token_is_scored, advantages = is_scored.flatten().repeat_interleave(counts), torch.zeros_like(returns)
     inside = returns[token_is_scored]
     if (inside != inside[:1]).any():  # equal returns carry no signal, and rounding errors must not become one

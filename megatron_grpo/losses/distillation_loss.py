@@ -24,11 +24,12 @@ class DistillationLossFn(ClippedPGLossFn):
 
     field_names = (*ClippedPGLossFn.field_names, "teacher_outputs")
 
-    def __init__(self, config: LossConfig) -> None:
+    def __init__(self, config: LossConfig, folders: tuple[str, ...] = ()) -> None:
         self.weight = config.policy_loss_weight
         if not self.weight:  # terms of the other loss that need fields of their own
             config = replace(config, reference_policy_kl_penalty=0.0, entropy_coef=0.0, positive_example_nll_weight=0.0)
-        super().__init__(config)
+            config = replace(config, objective="clipped", objective_options={})
+        super().__init__(config, folders)
 
     def __call__(
         self, curr_logprobs: Tensor, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None

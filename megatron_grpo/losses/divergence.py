@@ -1,4 +1,4 @@
-"""Divergences between policies, estimated from sampled tokens, and corrections for the engines' mismatch."""
+"""Divergences between policies, estimated from sampled tokens."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_grpo.config.loss_schema import LossConfig
-from megatron_grpo.losses.loss import MAX_LOG_RATIO, Segments, bounded_exp, response_mean, response_sum
+from megatron_grpo.losses.loss import MAX_LOG_RATIO, bounded_exp
 
 KLType = Literal["k1", "k2", "k3"]
 
@@ -111,39 +110,3 @@ def error_without_worst(error: float, worst: float, tokens: float) -> float:
     # exponential makes one difference of 10 nats outweigh thousands of tokens.
     rest = error - (worst - 1.0) / tokens
     return rest if not rest <= ROUNDING_SHARE * error else 1.0  # NaN stays NaN
-
-
-def sampling_correction(
-    prev: Tensor, generation: Tensor, mask: Tensor, config: LossConfig, segments: Segments | None = None
-) -> tuple[Tensor, Tensor]:
-    """Importance weights, training / sampling probability, limited as configured.
-
-    A weight w is that of a token, or with sequence_level_importance_ratios that of the response (the product over its
-    tokens). With limits [m, M]::
-
-        tis            min(w, M)                       (Yao et al. 2025, truncated importance sampling)
-        icepop         w where m <= w <= M, else 0     (Ling team 2025, IcePop)
-        seq-mask-tis   w where m <= g <= M, else 0     with g the geometric mean of the response's token weights
-
-    Tokens of weight 0 still count in the denominator of the loss. Tensors have one of the forms in loss.py, with 0
-    outside the mask; `prev` and `generation` are log-probabilities in the training framework and the engine, float32.
-
-    Returns the factor of each token's policy-gradient term, float32, without gradient; and where a limit changed it.
-    """
-    # Detached: the weight is a constant of the sample; a gradient through it would change the objective.
-    log_weights = (prev - generation).detach()
-    weights = bounded_exp(log_weights)
-    if config.sequence_level_importance_ratios:
-        weights = bounded_exp(response_sum(log_weights, mask, segments))
-    kind = config.truncated_importance_sampling_type
-    if kind is None:
-        return weights, torch.zeros_like(mask)
-    low, high = config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio
-    assert high is not None, "a truncation without an upper limit"
-    if kind == "tis":
-        return weights.clamp(max=high), weights > high
-    assert low is not None, "a mask without a lower limit"
-    # A geometric mean does not grow with the length of the response, so one pair of limits serves all lengths.
-    filter_weights = weights if kind == "icepop" else bounded_exp(response_mean(log_weights, mask, segments))
-    is_out = (filter_weights < low) | (filter_weights > high)
-    return torch.where(is_out, torch.zeros_like(weights), weights), is_out

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from megatron_grpo.batch.token_batch import TokenFields, require_field
 from megatron_grpo.config.loss_schema import LossConfig
-from megatron_grpo.losses.divergence import divergences, effective_sample_size, kl_estimate, sampling_correction
+from megatron_grpo.config.paths import list_import_folders
+from megatron_grpo.losses import objectives
+from megatron_grpo.losses.corrections import sampling_correction
+from megatron_grpo.losses.divergence import divergences, effective_sample_size, kl_estimate
 from megatron_grpo.losses.loss import (
     GlobalCounts,
     Segments,
@@ -17,11 +18,25 @@ from megatron_grpo.losses.loss import (
     loss_share,
     mask_values,
     remaining_sum,
-    response_mean,
     token_mean,
     token_weights,
     weighted_mean,
 )
+from megatron_grpo.losses.named_formula import NamedFormula, make_formula
+from megatron_grpo.losses.objectives import INPUTS, Responses, Statistics, token_loss
+
+
+def make_objective(config: LossConfig, folders: tuple[str, ...] = ()) -> NamedFormula:
+    """Make the configured objective; RunError if it cannot be imported, or has other options."""
+    name = config.chosen_objective
+    return make_formula(
+        f"loss_fn.objective={name}",
+        name if config.objective_entry is None else f"{objectives.__name__}.{name}",
+        inputs=INPUTS,
+        keys={key: value for key, value in vars(config).items() if key not in ("objective", "objective_options")},
+        options=config.objective_options,
+        folders=(folders or list_import_folders()) if config.objective_entry is None else (),
+    )
 
 
 class ClippedPGLossFn:
@@ -33,9 +48,10 @@ class ClippedPGLossFn:
                - entropy_coef * token mean of the entropy
                + positive_example_nll_weight * mean of -curr over the tokens of correct responses
 
-    - objective: see `surrogate`; its ratio compares curr with prev, the training framework's log-probabilities at the
-      start of the step. Without prev_logprobs (a single optimizer step on these samples) prev is curr without gradient:
-      the ratio is 1 and has the policy's gradient. force_on_policy_ratio does so in any case.
+    - objective: the negative of what a function of `losses.objectives`, or of the user, returns. Its ratio compares
+      curr with prev, the training framework's log-probabilities at the start of the step. Without prev_logprobs (a
+      single optimizer step on these samples) prev is curr without gradient: the ratio is 1 and has the policy's
+      gradient. objective=on_policy does so in any case.
     - correction: see `sampling_correction`; 1 unless use_importance_sampling_correction. It is a constant of the
       sample: no gradient, and it does not touch the other terms.
     - weight: the token's ratio with use_on_policy_kl_approximation, else 1. The ratio keeps its gradient: then the
@@ -53,8 +69,9 @@ class ClippedPGLossFn:
     means over its response. Entries outside loss_mask may hold anything, infinities and NaN included.
     """
 
-    def __init__(self, config: LossConfig) -> None:
-        self.config = config
+    def __init__(self, config: LossConfig, folders: tuple[str, ...] = ()) -> None:
+        """`folders`: of the user, which an objective of their own is imported from."""
+        self.config, self.objective = config, make_objective(config, folders)
 
     # Ranks fetch these fields (`ModelRank.list_needed_fields`).
     field_names: tuple[str, ...] = (
@@ -88,15 +105,26 @@ class ClippedPGLossFn:
         advantages = mask_values(require_field(tokens.advantages), allowed_mask)
         # The detached policy stands for itself before the step: the ratio is 1 and has the log-probability's gradient.
         prev = curr.detach() if tokens.prev_logprobs is None else mask_values(tokens.prev_logprobs, allowed_mask)
-        old = curr.detach() if config.force_on_policy_ratio else prev
+        old = curr.detach() if config.is_on_policy else prev
 
-        policy = surrogate(curr, old, advantages, mask, config, segments)
-        loss, metrics = -policy.objective, policy.metrics(mask, counts)
+        log_ratio = curr - old
+        loss, statistics = token_loss(
+            self.objective,
+            logprobs=curr,
+            old_logprobs=old,
+            sampling_logprobs=generation,
+            log_ratio=log_ratio,
+            advantages=advantages,
+            mask=mask,
+            responses=Responses(mask, segments),
+        )
+        metrics = _ratio_metrics(statistics, log_ratio, mask, counts)
         if config.use_importance_sampling_correction:
             weights, out_of_bounds = sampling_correction(prev, generation, mask, config, segments)
             loss = loss * weights  # before the KL penalty joins: the weights belong to the surrogate alone
             metrics["is_oob_ratio"] = token_mean(out_of_bounds, mask, counts)
         if tokens.reference_logprobs is not None:
+            # The ratio anew: with a shared one the gradients of both terms would add up in another order.
             kl = self._kl(curr, curr - old, tokens, allowed_mask, segments)
             metrics["kl_penalty"] = token_mean(kl, mask, counts)
             if config.kl_in_loss:
@@ -193,92 +221,16 @@ def add_derived_metrics(metrics: dict[str, float]) -> None:
     metrics.pop("positive_nll_share", None)
 
 
-class Surrogate(NamedTuple):
-    """The objective and statistics of the ratio, at each token."""
-
-    objective: Tensor  # float32, with gradient: the quantity to maximise
-    ratio: Tensor
-    """float32: probability under the current policy over that under the old one, of token or (GSPO) response."""
-    clamped: Tensor  # float32: the ratio clamped to its bounds
-    clipped_low: Tensor  # bool: where clipping the ratio from below changed the gradient
-    clipped_high: Tensor  # bool: where clipping the ratio from above changed the gradient
-    clipped_dual: Tensor  # bool: where dual clipping took the gradient away
-
-    def metrics(self, mask: Tensor, counts: GlobalCounts) -> dict[str, Tensor]:
-        """Compute shares of means over tokens, and extremes of the ratio."""
-        infinity = self.ratio.new_tensor(float("inf"))
-        return {
-            "probs_ratio": token_mean(self.ratio, mask, counts),
-            "probs_ratio_clamped": token_mean(self.clamped, mask, counts),
-            "probs_ratio_min": torch.where(mask, self.ratio, infinity).amin(),
-            "probs_ratio_max": torch.where(mask, self.ratio, -infinity).amax(),
-            "clip_fraction_low": token_mean(self.clipped_low, mask, counts),
-            "clip_fraction_high": token_mean(self.clipped_high, mask, counts),
-            "clip_fraction_dual": token_mean(self.clipped_dual, mask, counts),
-        }
-
-
-def surrogate(
-    curr: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, config: LossConfig, segments: Segments | None = None
-) -> Surrogate:
-    """The configured policy-gradient objective at each token.
-
-    A response's ratio s enters each of its tokens as sg(s) pi / sg(pi), where sg stops the gradient (GSPO-token, Zheng
-    et al. 2025, eq. 14). With one advantage for the whole response this has the value and the gradient of GSPO, and it
-    also allows advantages that differ from token to token (PPO, REINFORCE++).
-
-    Tensors have one of the forms in loss.py, with 0 outside the mask. The ratio compares the log-probabilities `curr`,
-    with gradient, with `old`, without; both are float32, as the advantages are.
-    """
-    log_ratio = curr - old
-    if config.sequence_level_importance_ratios:
-        # The value is the response's, the gradient the token's own: the last term has value 0.
-        log_ratio = response_mean(log_ratio, mask, segments) + (curr - curr.detach())
-    ratio = bounded_exp(log_ratio)
-    if config.use_cispo:
-        return _cispo(curr, ratio, advantages, config)
-    if config.use_sapo:
-        return _unclipped(_sapo(ratio, advantages, config), ratio)
-    if config.disable_ppo_ratio:
-        return _unclipped(advantages * curr, ratio)
-    return _clipped(ratio, advantages, config)
-
-
-def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate:
-    """min(r A, clip(r) A); dual clipping: at least c A."""
-    # Schulman et al. 2017, eq. 7; asymmetric bounds: DAPO (Yu et al. 2025, eq. 10); dual clipping: Ye et al. 2020, eq.
-    # 5; with the response's ratio: GSPO (Zheng et al. 2025, eq. 5). Both tensors are [sequences, length], float32.
-    low, high = 1.0 - config.ratio_clip_min, 1.0 + config.clip_max
-    clamped = ratio.clamp(low, high)
-    # The minimum is pessimistic: clipping removes the gradient that moves further away, not the one that leads back.
-    objective = torch.minimum(ratio * advantages, clamped * advantages)
-    negative = advantages < 0
-    dual = torch.zeros_like(negative)
-    if config.ratio_clip_c is not None:
-        # Where A < 0 the minimum falls without limit as the ratio grows: one stray token could dominate the step.
-        bound = config.ratio_clip_c * advantages
-        dual = negative & (objective < bound)
-        objective = torch.where(negative, torch.maximum(objective, bound), objective)
-    below, above = negative & (ratio < low), (advantages > 0) & (ratio > high)
-    return Surrogate(objective, ratio, clamped, clipped_low=below, clipped_high=above, clipped_dual=dual)
-
-
-def _cispo(curr: Tensor, ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate:
-    """stop_gradient(clip(r)) A log pi (MiniMax-M1, 2025, eqs. 4 and 5)."""
-    low, high = 1.0 - config.ratio_clip_min, 1.0 + config.clip_max
-    # Detached, since the clamp would remove the gradient of tokens outside its bounds; here every token has one.
-    clamped = ratio.detach().clamp(low, high)
-    surrogate = _unclipped(clamped * advantages * curr, ratio)
-    return surrogate._replace(clamped=clamped, clipped_low=ratio < low, clipped_high=ratio > high)
-
-
-def _sapo(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
-    """4 / tau sigmoid(tau (r - 1)) A (Gao et al. 2025, eqs. 5-6)."""
-    # The slope of the sigmoid at 0 is 1/4: with 4 / tau the gradient at r = 1 is that of REINFORCE for every tau.
-    tau = torch.where(advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg).to(ratio.dtype)
-    return 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
-
-
-def _unclipped(objective: Tensor, ratio: Tensor) -> Surrogate:
-    nowhere = torch.zeros_like(ratio, dtype=torch.bool)
-    return Surrogate(objective, ratio, ratio, clipped_low=nowhere, clipped_high=nowhere, clipped_dual=nowhere)
+def _ratio_metrics(statistics: Statistics, log_ratio: Tensor, mask: Tensor, counts: GlobalCounts) -> dict[str, Tensor]:
+    """Shares of means of an objective's statistics, and extremes of its ratio."""
+    ratio = statistics.get("probs_ratio")
+    ratio = bounded_exp(log_ratio.detach()) if ratio is None else ratio
+    nowhere = torch.zeros_like(mask)
+    fractions = {f"clip_fraction_{bound}": nowhere for bound in ("low", "high", "dual")}
+    means = {"probs_ratio": ratio, "probs_ratio_clamped": ratio, **fractions, **statistics}
+    infinity = ratio.new_tensor(float("inf"))
+    return {
+        **{name: token_mean(values, mask, counts) for name, values in means.items()},
+        "probs_ratio_min": torch.where(mask, ratio, infinity).amin(),
+        "probs_ratio_max": torch.where(mask, ratio, -infinity).amax(),
+    }

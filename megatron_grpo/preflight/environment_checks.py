@@ -1,4 +1,4 @@
-"""Checks of the code that scores: environments, processors, reward functions, agents."""
+"""Checks of the user's code: objectives, advantages, environments, processors, reward functions, agents."""
 
 from __future__ import annotations
 
@@ -14,6 +14,22 @@ from megatron_grpo.environments import user_functions as functions
 from megatron_grpo.environments.registry import convert_options, import_environment_class
 from megatron_grpo.environments.reward_model import find_model_problem
 from megatron_grpo.preflight.data_checks import examine_dataset
+from megatron_grpo.preflight.formula_checks import find_formula_problems
+
+
+def check_user_code(config: Config, rewards: Mapping[str, functions.RewardFunction] | None = None) -> None:
+    """Import and check all code of the user; ConfigError names its problems."""
+    problems = find_user_code_problems(config, rewards)
+    if problems:
+        raise ConfigError(problems)
+
+
+def find_user_code_problems(
+    config: Config, rewards: Mapping[str, functions.RewardFunction] | None = None
+) -> list[Problem]:
+    """Find problems of the user's objective, advantages, environments and reward functions."""
+    problems = list(find_formula_problems(config))
+    return problems + (find_scoring_problems(config, rewards=rewards) if config.needs_generation else [])
 
 
 def check_scoring(
@@ -42,7 +58,7 @@ def find_scoring_problems(
         sets: sets of prompts whose responses are scored; None: the training and validation sets.
         rewards: reward functions passed by a script, by their entry in reward_funcs; these are not imported.
     """
-    make_importable(list_import_folders())
+    make_importable(list_import_folders(config.run_dir))
     if sets is None and not config.data.streaming:  # of a stream no row is read before training
         sets = [*config.data.training_sets.values(), *config.data.validation_sets.values()]
     problems = list(specs.find_processor_problems(config.data))

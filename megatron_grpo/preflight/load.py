@@ -175,11 +175,11 @@ def _check_machine(checked: ComposedConfig, rewards: Mapping[str, Callable[..., 
     reads_rows = not any(key.startswith(("data.", "env.")) for key in checked.conflicts)
     problems, remarks = examine_machine(config, reads_rows=reads_rows)
     checked.add_problems(problems)
-    if checked.problems and config.needs_generation and reads_rows:
+    if checked.problems and reads_rows:
         # Without other problems the start looks for these; it takes longer, and imports the user's code.
-        from megatron_grpo.preflight.environment_checks import find_scoring_problems
+        from megatron_grpo.preflight.environment_checks import find_user_code_problems
 
-        checked.add_problems(find_scoring_problems(config, rewards=rewards))
+        checked.add_problems(find_user_code_problems(config, rewards))
     loop = config.training_loop
     if not checked.problems and loop.max_num_steps == _UNCOUNTED_STEPS:
         if not config.reads_prompts:

@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.objective_checks import check_objective
 from megatron_grpo.preflight.rules import Rule
 
 
 def check_loss(config: Config) -> Iterator[Rule]:
     """Check options of the loss that exclude or need each other."""
-    yield from _check_surrogates(config)
-    yield from _check_kl(config)
-    yield from _check_corrections(config)
-
-
-def _check_surrogates(config: Config) -> Iterator[Rule]:
-    loss, steps = config.loss_fn, config.optimizer_steps_per_step
-    weighed = {"loss_fn.use_cispo": loss.use_cispo, "loss_fn.use_sapo": loss.use_sapo}
-    switches = {**weighed, "loss_fn.disable_ppo_ratio": loss.disable_ppo_ratio}
-    surrogates = [switch for switch, is_on in switches.items() if is_on]
-    for first, second in itertools.combinations(surrogates, 2):
-        yield True, f"{first}=", f"excludes {second}: each is a surrogate of its own"
-    for surrogate in surrogates:
-        text = f"bounds the clipped surrogate, which {surrogate} replaces; use null"
-        yield loss.ratio_clip_c is not None, "loss_fn.ratio_clip_c=", text
-        reason = "which weighs every token by its own ratio" if surrogate in weighed else "which has no ratio"
-        text = f"excludes {surrogate}, {reason}"
-        yield loss.sequence_level_importance_ratios, "loss_fn.sequence_level_importance_ratios=", text
-    text = "excludes loss_fn.disable_ppo_ratio: there is no ratio left to be forced to 1"
-    yield loss.force_on_policy_ratio and loss.disable_ppo_ratio, "loss_fn.force_on_policy_ratio=", text
-    text = "is correct for one optimizer step per sample;"
-    text += f" this configuration makes {steps}. Set PASSES=1 and one minibatch"
-    yield loss.force_on_policy_ratio and steps > 1, "loss_fn.force_on_policy_ratio=", text
-    text = "needs loss_fn.token_level_loss=false: an average over tokens would weigh a response by its length"
-    averages_tokens = loss.sequence_level_importance_ratios and loss.token_level_loss
-    yield averages_tokens, "loss_fn.sequence_level_importance_ratios=", text
-    text = "excludes loss_fn.token_level_loss=false: both say what a response's tokens are divided by"
+    yield from check_objective(config)
+    loss, text = (
+        config.loss_fn,
+        "excludes loss_fn.token_level_loss=false: both say what a response's tokens are divided by",
+    )
     is_divided_twice = loss.constant_normalizer_tokens is not None and not loss.token_level_loss
     yield is_divided_twice, "loss_fn.constant_normalizer_tokens=", text
+    yield from _check_kl(config)
+    yield from _check_corrections(config)
 
 
 def _check_kl(config: Config) -> Iterator[Rule]:

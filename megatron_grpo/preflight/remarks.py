@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.objective_checks import check_objective_cautions
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 from megatron_grpo.preflight.sampling_checks import check_filter_cautions
 from megatron_grpo.preflight.unused_settings import find_unused_settings
@@ -30,6 +31,7 @@ def find_remarks(config: Config) -> Iterator[Problem]:
 @evaluate_rules
 def find_cautions(config: Config) -> Iterator[Rule]:
     """Find settings that are allowed and may not be intended."""
+    yield from check_objective_cautions(config)
     yield from _check_samples(config)
     yield from _check_checkpoints(config)
     yield from _check_warmups(config)
@@ -41,10 +43,6 @@ def _check_samples(config: Config) -> Iterator[Rule]:
     """Remark on samples that teach nothing, or are of other weights."""
     text = "is greedy: all samples of a prompt are the same and teach nothing"
     yield config.generation.temperature == 0, "generation.temperature=", text
-    steps = config.optimizer_steps_per_step
-    text = f"does not correct for the policy's updates, and this configuration makes {steps} optimizer steps on the"
-    text += " same samples; REINFORCE takes one: set PASSES=1 and one minibatch"
-    yield config.loss_fn.disable_ppo_ratio and steps > 1, "loss_fn.disable_ppo_ratio=", text
     loop = config.training_loop
     if not loop.async_grpo.can_sample_ahead:
         return

@@ -130,16 +130,17 @@ def _check_normalization(config: Config, loop: GRPOConfig) -> Iterator[Rule]:
     has_one_baseline, is_over_group = estimator == "reinforce_plus_plus", loop.normalize_rewards_over == "group"
     text = f"is for grpo.adv_estimator.name=reinforce_plus_plus; {estimator} has a baseline anyway"
     yield options.minus_baseline and not has_one_baseline, "grpo.adv_estimator.minus_baseline=", text
+    has_own_scale = estimator in ("reinforce_plus_plus", "gdpo")
     text = f"is not possible with grpo.adv_estimator.name={estimator}, which is a normalisation"
-    yield estimator != "grpo" and not loop.normalize_rewards, "grpo.normalize_rewards=", text
+    yield has_own_scale and not loop.normalize_rewards, "grpo.normalize_rewards=", text
     text = f"is for grpo.adv_estimator.name=grpo; {estimator} has a normalisation of its own"
-    yield estimator != "grpo" and not is_over_group, "grpo.normalize_rewards_over=", text
+    yield has_own_scale and not is_over_group, "grpo.normalize_rewards_over=", text
     text = "would divide a group of equal rewards by the spread of its KL penalties alone; use"
     text += " grpo.normalize_rewards=false, grpo.normalize_rewards_over=batch or another grpo.adv_estimator.name"
     divides_groups = estimator == "grpo" and loop.normalize_rewards and is_over_group
     yield config.loss_fn.use_kl_in_reward and divides_groups, "loss_fn.use_kl_in_reward=", text
     text = "the baseline of a sample comes from the others of its prompt; use 2 or more"
-    compares_samples = not has_one_baseline or options.minus_baseline
+    compares_samples = estimator in ("grpo", "gdpo") or (has_one_baseline and options.minus_baseline)
     yield compares_samples and loop.num_generations_per_prompt < 2, "grpo.num_generations_per_prompt=", text
 
 

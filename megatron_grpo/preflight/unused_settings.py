@@ -14,12 +14,14 @@ from megatron_grpo.config.algorithms import explain_unread
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.keys import list_changes
 from megatron_grpo.config.schema import Config, GRPOConfig, PPOConfig
+from megatron_grpo.preflight.objective_checks import list_idle_keys
 from megatron_grpo.preflight.rules import Rule, fill_placeholders
 
 
 def find_unused_settings(config: Config) -> Iterator[Problem]:
     """Find changed settings without effect, each with the first reason."""
-    rules = [*_list_switched_off(config), *_list_without_effect(config)]
+    idle = [(True, keys, text) for keys, text in list_idle_keys(config)]
+    rules = [*_list_switched_off(config), *_list_without_effect(config), *idle]
     unused = [(tuple(fill_placeholders(config, keys).split()), text) for is_unused, keys, text in rules if is_unused]
     value_sections = ("value", "value_loss_fn") if config.method.has_value_model else ()
     learning = ("loss_fn", config.loop_name, "reference", "policy", *value_sections)
@@ -38,8 +40,6 @@ def _list_switched_off(config: Config) -> Iterator[Rule]:
     """List the keys of options that are off."""
     text = "needs loss_fn.kl_type=mixed|jensen_shannon"
     yield config.loss_fn.kl_type not in ("mixed", "jensen_shannon"), "loss_fn.mixed_kl_weight", text
-    keys = "loss_fn.sapo_temperature_pos loss_fn.sapo_temperature_neg"
-    yield not config.loss_fn.use_sapo, keys, "needs loss_fn.use_sapo=true"
     yield from _list_of_loop(config)
     yield from _list_of_files(config)
     for section, optimizer in (("policy", config.policy.optimizer), ("value", config.value.optimizer)):
@@ -138,19 +138,6 @@ def _list_without_effect(config: Config) -> Iterator[Rule]:
 
 
 def _list_of_loss(config: Config) -> Iterator[Rule]:
-    loss, has_one_step = config.loss_fn, config.optimizer_steps_per_step == 1
-    clips = "loss_fn.ratio_clip_min loss_fn.ratio_clip_max"
-    text = "acts on ratios away from 1, and with one optimizer step on a sample all ratios are 1; give more with"
-    text += " policy.train_global_batch_samples below the samples of a step, or with PASSES above 1"
-    yield has_one_step, f"loss_fn.use_cispo loss_fn.use_sapo loss_fn.ratio_clip_c {clips}", text
-    is_uncorrected = has_one_step and not loss.use_importance_sampling_correction
-    yield is_uncorrected, "loss_fn.sequence_level_importance_ratios", text
-    text = "with one optimizer step on a sample all ratios are 1, and the gradient is that of REINFORCE anyway"
-    yield has_one_step, "loss_fn.disable_ppo_ratio", text
-    text = "with one optimizer step on a sample the policy is the old one anyway"
-    yield not config.needs_prev_logprobs, "loss_fn.force_on_policy_ratio", text
-    text = "clips nothing with loss_fn.use_sapo or loss_fn.disable_ppo_ratio"
-    yield loss.use_sapo or loss.disable_ppo_ratio, clips, text
     text = "limits how far values move within a step, and before its one optimizer step they have not moved; give more"
     text += " steps with value.train_global_batch_samples below the samples of a step, or with PASSES above 1"
     has_one_value_step = config.method.has_value_model and config.value_optimizer_steps_per_step == 1

@@ -30,6 +30,7 @@ from megatron_grpo.data.specs import find_task_templates, list_conversation_form
 from megatron_grpo.models.checkpoint_model import POLICY_FOLDER as POLICY_FOLDER
 from megatron_grpo.models.source import compute_model_digest, find_local_folder, is_made_before_run
 from megatron_grpo.observability.run_files import CONFIG_FILE, write_json, write_text
+from megatron_grpo.run.user_code import keep_user_code, list_code_changes
 
 DATA_FILE = "data.json"  # digests of the run's data (`DataIdentity`)
 # The chat template of the run's prompts, if it is not the model folder's; exports have it.
@@ -107,7 +108,7 @@ def is_in_use(path: str) -> bool:
 
 
 def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
-    """Write configuration, chat template and digests into a run's folder.
+    """Write configuration, user's code, chat template and digests into a run's folder.
 
     The link `latest` beside the folder then points at it. Raises ConfigError if the training data is not that of the
     run in the folder: it changed during the start-up.
@@ -126,6 +127,7 @@ def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
     formats = list_conversation_formats(config) if config.method.head == "score" else []
     if len(formats) == 1 and formats[0]:
         write_json(folder / FORMAT_FILE, formats[0])
+    keep_user_code(folder, config)
     write_text(folder / CONFIG_FILE, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
     link = folder.parent / "latest"
     if folder.name == link.name or (link.exists() and not link.is_symlink()):
@@ -177,7 +179,7 @@ def compare_with_last_start(folder: Path, config: Config) -> list[str]:
     reason = reason or _describe_model_difference(folder, before, config)
     if reason is not None:
         raise ConfigError([Problem(subject, f"holds another run: {reason}; choose another run_dir")])
-    remarks = compare_data(folder, config)
+    remarks = [*compare_data(folder, config), *list_code_changes(folder, config)]
     # An earlier version may have recorded a secret.
     return [*(hide_secrets(f"{key}: {before.get(key)} -> {now.get(key)}") for key in changed_keys), *remarks]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -218,6 +218,8 @@ class Truth:
     """Float32, by the same names."""
     reference: Distance
     """Distance of transformers' own float32 results."""
+    loss: float
+    """Loss of the batch."""
 
     @property
     def tolerances(self) -> Tolerances:
@@ -245,12 +247,30 @@ def make_batch(vocab: int, sequences: int, longest: int, seed: int) -> TokenBatc
     return TokenBatch(lengths.tolist(), fields)
 
 
+# From the log-probabilities of each sequence, [tokens - 1] and with gradient, to a loss of shape [].
+SequenceLoss = Callable[[list[Tensor]], Tensor]
+
+
 def make_loss() -> ClippedPGLossFn:
     """Minus the mean of advantage times log-probability (REINFORCE).
 
     Its value depends on the weights. The value of PPO's loss does not before the first update, when every ratio is 1.
     """
-    return ClippedPGLossFn(LossConfig(reference_policy_kl_penalty=0.0, disable_ppo_ratio=True))
+    return ClippedPGLossFn(LossConfig(reference_policy_kl_penalty=0.0, objective="reinforce"))
+
+
+def write_out_loss(batch: TokenBatch) -> SequenceLoss:
+    """Write out the loss of `make_loss`."""
+
+    def compute(logprobs: list[Tensor]) -> Tensor:
+        masks = require_field(batch.fields.loss_mask).split(batch.lengths)
+        advantages = require_field(batch.fields.advantages).split(batch.lengths)
+        total, tokens = logprobs[0].new_zeros(()), require_field(batch.fields.loss_mask).sum()
+        for row, values in enumerate(logprobs):
+            total = total - (values * advantages[row][1:] * masks[row][1:]).sum() / tokens
+        return total
+
+    return compute
 
 
 def count_tokens(batch: TokenBatch) -> GlobalCounts:
@@ -263,28 +283,29 @@ def count_tokens(batch: TokenBatch) -> GlobalCounts:
     )
 
 
-def compute_truth(folder: Path, batch: TokenBatch) -> Truth:
+def compute_truth(folder: Path, batch: TokenBatch, loss: SequenceLoss | None = None) -> Truth:
     """Compute a batch in transformers, in float32 and in float64.
 
-    One sequence at a time, without padding.
+    One sequence at a time, without padding. `loss`: of the whole batch; None: that of `make_loss`.
 
     Raises:
         RunError: transformers cannot load or compute the model.
     """
     try:
-        logprobs, gradients, weights = _run_transformers(folder, batch, torch.float32)
+        loss = loss or write_out_loss(batch)
+        logprobs, gradients, weights, _ = _run_transformers(folder, batch, torch.float32, loss)
         with DoublePrecision():
-            exact_logprobs, exact_gradients, _ = _run_transformers(folder, batch, torch.float64)
+            exact_logprobs, exact_gradients, _, total = _run_transformers(folder, batch, torch.float64, loss)
     except Exception as error:  # a model's own code may raise anything
         raise RunError(f"transformers cannot compute {folder}: {type(error).__name__}: {error}") from error
     reference = measure_distance(logprobs, gradients, exact_logprobs, exact_gradients)
-    return Truth(exact_logprobs, exact_gradients, weights, reference)
+    return Truth(exact_logprobs, exact_gradients, weights, reference, total)
 
 
 def _run_transformers(
-    folder: Path, batch: TokenBatch, dtype: torch.dtype
-) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Compute log-probabilities, gradients and weights, as `Truth` has them."""
+    folder: Path, batch: TokenBatch, dtype: torch.dtype, loss: SequenceLoss
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor], float]:
+    """Compute log-probabilities, gradients, weights and loss, as `Truth` has them."""
     model = load_eager_model(folder, dtype).to(dtype)  # some families keep parameters in float32
     # torch leaves the gradient of this token's row out. Training has no such token: padding is never computed.
     model.get_input_embeddings().padding_idx = None
@@ -293,25 +314,21 @@ def _run_transformers(
     router_logits = _keep_router_logits(model)
     in_memory = {name: value.detach().clone() for name, value in list_stored_tensors(model).items()}
     weights = _name_as_stored(model, in_memory, shape)
-    fields, logprobs = batch.fields, []
-    total = torch.zeros((), dtype=dtype)
-    columns = (
-        require_field(fields.token_ids).long(),
-        require_field(fields.loss_mask),
-        require_field(fields.advantages),
-    )
-    for ids, mask, advantages in zip(*(column.split(batch.lengths) for column in columns), strict=True):
+    logprobs = []
+    router_loss = torch.zeros((), dtype=dtype)
+    for ids in require_field(batch.fields.token_ids).long().split(batch.lengths):
         router_logits.clear()
         output = model(ids[None], use_cache=False)
-        sampled_logprobs = output.logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        total = total - (sampled_logprobs * advantages[1:] * mask[1:]).sum() / require_field(fields.loss_mask).sum()
+        logprobs.append(output.logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])[:, 0])
         if experts is not None:
-            total = total + sum(compute_router_losses(logits, experts) for logits in router_logits) / len(batch)
-        # Nothing predicts a sequence's first token.
-        logprobs.append(torch.nn.functional.pad(sampled_logprobs.detach(), (1, 0)))
-    total.backward()
+            losses = [compute_router_losses(logits, experts) for logits in router_logits]
+            router_loss = router_loss + sum(losses) / len(batch)
+    total = loss(logprobs)
+    (total + router_loss).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return torch.cat(logprobs), _name_as_stored(model, gradients, shape), weights
+    # Nothing predicts a sequence's first token.
+    padded = torch.cat([torch.nn.functional.pad(values.detach(), (1, 0)) for values in logprobs])
+    return padded, _name_as_stored(model, gradients, shape), weights, float(total)
 
 
 def _name_as_stored(model: Any, tensors: dict[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:

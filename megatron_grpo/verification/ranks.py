@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_grpo.batch.packing import TOKEN_COST, make_packer
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_grpo.losses.loss import LossFunction
 from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.hf_weights import iter_hf_tensors
 from megatron_grpo.trainer.messages import RankSettings
@@ -39,6 +40,9 @@ class Task:
     steps: int
     seed: int
     timeout_s: float
+    loss: LossFunction = field(default_factory=make_loss)
+    microbatch_tokens: int | None = None
+    """Largest microbatch; None: three of the longest sequence."""
 
 
 @dataclass(slots=True)
@@ -76,7 +80,7 @@ def measure(task: Task, enter: Callable[[str], object]) -> dict[str, Any]:
     result = RankResults(weights=_join_shards(rank))
     if logprobs is not None:
         result.logprobs = dict(zip(numbers, logprobs.split(batch.lengths), strict=True))
-    loss_fn, counts = make_loss(), count_tokens(task.batch)
+    loss_fn, counts = task.loss, count_tokens(task.batch)
     enter("gradients")
     result.losses.append(_sum_losses(rank.compute_gradients(batch, microbatches, loss_fn, counts)))
     result.gradients = _join_gradients(rank)
@@ -105,7 +109,7 @@ def _build_config(task: Task, *, distributed: bool = False) -> PolicyConfig:
         precision="float32",
         packing=task.packing,
         moe=MOE,
-        microbatch_tokens=3 * max(task.batch.lengths),
+        microbatch_tokens=task.microbatch_tokens or 3 * max(task.batch.lengths),
         # With a large epsilon an update is a smooth function of the gradient: rounding does not flip its sign.
         optimizer=OptimizerConfig(lr=1e-2, adam_eps=1e-2, distributed=distributed),
         max_grad_norm=1.0,
@@ -164,7 +168,8 @@ class Row:
     worst_tensor: str
     """Name in transformers of the tensor whose gradient has this error."""
     loss: float
-    """Difference of the loss after the optimizer steps from that of one rank; 0 for the layout of one rank."""
+    """Difference of the loss after the optimizer steps from that of one rank; for one rank, that of the first loss from
+    the reference's."""
     exact: bool
     """Whether the exported weights equal the imported ones bit by bit."""
     peak_gib: float
@@ -199,7 +204,7 @@ def compare_layout(
     """
     logprobs = {number: values for rank in results for number, values in rank.logprobs.items()}
     assert sorted(logprobs) == list(range(len(batch))), "every sequence is reported once"
-    final = sum(rank.losses[-1] for rank in results)
+    first, final = (sum(rank.losses[index] for rank in results) for index in (0, -1))
     gradients = {name: tensor for rank in results for name, tensor in rank.gradients.items()}
     in_order = torch.cat([logprobs[number] for number in range(len(batch))])
     distance, tolerances = measure_distance(in_order, gradients, truth.logprobs, truth.gradients), truth.tolerances
@@ -213,7 +218,7 @@ def compare_layout(
         logprob_median=distance.logprob_median,
         gradient=distance.gradients[worst],
         worst_tensor=worst,
-        loss=0.0 if one_rank is None else abs(final - one_rank.final_loss),
+        loss=abs(first - truth.loss if one_rank is None else final - one_rank.final_loss),
         exact=_has_same_weights(results, truth.weights),
         peak_gib=max(rank.peak_bytes for rank in results) / 2**30,
         step_s=max(rank.step_s for rank in results),

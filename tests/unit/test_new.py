@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo import new
+from megatron_grpo.preflight.environment_checks import check_user_code
 from megatron_grpo.preflight.load import compose_config
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +57,25 @@ def test_its_recipes_compose(folder: Path) -> None:
     turns = compose_config([f"--config-dir={folder}", "+exp=riddles_turns"])
     assert turns.env["riddles"].type == "riddles.environment:SecondTry"
     assert (turns.env["riddles"].reward_funcs, turns.grpo.max_rollout_turns) == ([], 2)
+
+
+@pytest.mark.parametrize("kind", ["loss", "advantages"])
+def test_a_formula_is_written_with_its_test_and_recipe(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = f"own_{kind}"
+    assert new.main([name, f"kind={kind}"]) == 0
+    for config in (("--isolated",), ("--config", str(ROOT / "pyproject.toml"))):
+        run_tool(tmp_path, "ruff", "check", *config, name)
+        run_tool(tmp_path, "ruff", "format", *config, "--check", name)
+    assert "3 passed" in run_tool(tmp_path / name, "pytest", "-q", "-p", "no:cacheprovider", ".")
+    check_user_code(compose_config([f"--config-dir={name}", f"+exp={name}"]))
+
+
+def test_a_kind_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert new.main(["riddles", "kind=lose"]) == 2
+    assert "kind=lose  must be one of environment, loss, advantages" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

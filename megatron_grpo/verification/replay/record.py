@@ -28,7 +28,7 @@ from megatron_grpo.models.source import fetch_model_folder, require_folder
 from megatron_grpo.run.checkpoint_files import read_state, verify_checkpoint
 from megatron_grpo.run.directory import load_run_config, override_values
 
-_SECTIONS = ("policy.",)  # keys of a run that start something in a replay
+_SECTIONS = ("policy.", "loss_fn.")  # keys of a run that start something in a replay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

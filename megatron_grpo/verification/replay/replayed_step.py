@@ -18,7 +18,7 @@ from megatron_grpo.batch.replay_files import TensorFigure
 from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, find_token_indices, repeat_per_token, require_field
 from megatron_grpo.config.errors import ConfigError
-from megatron_grpo.config.schema import LossConfig
+from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.losses.divergence import find_inconsistent_sequences
 from megatron_grpo.losses.loss import GlobalCounts, combine_metrics
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
@@ -63,7 +63,7 @@ class ReplayTask:
     logprobs: Schedule
     steps: list[tuple[Schedule, GlobalCounts]]
     """Microbatches and denominators of each optimizer step."""
-    loss: LossConfig
+    loss: ClippedPGLossFn
     uses_prev: bool
     """Whether the loss reads the policy's log-probabilities at the start of the step."""
 
@@ -157,7 +157,7 @@ def build_replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
         captured=_choose_captured_tokens(record, hidden_tokens),
         logprobs=assign_microbatches(policy, cost, step, np.arange(len(step)), forward_tokens),
         steps=steps,
-        loss=config.loss_fn,
+        loss=ClippedPGLossFn(config.loss_fn, list_import_folders(str(record.run_dir))),
         uses_prev=config.needs_prev_logprobs,
     )
 
@@ -234,9 +234,8 @@ def replay_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str
         )[token_indices]
     enter("optimizer steps")
     rank.recorder.begin()
-    loss_fn = ClippedPGLossFn(task.loss)
     shares = [
-        rank.train(batch, _select_replica_microbatches(batches, members), loss_fn, counts)
+        rank.train(batch, _select_replica_microbatches(batches, members), task.loss, counts)
         for batches, counts in task.steps
     ]
     enter("gathering the tensors")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megatron_grpo.algorithms.token_functions import find_finite_sequences
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.schema import AdvantageEstimatorConfig, Config, GRPOConfig, LossConfig
-from megatron_grpo.losses.advantages import group_advantages, reinforce_plus_plus_advantages, reward_to_go
+from megatron_grpo.losses.advantages import group_advantages, reinforce_plus_plus, reward_to_go
 from megatron_grpo.losses.divergence import kl_estimate
 from tests.support.step_advantages import advantages_of
 from tests.support.trajectories import failed_trajectory, make_trajectory
@@ -73,9 +73,9 @@ def by_formula(
     scores = [math.nan if trajectory.reward is None else trajectory.reward for trajectory in trajectories]
     rewards = torch.tensor(scores).view(-1, samples)
     if grpo.adv_estimator.name == "reinforce_plus_plus":
-        by_token = reinforce_plus_plus_advantages(
+        by_token = reinforce_plus_plus(
             rewards,
-            counts,
+            torch.tensor(counts),
             token_penalty=penalty if loss.use_kl_in_reward else None,
             minus_baseline=grpo.adv_estimator.minus_baseline,
         )

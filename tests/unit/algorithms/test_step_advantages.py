@@ -16,7 +16,7 @@ from megatron_grpo.algorithms.step_report import compute_sampling_metrics
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.loss_schema import RewardShapingConfig
 from megatron_grpo.config.schema import AdvantageEstimatorConfig, Config, EnvironmentConfig, GRPOConfig, LossConfig
-from megatron_grpo.losses.advantages import group_advantages, reinforce_plus_plus_advantages
+from megatron_grpo.losses.advantages import group_advantages, reinforce_plus_plus
 from tests.support.fake_rollouts import FakeRollouts, add_entry, by_sequence
 from tests.support.step_advantages import advantages_of, laid_out
 from tests.support.trajectories import make_trajectory
@@ -173,8 +173,8 @@ def test_reinforce_plus_plus_charges_each_token_for_what_follows(minus_baseline:
     keys = config(loss, adv_estimator=estimator)
     actual = advantages_of(keys, step(), reference_logprobs=np.full_like(policy, -1.0), prev_logprobs=policy)
     penalty = torch.tensor([0.5 * (0.5 - 0.5 * t) for length in LENGTHS for t in range(length)])
-    expected = reinforce_plus_plus_advantages(
-        torch.tensor(REWARDS).view(2, 2), LENGTHS, token_penalty=penalty, minus_baseline=minus_baseline
+    expected = reinforce_plus_plus(
+        torch.tensor(REWARDS).view(2, 2), torch.tensor(LENGTHS), token_penalty=penalty, minus_baseline=minus_baseline
     )
     assert [value for tokens in actual for value in tokens[PROMPT:]] == pytest.approx(expected.tolist())
 

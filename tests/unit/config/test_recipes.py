@@ -180,7 +180,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_recipe_outside_the_package_is_found(folder: Path, form: str) -> None:
     config = compose_config([form.format(folder), "+exp=mine", "grpo.seed=3"])
     assert (config.name, config.grpo.max_num_steps, config.grpo.seed) == ("mine", 7, 3)
-    assert (config.loss_fn.ratio_clip_min, config.loss_fn.clip_max) == (0.05, 0.05)
+    assert (config.loss_fn.ratio_clip_min, config.loss_fn.ratio_clip_max) == (0.05, None)
     assert config.policy.parallel.pipeline == 2, "it builds on a recipe of the package"
     assert "mine" not in list_config_groups()["exp"], "the folder counts for its command line only"
 

@@ -16,10 +16,10 @@ from megatron_grpo.config.loss_schema import RewardShapingConfig
 from megatron_grpo.config.schema import RewardScalingConfig
 from megatron_grpo.losses.advantages import (
     STD_EPSILON,
-    gdpo_advantages,
+    gdpo,
     group_advantages,
     leave_one_out_baseline,
-    reinforce_plus_plus_advantages,
+    reinforce_plus_plus,
     reward_to_go,
     scale_rewards,
     shape_rewards,
@@ -69,8 +69,11 @@ def test_a_lone_success_keeps_its_signal_with_leave_one_out() -> None:
 def test_large_rewards_keep_their_advantages() -> None:
     huge = group_advantages(torch.tensor([[1e20, 0.0, 0.0, 0.0]]), leave_one_out=False, normalize=True)
     torch.testing.assert_close(huge, torch.tensor([[1.5, -0.5, -0.5, -0.5]]))
-    by_step = reinforce_plus_plus_advantages(
-        torch.tensor([[1e20, 0.0, 0.0, 0.0]]), [1, 1, 1, 1], token_penalty=None, minus_baseline=False
+    by_step = reinforce_plus_plus(
+        torch.tensor([[1e20, 0.0, 0.0, 0.0]]),
+        torch.ones(4, dtype=torch.int64),
+        token_penalty=None,
+        minus_baseline=False,
     )
     torch.testing.assert_close(by_step, torch.tensor([3.0, -1.0, -1.0, -1.0]) / 3**0.5)
 
@@ -153,7 +156,7 @@ def test_gdpo_matches_brute_force(parts: list[list[list[int | None]]]) -> None:
     nan = float("nan")
     values = [[[nan if r is None else r for r in group] for group in function] for function in parts]
     tensors = torch.tensor(values, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
-    actual = gdpo_advantages(*tensors)
+    actual = gdpo(*tensors)
     expected = torch.tensor(brute_force_gdpo(parts, weights), dtype=torch.float64)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
@@ -163,7 +166,7 @@ def test_gdpo_tells_apart_what_the_sum_does_not() -> None:
     parts = torch.tensor([[[1.0, 0.0, 0.0, 0.0]], [[0.0, 1.0, 1.0, 0.0]]])
     summed = group_advantages(parts.sum(0), leave_one_out=False, normalize=True)
     assert summed[0, 0] == summed[0, 1]
-    advantages = gdpo_advantages(parts, torch.ones(2))
+    advantages = gdpo(parts, torch.ones(2))
     assert advantages[0, 0] > advantages[0, 1] > advantages[0, 3]
 
 
@@ -172,17 +175,17 @@ def test_gdpo_rewards_that_cancel_out_teach_nothing(scale: float) -> None:
     """The rounding of their sum must not be blown up to advantages by the normalisation over the step."""
     right = torch.rand(3, 4, generator=torch.Generator().manual_seed(3))
     parts = torch.stack([right, 7 - scale * right])
-    assert torch.equal(gdpo_advantages(parts, torch.ones(2)), torch.zeros(3, 4))
+    assert torch.equal(gdpo(parts, torch.ones(2)), torch.zeros(3, 4))
     told_apart = parts.clone()
     told_apart[1, 0, 0] = 100.0
-    advantages = gdpo_advantages(told_apart, torch.ones(2))
+    advantages = gdpo(told_apart, torch.ones(2))
     assert (advantages[0] != 0).all()
 
 
 def test_a_small_weight_is_no_cancellation() -> None:
     """The heavy function says the same of all samples of the group, so the light one alone tells them apart."""
     parts = torch.tensor([[[1.0, 1.0, 1.0, 1.0]], [[0.0, 1.0, 0.0, 1.0]]])
-    advantages = gdpo_advantages(parts, torch.tensor([1.0, 1e-4]))
+    advantages = gdpo(parts, torch.tensor([1.0, 1e-4]))
     assert advantages.sign().tolist() == [[-1, 1, -1, 1]]
 
 
@@ -210,9 +213,9 @@ def test_reinforce_plus_plus_matches_brute_force(
 ) -> None:
     lengths = data.draw(st.lists(st.integers(1, 4), min_size=2 * len(groups), max_size=2 * len(groups)))
     penalty = data.draw(st.lists(st.floats(-1, 1), min_size=sum(lengths), max_size=sum(lengths)))
-    actual = reinforce_plus_plus_advantages(
+    actual = reinforce_plus_plus(
         torch.tensor(groups, dtype=torch.float64),
-        lengths,
+        torch.tensor(lengths),
         token_penalty=torch.tensor(penalty, dtype=torch.float64) if with_penalty else None,
         minus_baseline=minus_baseline,
     )
@@ -233,8 +236,8 @@ def test_a_token_answers_for_its_own_penalty_and_the_later_ones() -> None:
 
 
 def test_reinforce_plus_plus_needs_no_group() -> None:
-    advantages = reinforce_plus_plus_advantages(
-        torch.tensor([[1.0], [0.0]]), [1, 3], token_penalty=None, minus_baseline=False
+    advantages = reinforce_plus_plus(
+        torch.tensor([[1.0], [0.0]]), torch.tensor([1, 3]), token_penalty=None, minus_baseline=False
     )
     torch.testing.assert_close(advantages, torch.tensor([3**0.5] + [-(3**-0.5)] * 3))
 
@@ -243,8 +246,8 @@ def test_reinforce_plus_plus_needs_no_group() -> None:
 def test_reinforce_plus_plus_leaves_out_what_has_no_reward(minus_baseline: bool) -> None:
     rewards, lengths = torch.tensor([[1.0, math.nan, 0.0], [2.0, 0.5, math.nan]]), [2, 3, 1, 2, 4, 1]
     options = {"token_penalty": None, "minus_baseline": minus_baseline}
-    actual = reinforce_plus_plus_advantages(rewards, lengths, **options).split(lengths)
-    scored = reinforce_plus_plus_advantages(torch.tensor([[1.0, 0.0], [2.0, 0.5]]), [2, 1, 2, 4], **options)
+    actual = reinforce_plus_plus(rewards, torch.tensor(lengths), **options).split(lengths)
+    scored = reinforce_plus_plus(torch.tensor([[1.0, 0.0], [2.0, 0.5]]), torch.tensor([2, 1, 2, 4]), **options)
     expected = iter(scored.split([2, 1, 2, 4]))
     for reward, piece in zip(rewards.flatten(), actual, strict=True):
         torch.testing.assert_close(piece, torch.zeros_like(piece) if reward.isnan() else next(expected))
@@ -273,7 +276,7 @@ def test_gdpo_equals_trl_also_with_missing_rewards() -> None:
     parts[:, 4, 1] = torch.nan
     weights = torch.tensor([1.0, 0.3, 2.0], dtype=torch.float64)
     expected = trl_advantages(parts, weights, multi_objective="normalize_then_sum", scale_rewards="group")
-    torch.testing.assert_close(gdpo_advantages(parts, weights), expected, atol=2e-3, rtol=0)
+    torch.testing.assert_close(gdpo(parts, weights), expected, atol=2e-3, rtol=0)
 
 
 def trl_advantages(parts: Tensor, weights: Tensor, *, multi_objective: str, scale_rewards: str) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_grpo.batch.packing import SequencePadder
 from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.config.schema import LossConfig
-from megatron_grpo.losses.divergence import sampling_correction
+from megatron_grpo.losses.corrections import sampling_correction
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from tests.support.loss_oracle import CONFIGS, counts_of, loop_loss, random_batch

@@ -45,9 +45,11 @@ def list_values(hint: Any, value: Any) -> list[Any]:
         return [setting for argument in arguments for setting in list_values(argument, value)]
     if hint is bool:
         return [not value]
+    if origin is dict:
+        return [{"power": 2}]
     number = 0 if value is None or isinstance(value, str) else value
     numbers = [number + 1, 2, 3] if hint is int else [number + 0.25, number / 2, 0.5, 1.5, -0.5]
-    texts = ["val_reward"] if hint is str else []
+    texts = ["val_reward", "cispo", "reinforce_plus_plus"] if hint is str else []
     return [setting for setting in (numbers if hint in (int, float) else texts) if setting != value]
 
 

@@ -1,0 +1,65 @@
+"""Checks of the user's own objective and advantages: they are imported and tried on small random steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_grpo.config.errors import Problem, RunError
+from megatron_grpo.config.formulas import ADVANTAGES, OBJECTIVES
+from megatron_grpo.config.keys import list_changes
+from megatron_grpo.config.paths import list_import_folders
+from megatron_grpo.config.schema import Config, GRPOConfig
+from megatron_grpo.losses.named_formula import NamedFormula
+
+
+def find_formula_problems(config: Config) -> Iterator[Problem]:
+    """Find problems of the user's functions; without any, nothing is imported."""
+    loop = config.training_loop
+    if config.method.rows or not config.uses_rewards or not config.debug.train:
+        return
+    if config.loss_fn.objective_entry is None:
+        yield from _find_objective_problems(config)
+    if isinstance(loop, GRPOConfig) and loop.adv_estimator.entry is None:
+        yield from _find_estimator_problems(config, loop)
+
+
+def _find_objective_problems(config: Config) -> Iterator[Problem]:
+    # Imported here, because torch takes long to import.
+    from megatron_grpo.losses.formula_trials import find_objective_problem
+    from megatron_grpo.losses.policy_loss import make_objective
+
+    subject = f"loss_fn.objective={config.loss_fn.objective}"
+    try:
+        objective = make_objective(config.loss_fn, list_import_folders(config.run_dir))
+    except RunError as error:
+        yield Problem(subject, str(error))
+        return
+    if reason := find_objective_problem(objective):
+        yield Problem(subject, reason)
+    keys = frozenset().union(*(entry.reads for entry in OBJECTIVES.values()))
+    yield from _find_unread_keys(config, "loss_fn", keys, objective)
+
+
+def _find_estimator_problems(config: Config, loop: GRPOConfig) -> Iterator[Problem]:
+    from megatron_grpo.losses.advantages import make_estimator
+    from megatron_grpo.losses.formula_trials import find_advantages_problem
+
+    subject = f"grpo.adv_estimator.name={loop.adv_estimator.name}"
+    try:
+        estimator = make_estimator(loop, list_import_folders(config.run_dir))
+    except RunError as error:
+        yield Problem(subject, str(error))
+        return
+    if reason := find_advantages_problem(estimator, loop.num_generations_per_prompt):
+        yield Problem(subject, reason)
+    keys = frozenset().union(*(entry.reads for entry in ADVANTAGES.values()))
+    yield from _find_unread_keys(config, "grpo", keys, estimator)
+
+
+def _find_unread_keys(config: Config, section: str, keys: frozenset[str], formula: NamedFormula) -> Iterator[Problem]:
+    """Find changed keys that only other formulas read."""
+    for key, value in list_changes(config, section):
+        name = key.rpartition(".")[2]
+        if name in keys - formula.arguments.keys():
+            text = f"is no parameter of {formula.path}, so nothing reads it; leave it out, or take {name} there"
+            yield Problem(f"{key}={value}", text)

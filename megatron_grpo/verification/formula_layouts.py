@@ -1,0 +1,130 @@
+"""Problems that show whether an objective, correction or advantages depend on the layout of a step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field
+from megatron_grpo.config.errors import RunError, suggest_name
+from megatron_grpo.config.formulas import ADVANTAGES, CORRECTIONS, LOWER, OBJECTIVES, UPPER
+from megatron_grpo.config.loss_schema import AdvantageEstimatorConfig
+from megatron_grpo.config.paths import list_import_folders
+from megatron_grpo.config.schema import GRPOConfig, LossConfig
+from megatron_grpo.losses.advantages import make_estimator, response_advantages
+from megatron_grpo.losses.formula_trials import find_advantages_problem, find_objective_problem
+from megatron_grpo.losses.named_formula import NamedFormula, load_formula
+from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.verification.problem import SequenceLoss, count_tokens
+
+SAMPLES = 4  # responses of a prompt, of which groups of advantages are made
+SHIFT = 0.3  # standard deviation of log-probabilities from those of the model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormulaProblem:
+    """A loss with the formula, and what else it needs of a step."""
+
+    loss: ClippedPGLossFn
+    estimator: NamedFormula | None
+    """Function from rewards to advantages; None: advantages are drawn."""
+
+
+def make_formula_problem(name: str, options: Mapping[str, Any]) -> FormulaProblem:
+    """Make the loss of a built-in formula, or of the user's function.
+
+    It is tried on a small step first.
+
+    Raises:
+        ValueError: there is no such formula, or it has other options.
+        RunError: a trial fails, and the text says which.
+    """
+    folders, shared = list_import_folders(), {"reference_policy_kl_penalty": 0.0}
+    try:
+        if name in CORRECTIONS:
+            limits = {LOWER: 0.8, UPPER: 1.3}
+            keys = {key: limits[key] for key in CORRECTIONS[name].reads} | {"use_importance_sampling_correction": True}
+            config = LossConfig(truncated_importance_sampling_type=name, **keys, **shared)  # type: ignore[arg-type]
+            return FormulaProblem(loss=ClippedPGLossFn(config), estimator=None)
+        if name in ADVANTAGES or ("." in name and _takes_rewards(name, folders)):
+            settings = AdvantageEstimatorConfig(name=name, options=dict(options))
+            estimator = make_estimator(GRPOConfig(adv_estimator=settings), folders)
+            problem = find_advantages_problem(estimator, SAMPLES) if settings.entry is None else None
+            loss = ClippedPGLossFn(LossConfig(**shared))
+        elif name in OBJECTIVES or "." in name:
+            entry = OBJECTIVES.get(name)
+            by_token = entry is None or not entry.averages_responses
+            config = LossConfig(objective=name, objective_options=dict(options), token_level_loss=by_token, **shared)
+            loss, estimator = ClippedPGLossFn(config, folders), None
+            problem = find_objective_problem(loss.objective)
+        else:
+            names = [*OBJECTIVES, *CORRECTIONS, *ADVANTAGES]
+            text = suggest_name(name, names, otherwise=f"; it is one of {', '.join(names)}, or module.function")
+            raise ValueError(f"loss={name} is not known{text}")
+    except RunError as error:
+        raise ValueError(f"loss={name}: {error}") from None
+    if problem is not None:
+        raise RunError(f"loss={name} {problem}")
+    return FormulaProblem(loss=loss, estimator=estimator)
+
+
+def _takes_rewards(path: str, folders: tuple[str, ...]) -> bool:
+    return "rewards" in inspect.signature(load_formula(path, folders)).parameters
+
+
+def draw_fields(problem: FormulaProblem, batch: TokenBatch, logprobs: Tensor, seed: int) -> TokenBatch:
+    """Draw log-probabilities near those of the model, [tokens], and advantages."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def shift() -> Tensor:
+        near = logprobs + SHIFT * torch.randn(len(logprobs), generator=draw)
+        return torch.where(logprobs != 0, near, 0.0).float()
+
+    fields = replace(batch.fields, prev_logprobs=shift(), generation_logprobs=shift())
+    if problem.estimator is not None:
+        fields.advantages = _estimate_advantages(problem.estimator, batch, draw)
+    return TokenBatch(batch.lengths, fields)
+
+
+def _estimate_advantages(estimator: NamedFormula, batch: TokenBatch, draw: torch.Generator) -> Tensor:
+    """Estimate advantages of random rewards, at each token: [tokens]."""
+    groups = -(-len(batch) // SAMPLES)
+    lengths = torch.ones(groups * SAMPLES, dtype=torch.int64)  # the last group may have samples of no sequence
+    masks = require_field(batch.fields.loss_mask).split(batch.lengths)
+    lengths[: len(batch)] = torch.stack([mask.sum() for mask in masks]).long()
+    shape = (groups, SAMPLES)
+    rewards = torch.randint(0, 3, shape, generator=draw).float()
+    lengths = lengths.view(shape)
+    if "token_penalty" in estimator.inputs:
+        by_token = estimator(rewards=rewards, lengths=lengths, token_penalty=None).float()
+        advantages = torch.zeros(sum(batch.lengths))
+        in_loss = require_field(batch.fields.loss_mask) > 0
+        advantages[in_loss] = by_token[: int(in_loss.sum())]
+        return advantages
+    parts = torch.stack([rewards, torch.randint(0, 2, shape, generator=draw).float()])
+    by_response = response_advantages(
+        estimator, rewards, lengths, reward_parts=parts, reward_weights=torch.tensor([1.0, 0.5])
+    ).flatten()[: len(batch)]
+    return by_response.repeat_interleave(torch.tensor(batch.lengths))
+
+
+def make_rectangle_loss(loss: ClippedPGLossFn, batch: TokenBatch) -> SequenceLoss:
+    """Make the loss of one process, over rectangles: [sequences, longest], padded on the right."""
+
+    def compute(logprobs: list[Tensor]) -> Tensor:
+        dtype, fields = logprobs[0].dtype, {}
+        for name, values in batch.fields.as_dict().items():
+            rectangle = pad_sequence([*values.split(batch.lengths)], batch_first=True)
+            fields[name] = rectangle.to(dtype) if rectangle.is_floating_point() else rectangle
+        curr = pad_sequence([pad(values, (1, 0)) for values in logprobs], batch_first=True)
+        total, _ = loss(curr, TokenFields(**fields), count_tokens(batch))
+        return total
+
+    return compute
