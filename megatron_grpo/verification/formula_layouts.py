@@ -46,22 +46,22 @@ def make_formula_problem(name: str, options: Mapping[str, Any]) -> FormulaProble
         ValueError: there is no such formula, or it has other options.
         RunError: a trial fails, and the text says which.
     """
-    folders, shared = list_import_folders(), {"reference_policy_kl_penalty": 0.0}
+    folders, config = list_import_folders(), LossConfig(reference_policy_kl_penalty=0.0)
     try:
         if name in CORRECTIONS:
-            limits = {LOWER: 0.8, UPPER: 1.3}
-            keys = {key: limits[key] for key in CORRECTIONS[name].reads} | {"use_importance_sampling_correction": True}
-            config = LossConfig(truncated_importance_sampling_type=name, **keys, **shared)  # type: ignore[arg-type]
+            limits: dict[str, Any] = {LOWER: 0.8, UPPER: 1.3}
+            keys = {key: limits[key] for key in CORRECTIONS[name].reads} | {"truncated_importance_sampling_type": name}
+            config = replace(config, use_importance_sampling_correction=True, **keys)
             return FormulaProblem(loss=ClippedPGLossFn(config), estimator=None)
         if name in ADVANTAGES or ("." in name and _takes_rewards(name, folders)):
             settings = AdvantageEstimatorConfig(name=name, options=dict(options))
             estimator = make_estimator(GRPOConfig(adv_estimator=settings), folders)
             problem = find_advantages_problem(estimator, SAMPLES) if settings.entry is None else None
-            loss = ClippedPGLossFn(LossConfig(**shared))
+            loss = ClippedPGLossFn(config)
         elif name in OBJECTIVES or "." in name:
             entry = OBJECTIVES.get(name)
             by_token = entry is None or not entry.averages_responses
-            config = LossConfig(objective=name, objective_options=dict(options), token_level_loss=by_token, **shared)
+            config = replace(config, objective=name, objective_options=dict(options), token_level_loss=by_token)
             loss, estimator = ClippedPGLossFn(config, folders), None
             problem = find_objective_problem(loss.objective)
         else:
