@@ -123,7 +123,7 @@ def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
     if len(templates) == 1 and (template := templates.pop()) is not None:
         write_text(folder / TEMPLATE_FILE, template)
     (folder / FORMAT_FILE).unlink(missing_ok=True)
-    formats = list_conversation_formats(config) if config.method.head == "score" else []
+    formats = list_conversation_formats(config)
     if len(formats) == 1 and formats[0]:
         write_json(folder / FORMAT_FILE, formats[0])
     write_text(folder / CONFIG_FILE, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
