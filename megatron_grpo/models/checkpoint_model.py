@@ -8,7 +8,7 @@ from pathlib import Path
 
 from xxhash import xxh3_64
 
-from megatron_grpo.config.algorithms import find_recorded_algorithm
+from megatron_grpo.config.algorithms import choose_imported, find_algorithm
 from megatron_grpo.config.outside_files import read_bytes, read_yaml
 from megatron_grpo.models.heads import LOGITS, POLICY_HEADS, Head
 
@@ -50,7 +50,7 @@ def find_checkpoint_model(path: str, later: int = 0) -> CheckpointModel | None:
     try:
         values = read_yaml(run_dir / "config.yaml")
         origin = values["policy"]["model"]["path"]
-        head = POLICY_HEADS[find_recorded_algorithm(str(values.get("algorithm"))).head]
+        head = POLICY_HEADS[find_algorithm(choose_imported(values.get("algorithm"))).head]
     except OSError as error:
         text = f"is a checkpoint without its run: {run_dir / 'config.yaml'}: {error.strerror}"
         raise ValueError(f"{text}; leave checkpoints in their run's folder, or export them") from None

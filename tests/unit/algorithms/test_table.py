@@ -155,6 +155,8 @@ def test_a_recorded_algorithm_is_imported_only_from_a_run_that_is_trusted(own_fo
     assert "my_recipe" not in sys.modules
     loaded = override_values(dict(recorded), ["sft.val_batch_size=3"], "config.yaml", is_trusted=True)
     assert loaded.training_loop.val_batch_size == 3
+    with pytest.raises(ConfigError, match="did you mean sft"):
+        override_values(dict(recorded), ["sft.val_batch_sizes=3"], "config.yaml", is_trusted=True)
 
 
 @pytest.mark.parametrize(
@@ -175,3 +177,5 @@ def test_what_is_no_algorithm_is_refused(name: str, text: str, own_folder: Path)
 def test_own_keys_of_other_algorithms_are_refused_for_a_users_algorithm(own_folder: Path) -> None:
     problems = compose_typed([*SFT, "algorithm=my_recipe:ALGORITHM", "ppo.ppo_epochs=2"]).problems
     assert [problem.text for problem in problems] == ["is for algorithm=ppo, and this run has algorithm=long_rows"]
+    (problem,) = compose_typed([*SFT, "algorithm=my_recipe:ALGORITHM", "sft.val_batch_sizes=2"]).problems
+    assert problem.text == "unknown key; did you mean sft.val_batch_size?"
