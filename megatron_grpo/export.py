@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_grpo.config.algorithms import find_recorded_algorithm
+from megatron_grpo.config.algorithms import choose_imported, find_algorithm
 from megatron_grpo.config.command_line import as_command, parse_arguments, silence_packages
 from megatron_grpo.config.errors import to_text
 from megatron_grpo.config.outside_files import read_text
@@ -126,7 +126,7 @@ def _read_policy(config_file: Path) -> tuple[PolicyConfig, Head]:
         # An export needs no other keys, and they may be those of another version of megatron_grpo.
         optional = {name: policy[name] for name in ("lora", "quantization") if name in policy}
         needed = {"model": {"path": policy["model"]["path"]}, "precision": policy["precision"], **optional}
-        algorithm = find_recorded_algorithm(str(config.get("algorithm")))
+        algorithm = find_algorithm(choose_imported(config.get("algorithm")))
         return TypeAdapter(PolicyConfig).validate_python(needed), POLICY_HEADS[algorithm.head]
     except FileNotFoundError:
         raise ValueError(f"{config_file} does not exist; a checkpoint has to stay in its run directory") from None

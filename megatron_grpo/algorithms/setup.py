@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
+
+from ray.cloudpickle import register_pickle_by_value
 
 from megatron_grpo.algorithms.context import GRPOSaveState, SamplingRun, TrainingRun, make_save_state
 from megatron_grpo.algorithms.placement import Placement, publish
@@ -20,6 +23,7 @@ from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
 from megatron_grpo.batch.generation_requests import make_sampling_settings
 from megatron_grpo.batch.special_tokens import StopConditions
 from megatron_grpo.batch.trajectory import Trajectory
+from megatron_grpo.config.algorithms import Algorithm
 from megatron_grpo.config.outside_text import describe_error
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import PromptData
@@ -58,6 +62,7 @@ def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
         if startup is None:
             check_user_code(config)
             startup = stack.enter_context(open_run(config))
+        _send_own_modules(config.method)
         run = _start_run(config, startup, stack)
         startup.write_summary = run.logger.write_summary
         # Only now the folder records the run as started: every step that can fail on a mistake is done.
@@ -69,6 +74,14 @@ def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
         stack.callback(gc.unfreeze)
         run.logger.log_start(startup_s=time.time() - startup.began, parts=startup.parts, changes=startup.changes)
         yield run
+
+
+def _send_own_modules(method: Algorithm) -> None:
+    """Let other processes get the modules of a user's algorithm as they are here."""
+    for path in (method.train, method.run, method.loss):
+        module = path.partition(":")[0]
+        if module.partition(".")[0] != __name__.partition(".")[0]:
+            register_pickle_by_value(import_module(module))
 
 
 def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRun:

@@ -114,7 +114,9 @@ def train_policy(
     try:
         result = train_in_minibatches(policy, batch, loss_fn, samples=samples, iterations=config.passes_per_step)
     except NonFiniteGradientError as error:
-        objective = "" if config.loss_fn.objective_entry is not None else f" of loss_fn.objective={config.loss_fn.objective}"
+        objective = (
+            "" if config.loss_fn.objective_entry is not None else f" of loss_fn.objective={config.loss_fn.objective}"
+        )
         check.stop(f"the gradient{objective}", batch.find_rollouts(error.sequences))
     except RefusedStepError as error:
         metrics = {name: value for name, value in error.metrics.items() if name != "loss"}

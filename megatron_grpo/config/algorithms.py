@@ -212,9 +212,9 @@ def find_algorithm(name: str) -> Algorithm:
     return algorithm
 
 
-def find_recorded_algorithm(name: str) -> Algorithm:
-    """Find a recorded algorithm without an import; GRPO stands for a user's."""
-    return ALGORITHMS.get(name) or _IMPORTED.get(name) or ALGORITHMS["grpo"]
+def choose_imported(name: object) -> str:
+    """Return the name of an algorithm if it needs no import, else grpo."""
+    return str(name) if name in ALGORITHMS or name in _IMPORTED else "grpo"
 
 
 def is_foreign_to(algorithm: Algorithm, key: str) -> bool:

@@ -17,7 +17,6 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_grpo.config.algorithms import (
-    Algorithm,
     explain_foreign_key,
     find_algorithm,
     is_algorithm_name,
@@ -172,9 +171,10 @@ def compose_typed(overrides: Sequence[str]) -> ComposedConfig:
         jobs = [argument for argument in arguments if argument.lstrip("+").startswith("job=")]
         parsed = read_overrides([argument for argument in arguments if argument not in jobs])
         composed = ComposedConfig(read_job(jobs, parsed.values))
-        method, overruled = _compose(composed, parsed)
+        algorithm, overruled = _compose(composed, parsed)
+        method = find_algorithm(algorithm)
         # The conversion removes wrong values from the copy; `values`, which --cfg job prints, keeps them.
-        composed.config, wrong = convert_values(copy.deepcopy(composed.values), method.name)
+        composed.config, wrong = convert_values(copy.deepcopy(composed.values), algorithm)
         composed.problems += [problem for problem in wrong if problem.key not in composed.problem_keys]
         composed.defaulted = set(filter(find_key, composed.problem_keys))
         composed.problems += [problem for problem in overruled if problem.key not in composed.problem_keys]
@@ -192,7 +192,7 @@ def compose_typed(overrides: Sequence[str]) -> ComposedConfig:
     return composed
 
 
-def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[Algorithm, list[Problem]]:
+def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[str, list[Problem]]:
     """Compose into `into`; return the algorithm, and problems with overruled job settings."""
     job, environments = into.job, list_config_groups()["env"]
     environment_option = [f"env={job.environment}"] if job.has_option(environments) else []
@@ -208,16 +208,17 @@ def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[Algorithm, 
             into.problems = [describe_unknown_key(name, "grpo") for name in parsed.unknown]
             into.problems += [*parsed.problems, *job.problems]
             into.problems.append(Problem(subject, select_first_line(error.__cause__ or error)))
-            return find_algorithm("grpo"), []
+            return "grpo", []
         if parsed.algorithm is not None:
             composed["algorithm"] = parsed.algorithm
-        method, wrong_path = _find_method(composed)
+        algorithm, wrong_path = _find_algorithm(composed)
+        section = find_algorithm(algorithm).section
         into.written_names, contradictions = unite_shared_keys(
-            composed, method.section, parsed.values, lambda: _list_composed_files(accepted)
+            composed, section, parsed.values, lambda: _list_composed_files(accepted)
         )
     # Before the job is applied, because its settings then replace the values of the options.
     overruled = list(_find_overruled_settings(job, accepted, composed))
-    into.problems = [describe_unknown_key(name, method.name) for name in parsed.unknown]
+    into.problems = [describe_unknown_key(name, algorithm) for name in parsed.unknown]
     into.problems += [*parsed.problems, *wrong_path, *job.problems, *contradictions, *job.apply(composed, environments)]
     into.problems += _remove_unresolved(composed)
     resolved = OmegaConf.to_container(composed, resolve=True)
@@ -231,21 +232,22 @@ def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[Algorithm, 
     if any(name.startswith("data.train_sets") for name in parsed.values) and "data.train_path" not in parsed.values:
         values["data"]["train_path"] = MISSING  # several sets replace the recipe's single one
     for loop in LOOPS:  # the printed configuration shows a shared key once
-        if loop != method.section and isinstance(values[loop], dict):
+        if loop != section and isinstance(values[loop], dict):
             values[loop] = _select_keys(values[loop], shared=False)
-    return method, overruled
+    return algorithm, overruled
 
 
-def _find_method(composed: DictConfig) -> tuple[Algorithm, list[Problem]]:
-    """Find the composed algorithm; GRPO stands for one that cannot be used."""
+def _find_algorithm(composed: DictConfig) -> tuple[str, list[Problem]]:
+    """Find the composed algorithm; grpo stands for one that cannot be used."""
     name = str(composed.get("algorithm"))
     try:
-        return find_algorithm(name), []
+        find_algorithm(name)
     except ValueError as error:
         if not is_algorithm_name(name):
-            return find_algorithm("grpo"), []  # reported when types are checked
+            return "grpo", []  # reported when types are checked
         composed["algorithm"] = "grpo"
-        return find_algorithm("grpo"), [Problem(f"algorithm={to_text(name)}", str(error))]
+        return "grpo", [Problem(f"algorithm={to_text(name)}", str(error))]
+    return name, []
 
 
 def _list_composed_files(accepted: Sequence[str]) -> list[str]:

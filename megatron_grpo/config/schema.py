@@ -96,7 +96,7 @@ class Config(Section):
     algorithm: AlgorithmName = "grpo"
     """grpo compares the samples of a prompt, ppo uses a value model, sft learns the responses of rows, dpo pairs of
     responses, reward_model scores of such pairs, distillation follows a teacher in grpo's loop; each has a section of
-    its name."""
+    its name. One of your own is module:NAME (docs/extending.md)."""
 
     name: str = "grpo"
     """Name of the recipe; the first folder under outputs/."""

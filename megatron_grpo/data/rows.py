@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest, xxh3_128
 
-from megatron_grpo.config.data_schema import PREFERENCE, SCORED, SUPERVISED, DataConfig, DatasetConfig
+from megatron_grpo.config.algorithms import ALGORITHMS
+from megatron_grpo.config.data_schema import SUPERVISED, DataConfig, DatasetConfig
 from megatron_grpo.config.errors import Problem, to_text
 from megatron_grpo.data.chat_messages import are_turns, has_text, is_conversation, read_row_tools
 from megatron_grpo.data.code_tests import parse_code_tests, prepare_tests
@@ -30,7 +31,8 @@ from megatron_grpo.data.supervised_rows import find_pair_problem, find_row_probl
 
 # Beginning of a list of messages as JSON and Python write it.
 _WRITTEN_MESSAGES = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from|value)\1\s*:")
-_LEARNT = {SUPERVISED, PREFERENCE, SCORED}  # kinds of rows that have the responses to learn from
+# Kinds of rows that have the responses to learn from.
+_LEARNT = {algorithm.rows for algorithm in ALGORITHMS.values() if algorithm.rows}
 _MAX_REPORTED = 5  # bad rows of one set that are reported one by one
 
 # Oddities of usable rows, as they stand after "whose" in a remark.

@@ -206,9 +206,9 @@ def find_task_templates(config: Config, tokenizer: Any = None) -> dict[str, str 
 
 
 def list_conversation_formats(config: Config) -> list[dict[str, Any]]:
-    """List the settings, each once, that scores of a reward model depend on."""
+    """List the settings, each once, that scores of the trained model depend on."""
     formats: list[dict[str, Any]] = []
-    for task in config.env:
+    for task in config.env if config.method.head == "score" else ():
         spec = make_task_spec(config.data, task)
         names = ("system_prompt", "chat_template_kwargs", "tools") if spec.apply_chat_template else ()
         settings = {name: getattr(spec, name) for name in names if getattr(spec, name)}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from xxhash import xxh3_64
 
-from megatron_grpo.config.algorithms import find_recorded_algorithm
+from megatron_grpo.config.algorithms import choose_imported, find_algorithm
 from megatron_grpo.config.outside_files import read_bytes, read_yaml
 from megatron_grpo.models.heads import LOGITS, POLICY_HEADS, Head
 
@@ -49,7 +49,7 @@ def find_checkpoint_model(path: str, later: tuple[Path, ...] = ()) -> Checkpoint
     try:
         values = read_yaml(config_file)
         origin = values["policy"]["model"]["path"]
-        head = POLICY_HEADS[find_recorded_algorithm(str(values.get("algorithm"))).head]
+        head = POLICY_HEADS[find_algorithm(choose_imported(values.get("algorithm"))).head]
     except OSError as error:
         raise ValueError(
             f"is a checkpoint without its run: {config_file}: {error.strerror}; "

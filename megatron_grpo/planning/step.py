@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.config.schema import Config
+from megatron_grpo.models.heads import POLICY_HEADS
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.costs import Overlap, PassSeconds, PhaseSeconds, sum_phase
 from megatron_grpo.planning.generation_batches import GenerationSeconds, Room, find_room, simulate_generation
@@ -286,7 +287,7 @@ def _take_share(totals: NDArray[np.float64], shares: int) -> NDArray[np.float64]
 
 def _time_logprobs(model: _Model, totals: NDArray[np.float64]) -> dict[str, float]:
     config = model.config
-    outputs = "values" if config.method.head == "score" else "logprobs"
+    outputs = POLICY_HEADS[config.method.head].field.removeprefix("prev_")
     needed = {outputs: config.needs_prev_logprobs, "reference": config.uses_reference}
     return {name: model.time_forward(name, totals) for name, is_needed in needed.items() if is_needed}
 

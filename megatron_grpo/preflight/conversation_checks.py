@@ -146,7 +146,7 @@ def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem]
     if len({*specs.find_task_templates(config, tokenizer).values()}) > 1:
         text = "differ between tasks, so exported models keep the template of the folder that the run began with"
         remarks.append(Problem("data.tasks: chat templates", text))
-    if config.method.head == "score" and len(specs.list_conversation_formats(config)) > 1:
+    if len(specs.list_conversation_formats(config)) > 1:
         text = "have settings of their own, so the reward model scores conversations without system prompt and tools"
         remarks.append(Problem("data.tasks", text))
     return problems, list(dict.fromkeys(remarks))

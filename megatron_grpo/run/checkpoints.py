@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.config.algorithms import find_recorded_algorithm
+from megatron_grpo.config.algorithms import choose_imported
 from megatron_grpo.config.conversion import convert_values
 from megatron_grpo.config.errors import ConfigError, ModelLostError, Problem, RunError
 from megatron_grpo.config.schema import CheckpointingConfig, Config, LoraConfig
@@ -354,7 +354,7 @@ def resolve_checkpoint(path: Path, key: str = "checkpoint") -> Path:
         values = read_config_file(run_dir / CONFIG_FILE)
     except FileNotFoundError:
         raise ValueError(f"{key}={path}: {run_dir} is not the folder of a run: it has no {CONFIG_FILE}") from None
-    config, problems = convert_values(values, find_recorded_algorithm(str(values.get("algorithm"))).name)
+    config, problems = convert_values(values, choose_imported(values.get("algorithm")))
     if config is None:
         raise ConfigError(problems)
     checkpointer = Checkpointer(run_dir, config.ranked_checkpointing, look_only=True)

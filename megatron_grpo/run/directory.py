@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from megatron_grpo.cluster.process_log import LOGS_FOLDER
-from megatron_grpo.config.algorithms import find_algorithm, find_recorded_algorithm
+from megatron_grpo.config.algorithms import choose_imported, find_algorithm
 from megatron_grpo.config.conversion import convert_values
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, to_text
 from megatron_grpo.config.hiding import hide_secrets
@@ -124,7 +124,7 @@ def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
     if len(templates) == 1 and (template := templates.pop()) is not None:
         write_text(folder / TEMPLATE_FILE, template)
     (folder / FORMAT_FILE).unlink(missing_ok=True)
-    formats = list_conversation_formats(config) if config.method.head == "score" else []
+    formats = list_conversation_formats(config)
     if len(formats) == 1 and formats[0]:
         write_json(folder / FORMAT_FILE, formats[0])
     keep_user_code(folder, config)
@@ -287,27 +287,30 @@ def override_values(
     """
     keys: list[str] = []
     try:
-        algorithm = (find_algorithm if is_trusted else find_recorded_algorithm)(str(values.get("algorithm", "grpo")))
+        if is_trusted and "algorithm" in values:
+            find_algorithm(str(values["algorithm"]))  # imported here
     except ValueError as error:
         raise ConfigError([Problem(f"algorithm={to_text(values['algorithm'])}", str(error))]) from None
+    algorithm = choose_imported(values.get("algorithm"))
     for override in overrides:
         name, _, text = override.partition("=")
         if override.startswith("+") or is_composition(name):
             advice = "cannot be composed with the recorded configuration of a run; change single keys, KEY=VALUE"
             raise ConfigError([Problem(override, advice)])
-        keys.append(translate_key(algorithm.section, name))  # the algorithm's section has the shared keys
+        # The algorithm's section has the shared keys.
+        keys.append(translate_key(find_algorithm(algorithm).section, name))
         *parents, last = keys[-1].split(".")
         node: Any = values
         for section in parents:
             node = node.setdefault(section, {}) if isinstance(node, dict) else None
         if not isinstance(node, dict):
-            raise ConfigError([describe_unknown_key(name, algorithm.name)])
+            raise ConfigError([describe_unknown_key(name, algorithm)])
         try:
             node[last] = parse_yaml(text)
         except ValueError:
             advice = "not understood; lists are written [a,b], and other signs need quotes around the value"
             raise ConfigError([Problem(f"{name}={to_text(text)}", advice)]) from None
-    config, problems = convert_values(values, algorithm.name)
+    config, problems = convert_values(values, algorithm)
     if problems or config is None:
         raise ConfigError(problems or [Problem(source, "is not the configuration of a run")])
     if not is_trusted and (problems := find_untrusted_values(config, source, keys, sections)):

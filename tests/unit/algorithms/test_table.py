@@ -18,6 +18,7 @@ from megatron_grpo.config.algorithms import ALGORITHMS
 from megatron_grpo.config.compose import compose_typed
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.keys import find_key, list_members
+from megatron_grpo.config.metric_names import list_step_metrics
 from megatron_grpo.config.started_values import list_started_values
 from megatron_grpo.losses.loss import make_loss
 from megatron_grpo.preflight.load import compose_config
@@ -108,31 +109,18 @@ def test_the_search_for_tests_of_names_finds_them(text: str) -> None:
     assert list(list_name_tests(ast.parse(text)))
 
 
-RECIPE = """
-from dataclasses import replace
-
-from megatron_grpo.config.algorithms import ALGORITHMS
-
-ALGORITHM = replace(ALGORITHMS["sft"], name="mine", train="my_recipe:train")
+PAGE = (PACKAGE.parent / "docs" / "extending.md").read_text()
+RECIPE = PAGE[PAGE.index('"""my_recipe.py:') :].partition("```")[0]
+"""The file of docs/extending.md."""
+WRONG = """
 WRONG, ELSEWHERE = 3, replace(ALGORITHM, section="mine")
-
-
-def train(run):
-    from megatron_grpo.algorithms.loop import train_steps
-    from megatron_grpo.algorithms.sft import sft_step
-
-    def step(run, batches):
-        report = sft_step(run, batches)
-        return report if report is None else replace(report, metrics={**report.metrics, "mine": 1.0})
-
-    train_steps(run, step)
 """
 
 
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A user's folder with a recipe, from which the run starts."""
-    (tmp_path / "my_recipe.py").write_text(RECIPE)
+    (tmp_path / "my_recipe.py").write_text(RECIPE + WRONG)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(algorithms, "_IMPORTED", {})
@@ -146,12 +134,13 @@ SFT = ["+exp=quickstart_sft"]
 @pytest.mark.parametrize("name", ["my_recipe:ALGORITHM", "my_recipe.ALGORITHM"])
 def test_an_algorithm_of_the_users_own_folder_trains(name: str, own_folder: Path, fake_ray: FakeRay) -> None:
     config = compose_config([*SFT, f"algorithm={name}", "sft.val_rewards=false", "sft.val_batch_size=3"])
-    assert (config.algorithm, config.method.name, config.method.rows) == (name, "mine", "supervised")
+    assert (config.algorithm, config.method.name, config.method.rows) == (name, "long_rows", "supervised")
     assert config.training_loop.val_batch_size == 3
     assert {started.key for started in list_started_values(config)} == {"algorithm"}
     run = train_on_fakes(config, own_folder)
     assert run.state["total_steps"] == STEPS
-    assert [row["mine"] for row in run.logged] == [1.0] * STEPS
+    assert [row["long_rows"] for row in run.logged] == [0.0] * STEPS
+    assert "long_rows" in list_step_metrics(config)
 
 
 def test_a_recorded_algorithm_is_imported_only_from_a_run_that_is_trusted(own_folder: Path) -> None:
@@ -166,6 +155,8 @@ def test_a_recorded_algorithm_is_imported_only_from_a_run_that_is_trusted(own_fo
     assert "my_recipe" not in sys.modules
     loaded = override_values(dict(recorded), ["sft.val_batch_size=3"], "config.yaml", is_trusted=True)
     assert loaded.training_loop.val_batch_size == 3
+    with pytest.raises(ConfigError, match="did you mean sft"):
+        override_values(dict(recorded), ["sft.val_batch_sizes=3"], "config.yaml", is_trusted=True)
 
 
 @pytest.mark.parametrize(
@@ -185,4 +176,6 @@ def test_what_is_no_algorithm_is_refused(name: str, text: str, own_folder: Path)
 
 def test_own_keys_of_other_algorithms_are_refused_for_a_users_algorithm(own_folder: Path) -> None:
     problems = compose_typed([*SFT, "algorithm=my_recipe:ALGORITHM", "ppo.ppo_epochs=2"]).problems
-    assert [problem.text for problem in problems] == ["is for algorithm=ppo, and this run has algorithm=mine"]
+    assert [problem.text for problem in problems] == ["is for algorithm=ppo, and this run has algorithm=long_rows"]
+    (problem,) = compose_typed([*SFT, "algorithm=my_recipe:ALGORITHM", "sft.val_batch_sizes=2"]).problems
+    assert problem.text == "unknown key; did you mean sft.val_batch_size?"
