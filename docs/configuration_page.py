@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_grpo.config.help import read_recipe_summary
 from megatron_grpo.config.keys import read_sections
-from megatron_grpo.config.loop_schema import LOOPS
+from megatron_grpo.config.loop_names import LOOPS
 from megatron_grpo.config.overrides import RECIPES, list_config_groups
 
 _INTRODUCTION = """\
@@ -35,7 +35,7 @@ def format_page() -> str:
     for section in read_sections():
         if not section.keys:
             continue
-        is_own = section.name in LOOPS and not section.is_shared
+        is_own = section.name in LOOPS and len(section.names) == 1
         lines.append(f"\n## {f'Only in {section.name}' if is_own else ' and '.join(section.names) or 'Top level'}\n")
         if section.name:
             lines.append(f"{section.doc}\n")

@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 
 from megatron_grpo.config.errors import Problem, to_text
 from megatron_grpo.config.keys import describe_type, find_key, flatten, list_members, read_keys
+from megatron_grpo.config.loop_names import explain_foreign_key, find_loop, is_foreign_to, is_shared, leave_out_defaults
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.config.suggestions import describe_unknown_key, list_unknown_keys
 
@@ -24,7 +25,12 @@ def convert_values(values: dict[str, Any], algorithm: str) -> tuple[Config | Non
     Wrong values are removed from `values`, so that keys take their defaults. Suggestions use the algorithm's names.
     """
     problems = []
+    leave_out_defaults(values, algorithm)
     for name, value in list(flatten(values)):
+        if is_shared(name) and is_foreign_to(algorithm, name) and name.startswith(f"{find_loop(algorithm)}."):
+            problems.append(Problem(f"{name}={to_text(value)}", explain_foreign_key(name, algorithm)))
+            _remove(values, tuple(name.split(".")[:2]))
+            continue
         # pydantic would read booleans as the numbers 1 and 0, and as texts.
         key = find_key(name) if isinstance(value, bool) else None
         if key is not None and "true or false" not in read_keys()[key].type:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.keys import flatten, load_tables, read_keys
-from megatron_grpo.config.loop_schema import COUNTERPART, find_reader, is_foreign_to, translate_key
+from megatron_grpo.config.loop_names import find_counterpart, find_reader, is_foreign_to, translate_key
 
 NONE = "none"  # section of foreign_names.yaml with names that have no counterpart, each with the reason
 NOTHING_ALIKE = "unknown key; --cfg job shows all keys"  # text for a key without a suggestion
@@ -65,7 +65,7 @@ def describe_counterpart(name: str, algorithm: str) -> str | None:
     if not keys:
         return f"{framework}'s {foreign} has no counterpart here; leave it out"
     written = " and ".join(
-        COUNTERPART.get(key) or f"{key} (with algorithm={find_reader(key)})"
+        find_counterpart(algorithm, key) or f"{key} (with algorithm={find_reader(key)})"
         if is_foreign_to(algorithm, key)
         else translate_key(algorithm, key)
         for key in keys.split()

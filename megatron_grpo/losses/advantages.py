@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_grpo.config.loop_schema import LoopConfig
+from megatron_grpo.config.loop_schema import SampledLoopConfig
 from megatron_grpo.config.loss_schema import RewardScalingConfig, RewardShapingConfig
 from megatron_grpo.config.schema import GRPOConfig
 
@@ -92,7 +92,7 @@ def compute_group_advantages(config: GRPOConfig, rewards: Tensor) -> Tensor:
     )
 
 
-def clip_advantages(advantages: Tensor, config: LoopConfig) -> Tensor:
+def clip_advantages(advantages: Tensor, config: SampledLoopConfig) -> Tensor:
     """Clip advantages to the configured bounds."""
     if config.advantage_clip_low is None and config.advantage_clip_high is None:  # clamp() refuses two Nones
         return advantages

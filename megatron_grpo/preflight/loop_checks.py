@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_grpo.config.compose import explain_foreign_key
 from megatron_grpo.config.data_schema import BUILT_IN, ENVIRONMENT_PREFIX, REWARD_FUNCTIONS, is_model_folder
 from megatron_grpo.config.errors import suggest_name
 from megatron_grpo.config.keys import list_changes
-from megatron_grpo.config.loop_schema import HELD_OUT_LOSS, OF_SAMPLES, READERS, VALIDATION_METRICS, VALIDATION_PREFIX
+from megatron_grpo.config.loop_names import READERS, explain_foreign_key
+from megatron_grpo.config.loop_schema import HELD_OUT_LOSS, VALIDATION_METRICS, VALIDATION_PREFIX
 from megatron_grpo.config.metric_names import list_possible_metrics, list_step_metrics
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.rules import Rule, list_conflicts
@@ -107,7 +107,7 @@ def _explain_missing_accuracy(config: Config, name: str) -> str:
 
 def check_oversampling(config: Config) -> Iterator[Rule]:
     """Check that oversampling adds prompts, and prompts that stay young enough."""
-    options, prompts = config.training_loop.async_grpo, config.prompts_per_generation_batch
+    options, prompts = config.async_sampling, config.prompts_per_generation_batch
     factor, age = options.oversampling_factor, options.max_trajectory_age_steps
     if not options.enabled or factor is None:
         return
@@ -136,9 +136,6 @@ def check_supervised(config: Config) -> Iterator[Rule]:
         yield from list_conflicts(config, "sampled")
         return
     yield from list_conflicts(config, "supervised")
-    for key, value in list_changes(config, config.algorithm):
-        text = f"is about samples that a step learns from, and algorithm={config.algorithm} learns from rows"
-        yield key.split(".")[1] in OF_SAMPLES, f"{key}={value}", f"{text}; leave it out"
 
 
 def check_debug_modes(config: Config) -> Iterator[Rule]:

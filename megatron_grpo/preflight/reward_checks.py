@@ -16,6 +16,7 @@ from megatron_grpo.config.data_schema import (
     is_model_folder,
     parse_reward_name,
 )
+from megatron_grpo.config.loop_schema import SampledLoopConfig
 from megatron_grpo.config.paths import SCRIPT_STREAM, is_hub_name
 from megatron_grpo.config.schema import MISSING, Config, GRPOConfig
 from megatron_grpo.preflight.rules import Rule, list_conflicts
@@ -29,7 +30,8 @@ def check_rewards(config: Config) -> Iterator[Rule]:
     if config.loop_name == "grpo" and config.uses_rewards:
         yield from _check_estimator(config)
     yield from list_conflicts(config, "rewards")
-    yield from _check_overlong_penalty(config)
+    if isinstance(config.training_loop, SampledLoopConfig):
+        yield from _check_overlong_penalty(config, config.training_loop)
     yield from check_environments(config)
     for name, environment in config.env.items():
         is_unknown = environment.type == REWARD_FUNCTIONS and environment.correct_func is None
@@ -41,8 +43,8 @@ def check_rewards(config: Config) -> Iterator[Rule]:
     yield follows_accuracy and not config.has_correctness, "data.curriculum.column=", text
 
 
-def _check_overlong_penalty(config: Config) -> Iterator[Rule]:
-    shaping, longest = config.training_loop.reward_shaping, config.most_sampled_tokens
+def _check_overlong_penalty(config: Config, loop: SampledLoopConfig) -> Iterator[Rule]:
+    shaping, longest = loop.reward_shaping, config.most_sampled_tokens
     if not shaping.enabled or shaping.overlong_buffer_length is None:
         return
     if config.generation.endpoint.enabled:
@@ -51,7 +53,7 @@ def _check_overlong_penalty(config: Config) -> Iterator[Rule]:
         return
     penalty_start = (shaping.max_response_length or longest) - shaping.overlong_buffer_length
     limit = f"generation.max_new_tokens={config.generation.max_new_tokens}"
-    limit += "" if config.training_loop.max_rollout_turns == 1 else f" in all turns, {longest} tokens"
+    limit += "" if loop.max_rollout_turns == 1 else f" in all turns, {longest} tokens"
     text = f"the penalty starts beyond {limit}, where no response gets"
     yield penalty_start >= longest, "LOOP.reward_shaping.overlong_buffer_length=", text
 

@@ -17,8 +17,8 @@ from megatron_grpo.cluster.process_log import LOGS_FOLDER
 from megatron_grpo.config.conversion import convert_values
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, to_text
 from megatron_grpo.config.hiding import hide_secrets
-from megatron_grpo.config.keys import flatten
-from megatron_grpo.config.loop_schema import LOOPS, translate_key
+from megatron_grpo.config.keys import build_values, flatten, select_sections
+from megatron_grpo.config.loop_names import LOOPS, leave_out_defaults, translate_key
 from megatron_grpo.config.outside_files import open_to_append, parse_yaml, read_json, read_yaml
 from megatron_grpo.config.overrides import OPTION, SEARCH_KEY, list_config_groups
 from megatron_grpo.config.schema import MISSING, Config
@@ -42,15 +42,15 @@ MODEL_FILE = "model.json"  # path and digest of the model that the run began wit
 VALUE_FOLDER = "megatron_value"
 # Keys that identify a run, beside the content of its model and its training data. All others may change on a resume.
 IDENTITY = (
-    *("algorithm", *(f"{loop}.seed" for loop in LOOPS), "debug.train"),
-    *(
-        "data.response_key",
-        "data.chosen_key",
-        "data.rejected_key",
-        "data.from_rollouts",
-        "data.min_reward",
-        "data.best_of_group",
-    ),
+    "algorithm",
+    *(f"{loop}.seed" for loop in LOOPS),
+    "debug.train",
+    "data.response_key",
+    "data.chosen_key",
+    "data.rejected_key",
+    "data.from_rollouts",
+    "data.min_reward",
+    "data.best_of_group",
 )
 
 
@@ -125,7 +125,7 @@ def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
     formats = list_conversation_formats(config) if config.trains_reward_model else []
     if len(formats) == 1 and formats[0]:
         write_json(folder / FORMAT_FILE, formats[0])
-    write_text(folder / CONFIG_FILE, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    write_text(folder / CONFIG_FILE, yaml.safe_dump(build_values(config), sort_keys=False))
     link = folder.parent / "latest"
     if folder.name == link.name or (link.exists() and not link.is_symlink()):
         return
@@ -161,15 +161,17 @@ def compare_with_last_start(folder: Path, config: Config) -> list[str]:
     """
     file, subject = folder / CONFIG_FILE, f"run_dir={folder}"
     try:
-        before = dict(flatten(read_config_file(file)))
-        if "algorithm" not in before:
+        recorded = read_config_file(file)
+        if "algorithm" not in recorded:
             raise ValueError(f"{file} is damaged: it does not hold the configuration of a run")
     except FileNotFoundError:
         return []
     except ValueError as error:
         advice = "Put it back, choose another run_dir, or delete it if this is the same run"
         raise ConfigError([Problem(subject, f"{error}; it tells whose folder this is. {advice}")]) from None
-    now = dict(flatten(dataclasses.asdict(config)))
+    leave_out_defaults(recorded, config.algorithm)  # an earlier version recorded the keys of all algorithms
+    before = dict(flatten(select_sections(recorded, config.algorithm)))
+    now = dict(flatten(build_values(config)))
     changed_keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     key = next((key for key in IDENTITY if key in changed_keys and key in before), None)  # not in older runs
     reason = None if key is None else f"its {key} is {before.get(key)}, this one's is {now[key]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.config.keys import find_key, is_section, read_keys
-from megatron_grpo.config.loop_schema import is_foreign_to
+from megatron_grpo.config.loop_names import is_foreign_to
 from megatron_grpo.config.suggestions import (
     NONE,
     NOTHING_ALIKE,
