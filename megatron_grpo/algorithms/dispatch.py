@@ -7,7 +7,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 from megatron_grpo.cluster.machines import prepare_ray_environment
-from megatron_grpo.config.loop_names import LOOPS
+from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.schema import Config
 from megatron_grpo.run.user_objects import UserObjects
 

@@ -16,20 +16,19 @@ from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_grpo.config.conversion import convert_values, find_missing_keys
+from megatron_grpo.config.conversion import convert_values, find_missing_keys, refuse_other_loops
 from megatron_grpo.config.errors import ConfigError, Problem, select_first_line, to_text
 from megatron_grpo.config.job import Job, read_job
 from megatron_grpo.config.keys import find_key, flatten
 from megatron_grpo.config.loop_names import (
-    LOOPS,
     explain_foreign_key,
     is_foreign_to,
     is_shared,
-    leave_out_defaults,
     list_own_defaults,
     translate_key,
     unite_shared_keys,
 )
+from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.overrides import (
     CONF_MODULE,
     RECIPES,
@@ -162,7 +161,7 @@ def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[str, list[P
         into.written_names, contradictions = unite_shared_keys(
             composed,
             algorithm,
-            lambda: [parsed.values, *map(read_settings, reversed(_list_composed_files(accepted)))],
+            functools.cache(lambda: [parsed.values, *map(read_settings, reversed(_list_composed_files(accepted)))]),
         )
     # Before the job is applied, because its settings then replace the values of the options.
     overruled = list(_find_overruled_settings(job, accepted, composed))
@@ -172,6 +171,7 @@ def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[str, list[P
     resolved = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(resolved, dict)
     into.values = values = {str(name): value for name, value in resolved.items()}
+    into.problems += refuse_other_loops(values, algorithm)
     if not any(override.startswith("~env.") for override in accepted):
         # The default environment is for a run that names none, or for rows without a task_name.
         for name, environment in Config().env.items():
@@ -179,7 +179,6 @@ def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[str, list[P
                 values["env"].setdefault(name, {"type": environment.type})
     if any(name.startswith("data.train_sets") for name in parsed.values) and "data.train_path" not in parsed.values:
         values["data"]["train_path"] = MISSING  # several sets replace the recipe's single one
-    leave_out_defaults(values, algorithm)
     return algorithm, overruled
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
@@ -11,7 +12,8 @@ from pydantic_core import ErrorDetails
 
 from megatron_grpo.config.errors import Problem, to_text
 from megatron_grpo.config.keys import describe_type, find_key, flatten, list_members, read_keys
-from megatron_grpo.config.loop_names import explain_foreign_key, find_loop, is_foreign_to, is_shared, leave_out_defaults
+from megatron_grpo.config.loop_names import explain_foreign_key, find_loop, is_foreign_to, is_shared
+from megatron_grpo.config.loop_schema import LOOPS, SampledLoopConfig
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.config.suggestions import describe_unknown_key, list_unknown_keys
 
@@ -25,12 +27,7 @@ def convert_values(values: dict[str, Any], algorithm: str) -> tuple[Config | Non
     Wrong values are removed from `values`, so that keys take their defaults. Suggestions use the algorithm's names.
     """
     problems = []
-    leave_out_defaults(values, algorithm)
     for name, value in list(flatten(values)):
-        if is_shared(name) and is_foreign_to(algorithm, name) and name.startswith(f"{find_loop(algorithm)}."):
-            problems.append(Problem(f"{name}={to_text(value)}", explain_foreign_key(name, algorithm)))
-            _remove(values, tuple(name.split(".")[:2]))
-            continue
         # pydantic would read booleans as the numbers 1 and 0, and as texts.
         key = find_key(name) if isinstance(value, bool) else None
         if key is not None and "true or false" not in read_keys()[key].type:
@@ -49,6 +46,29 @@ def convert_values(values: dict[str, Any], algorithm: str) -> tuple[Config | Non
         if len(problems) >= MOST_PROBLEMS < len(details):
             problems = [*problems[:MOST_PROBLEMS], Problem(f"{len(details) - MOST_PROBLEMS} others", "are wrong, too")]
     return None, problems
+
+
+def refuse_other_loops(values: dict[str, Any], algorithm: str) -> list[Problem]:
+    """Leave one loop in `values`, with the keys that it has; report other changed keys.
+
+    Shared keys under other loops' names have no effect: their values stand under the own name, too.
+    """
+    own, problems = find_loop(algorithm), []
+    for loop, section_type in LOOPS.items():
+        if not isinstance(section := values.get(loop), dict):
+            continue  # refused when types are checked
+        defaults = dict(flatten(asdict(SampledLoopConfig()) | asdict(section_type()), f"{loop}."))
+        for name in [name for name in section if loop != own or is_foreign_to(algorithm, f"{own}.{name}")]:
+            for key, value in flatten({name: section.pop(name)}, f"{loop}."):
+                if loop != own and is_shared(key):
+                    continue
+                if find_key(key) is None:
+                    problems.append(describe_unknown_key(key, algorithm))
+                elif value != defaults[key]:
+                    problems.append(Problem(f"{key}={to_text(value)}", explain_foreign_key(key, algorithm)))
+        if loop != own:
+            del values[loop]
+    return problems
 
 
 def convert_argument(name: str, text: str, kind: Any) -> Any:

@@ -13,7 +13,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from operator import attrgetter
@@ -22,8 +22,8 @@ from typing import Any, Literal
 import yaml
 from pydantic.fields import FieldInfo
 
-from megatron_grpo.config.loop_names import LOOPS, READERS, SHARED, is_foreign_to, is_shared, list_loops, translate_key
-from megatron_grpo.config.loop_schema import LoopConfig, SampledLoopConfig
+from megatron_grpo.config.loop_names import READERS, SHARED, is_foreign_to, is_shared, list_loops, translate_key
+from megatron_grpo.config.loop_schema import LOOPS, GRPOConfig, LoopConfig, SampledLoopConfig
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.config.section import EnvironmentOptions, MegatronFields, TemplateArguments, VllmArguments, flatten
 
@@ -121,29 +121,25 @@ def is_match(pattern: str, name: str) -> bool:
     )
 
 
-def _list_sections(
-    section: type, prefix: str, doc: str, defaults: Any, without: Collection[str] = ()
-) -> list[SectionKeys]:
+def _list_sections(section: type, prefix: str, doc: str, defaults: Any) -> list[SectionKeys]:
     """List a section and those below it, shared keys before GRPO's own.
 
-    `prefix` begins the names of its keys; `doc`, unless it is empty, replaces the docstring of the class; `without`
-    names keys that are left out.
+    `prefix` begins the names of its keys; `doc`, unless it is empty, replaces the docstring of the class.
     """
+    # The shared keys are sections of their own under GRPO's name, so that each is listed once.
+    common = LoopConfig.__dataclass_fields__
+    already_listed = common if section is SampledLoopConfig else SHARED if section in LOOPS.values() else ()
     docs = _read_field_docs(section)
     hints = typing.get_type_hints(section, include_extras=True)
     keys: list[Key] = []
     below: list[SectionKeys] = []
     for field in dataclasses.fields(section):
         hint, name, text = hints[field.name], f"{prefix}{field.name}", docs.get(field.name, "")
-        if field.name in without:
+        if field.name in already_listed:
             continue
         if name in LOOPS:
-            loop = LOOPS[name]
-            if name == "grpo":
-                # The shared keys are sections of their own under GRPO's name, so that each is listed once.
-                below += _list_sections(LoopConfig, "grpo.", "", loop())
-                below += _list_sections(SampledLoopConfig, "grpo.", "", loop(), LoopConfig.__dataclass_fields__)
-            below += _list_sections(loop, f"{name}.", text, loop(), SHARED)
+            for loop in (LoopConfig, SampledLoopConfig, GRPOConfig) if name == "grpo" else (LOOPS[name],):
+                below += _list_sections(loop, f"{name}.", text, LOOPS[name]())
         elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
             below += _list_sections(hint, f"{name}.", text, getattr(defaults, field.name))
         elif hint in (EnvironmentOptions, MegatronFields, TemplateArguments, VllmArguments):
@@ -205,20 +201,14 @@ def load_tables(name: str) -> dict[str, dict[str, str]]:
 
 def build_values(config: Config) -> dict[str, Any]:
     """Build plain values of the sections that a run has."""
-    return select_sections(dataclasses.asdict(config), config.algorithm)
-
-
-def select_sections(values: Mapping[str, Any], algorithm: str) -> dict[str, Any]:
-    """Select the sections that an algorithm reads."""
+    algorithm, values = config.algorithm, dataclasses.asdict(config)
     return {name: value for name, value in values.items() if algorithm in READERS.get(name, (algorithm,))}
 
 
 def list_changes(config: Config, section: str) -> Iterator[tuple[str, Any]]:
     """Yield dotted name and value of every non-default leaf of a section."""
-    if (settings := getattr(config, section)) is None:
-        return
-    unchanged = LOOPS[section]() if section in LOOPS else getattr(Config(), section)
-    defaults = dict(flatten(dataclasses.asdict(unchanged), f"{section}."))
+    settings = getattr(config, section)
+    defaults = dict(flatten(dataclasses.asdict(type(settings)()), f"{section}."))
     for key, value in flatten(dataclasses.asdict(settings), f"{section}."):
         if key not in defaults or value != defaults[key]:  # pass-through fields have no default here
             yield key, value

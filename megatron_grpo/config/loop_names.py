@@ -9,25 +9,9 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from megatron_grpo.config.errors import Problem, to_text
-from megatron_grpo.config.loop_schema import (
-    DPOConfig,
-    GRPOConfig,
-    LoopConfig,
-    PPOConfig,
-    RewardTrainingConfig,
-    SampledLoopConfig,
-    SFTConfig,
-)
+from megatron_grpo.config.loop_schema import LOOPS, LoopConfig, SampledLoopConfig
 from megatron_grpo.config.section import flatten
 
-# The loops of algorithms; each has a section of its name, and distillation that of GRPO.
-LOOPS: dict[str, type[LoopConfig]] = {
-    "grpo": GRPOConfig,
-    "ppo": PPOConfig,
-    "sft": SFTConfig,
-    "dpo": DPOConfig,
-    "reward_model": RewardTrainingConfig,
-}
 # Keys, and sections of keys, that loops share: `grpo.NAME` and `ppo.NAME` are one setting.
 SHARED = SampledLoopConfig.__dataclass_fields__.keys()
 # Sections that only these algorithms read, except the shared keys in them.
@@ -114,62 +98,28 @@ def unite_shared_keys(
         return {}, []  # a recipe with a value in place of a section is refused when types are checked
     own = find_loop(algorithm)
     loops = sorted(LOOPS, key=lambda loop: loop != own)  # the algorithm's own section is the first
-    shared = {loop: _select_keys(tree[loop], shared=True) for loop in loops}
-    set_values = {loop: dict(flatten(shared[loop])) for loop in loops}
+    settings = {loop: dict(flatten(_select_keys(tree[loop], shared=True))) for loop in loops}
     defaults = dataclasses.asdict(SampledLoopConfig()) | _select_keys(dataclasses.asdict(LOOPS[own]()), shared=True)
-    united = OmegaConf.merge(defaults, *(shared[loop] for loop in reversed(loops)))
-    setters: dict[str, list[str]] = {}
-    for loop in loops:
-        for name in set_values[loop]:
-            setters.setdefault(name, []).append(loop)
-    # A key may be set under several names, in different files or on the command line. Then the source that Hydra reads
-    # last decides, as for any other key; two values in one source are a contradiction.
-    conflicts = [
-        name
-        for name, names in setters.items()
-        if any(set_values[loop][name] != set_values[names[0]][name] for loop in names)
-    ]
-    sources = list_sources() if conflicts else []
-    problems = []
-    for name in conflicts:
-        loops_by_source = ([loop for loop in setters[name] if f"{loop}.{name}" in source] for source in sources)
-        first, *further = next(filter(None, loops_by_source), setters[name])
-        other = next((loop for loop in further if set_values[loop][name] != set_values[first][name]), None)
-        if other is not None:
-            setting, contradiction = (f"{loop}.{name}={to_text(set_values[loop][name])}" for loop in (first, other))
-            problems.append(Problem(setting, f"is the same setting as {contradiction}; leave one of them out"))
-        else:
-            OmegaConf.update(united, name, set_values[first][name])
-            setters[name] = [first]
-    values = cast("dict[str, Any]", OmegaConf.to_container(united, resolve=False))
+    united, written_names, problems = OmegaConf.create(defaults), {}, []
+    for name in dict.fromkeys(name for loop in loops for name in settings[loop]):
+        values = {loop: settings[loop][name] for loop in loops if name in settings[loop]}
+        # A key may be set under several names, in different files or on the command line. Then the source that Hydra
+        # reads last decides, as for any other key; two values in one source are a contradiction.
+        if any(value != next(iter(values.values())) for value in values.values()):
+            by_source = ([loop for loop in values if f"{loop}.{name}" in source] for source in list_sources())
+            values = {loop: values[loop] for loop in next(filter(None, by_source), values)}
+        first, value = next(iter(values.items()))
+        if other := next((loop for loop in values if values[loop] != value), None):
+            text = f"is the same setting as {other}.{name}={to_text(values[other])}; leave one of them out"
+            problems.append(Problem(f"{first}.{name}={to_text(value)}", text))
+        OmegaConf.update(united, name, value)
+        if first != own:
+            written_names[f"{own}.{name}"] = f"{first}.{name}"
     for loop in LOOPS:
-        OmegaConf.update(composed, loop, _select_keys(tree[loop], shared=False) | values, merge=False)
-    return {f"{own}.{name}": f"{loop}.{name}" for name, (loop, *_) in setters.items() if loop != own}, problems
+        shared = cast("dict[str, Any]", OmegaConf.to_container(united, resolve=False))
+        OmegaConf.update(composed, loop, _select_keys(tree[loop], shared=False) | shared, merge=False)
+    return written_names, problems
 
 
 def _select_keys(section: Mapping[str, Any], shared: bool) -> dict[str, Any]:
     return {key: value for key, value in section.items() if (key in SHARED) == shared}
-
-
-def leave_out_defaults(values: dict[str, Any], algorithm: str) -> None:
-    """Remove default values of keys that the algorithm's loop does not have.
-
-    Changed ones stay, so that they are refused. Shared keys under other names are removed if they repeat the value.
-    """
-    own = find_loop(algorithm)
-    own_section = dict(values[own]) if isinstance(values.get(own), dict) else {}
-    for loop, section_type in LOOPS.items():
-        section, is_own = values.get(loop), loop == own
-        if not isinstance(section, dict):
-            continue
-        defaults = dataclasses.asdict(SampledLoopConfig()) | dataclasses.asdict(section_type())
-        own_names = section_type.__dataclass_fields__ if is_own else ()
-        for name in [name for name in section if name in defaults and name not in own_names]:
-            value, default = section[name], defaults[name]
-            if isinstance(value, dict) and isinstance(default, dict):
-                section[name] = {key: leaf for key, leaf in value.items() if key not in default or leaf != default[key]}
-            repeats = not is_own and name in own_section and value == own_section[name]
-            if repeats or value == default or section[name] == {}:
-                del section[name]
-        if not section and not is_own:
-            del values[loop]

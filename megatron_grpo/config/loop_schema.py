@@ -317,3 +317,13 @@ class RewardTrainingConfig(RowsLoopConfig):
     """Weight of the squared sum of a pair's scores in the loss, which keeps scores near 0 (Eisenstein et al. 2023)."""
 
     val_rewards: ClassVar[bool] = False
+
+
+# The loops of algorithms; each has a section of its name, and distillation that of GRPO.
+LOOPS: dict[str, type[LoopConfig]] = {
+    "grpo": GRPOConfig,
+    "ppo": PPOConfig,
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "reward_model": RewardTrainingConfig,
+}

@@ -11,7 +11,7 @@ from dataclasses import field, replace
 from fractions import Fraction
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BeforeValidator
+from annotated_types import Predicate
 
 from megatron_grpo.config.data_schema import (
     PREFERENCE,
@@ -23,8 +23,9 @@ from megatron_grpo.config.data_schema import (
 )
 from megatron_grpo.config.distillation_schema import DistillationConfig, TeacherConfig
 from megatron_grpo.config.generation_schema import GenerationConfig, RefitConfig, RolloutsConfig
-from megatron_grpo.config.loop_names import LOOPS, find_loop
+from megatron_grpo.config.loop_names import find_loop
 from megatron_grpo.config.loop_schema import (
+    LOOPS,
     VALIDATION_PREFIX,
     AsyncGRPOConfig,
     DPOConfig,
@@ -60,16 +61,8 @@ from megatron_grpo.config.run_schema import (
 from megatron_grpo.config.section import MISSING, PathText, Section
 
 T = TypeVar("T")
-
-
-def _refuse_null(value: object) -> object:
-    if value is None:
-        raise ValueError("null is no section")
-    return value
-
-
-# The loop of one algorithm; None in runs of the others, which do not have it.
-LoopSection = Annotated[T | None, BeforeValidator(_refuse_null)]
+# The loop of an algorithm; None in runs of the others, which do not have it. No file may say null.
+LoopSection = Annotated[T | None, Predicate(lambda section: section is not None)]
 
 
 class Config(Section):

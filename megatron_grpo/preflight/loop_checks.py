@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from megatron_grpo.config.data_schema import BUILT_IN, ENVIRONMENT_PREFIX, REWARD_FUNCTIONS, is_model_folder
 from megatron_grpo.config.errors import suggest_name
 from megatron_grpo.config.keys import list_changes
-from megatron_grpo.config.loop_names import READERS, explain_foreign_key
+from megatron_grpo.config.loop_names import explain_foreign_key
 from megatron_grpo.config.loop_schema import HELD_OUT_LOSS, VALIDATION_METRICS, VALIDATION_PREFIX
 from megatron_grpo.config.metric_names import list_possible_metrics, list_step_metrics
 from megatron_grpo.config.schema import Config
@@ -122,8 +122,8 @@ def check_oversampling(config: Config) -> Iterator[Rule]:
 
 
 def check_ppo(config: Config) -> Iterator[Rule]:
-    """Check settings of PPO, and find changed settings of other algorithms."""
-    for section in [section for section, readers in READERS.items() if config.algorithm not in readers]:
+    """Check settings of PPO, and find changed settings of its value model in other runs."""
+    for section in ("value", "value_loss_fn") if config.algorithm != "ppo" else ():
         for key, value in list_changes(config, section):
             yield True, f"{key}={value}", explain_foreign_key(key, config.algorithm)
     if config.algorithm == "ppo":

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_grpo.config.hiding import hide_values
 from megatron_grpo.config.keys import flatten
-from megatron_grpo.config.loop_names import LOOPS
+from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.outside_files import read_json, read_yaml
 from megatron_grpo.config.schema import Config
 from megatron_grpo.observability import run_files
