@@ -21,14 +21,14 @@ from megatron_grpo.config.errors import ConfigError, Problem, select_first_line,
 from megatron_grpo.config.job import Job, read_job
 from megatron_grpo.config.keys import find_key, flatten
 from megatron_grpo.config.loop_names import (
+    ALGORITHMS,
     explain_foreign_key,
-    is_foreign_to,
     is_shared,
     list_own_defaults,
+    list_readers,
     translate_key,
     unite_shared_keys,
 )
-from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.overrides import (
     CONF_MODULE,
     RECIPES,
@@ -132,7 +132,7 @@ def compose_typed(overrides: Sequence[str]) -> ComposedConfig:
             composed.problems += [
                 Problem(f"{key}={value}", explain_foreign_key(key, algorithm))
                 for key, value in settings.items()
-                if is_foreign_to(algorithm, key) and not is_shared(key)
+                if algorithm not in list_readers(key) and not is_shared(key)
                 if "." in key and key not in composed.problem_keys
             ]
     composed.problems[:0] = folder_problems
@@ -157,7 +157,7 @@ def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[str, list[P
             into.problems.append(Problem(subject, select_first_line(error.__cause__ or error)))
             return "grpo", []
         # A wrong algorithm is reported when types are checked.
-        algorithm = composed.get("algorithm") if composed.get("algorithm") in (*LOOPS, "distillation") else "grpo"
+        algorithm = composed.get("algorithm") if composed.get("algorithm") in ALGORITHMS else "grpo"
         into.written_names, contradictions = unite_shared_keys(
             composed,
             algorithm,

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from megatron_grpo.config.errors import Problem, to_text
 from megatron_grpo.config.keys import describe_type, find_key, flatten, list_members, read_keys
-from megatron_grpo.config.loop_names import explain_foreign_key, find_loop, is_foreign_to, is_shared
+from megatron_grpo.config.loop_names import explain_foreign_key, find_loop, is_shared, list_readers
 from megatron_grpo.config.loop_schema import LOOPS, SampledLoopConfig
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.config.suggestions import describe_unknown_key, list_unknown_keys
@@ -58,7 +58,7 @@ def refuse_other_loops(values: dict[str, Any], algorithm: str) -> list[Problem]:
         if not isinstance(section := values.get(loop), dict):
             continue  # refused when types are checked
         defaults = dict(flatten(asdict(SampledLoopConfig()) | asdict(section_type()), f"{loop}."))
-        for name in [name for name in section if loop != own or is_foreign_to(algorithm, f"{own}.{name}")]:
+        for name in [name for name in section if loop != own or own not in list_readers(f"{own}.{name}")]:
             for key, value in flatten({name: section.pop(name)}, f"{loop}."):
                 if loop != own and is_shared(key):
                     continue

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import yaml
 from pydantic.fields import FieldInfo
 
-from megatron_grpo.config.loop_names import READERS, SHARED, is_foreign_to, is_shared, list_loops, translate_key
+from megatron_grpo.config.loop_names import SHARED, is_shared, list_readers, translate_key
 from megatron_grpo.config.loop_schema import LOOPS, GRPOConfig, LoopConfig, SampledLoopConfig
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.config.section import EnvironmentOptions, MegatronFields, TemplateArguments, VllmArguments, flatten
@@ -50,8 +50,8 @@ class Key:
         """The default in YAML, with those of algorithms that differ; "required" without one."""
         if self.default == MISSING:
             return "required"
-        loops = list_loops(self.name) if is_shared(self.name) else ()
-        key_in_loop = attrgetter(self.name.partition(".")[2])
+        key_in_loop = attrgetter(self.name.partition(".")[2] or self.name)
+        loops = _list_sharing_loops(self.name)
         defaults = {"": self.default} | {f", with {loop} ": key_in_loop(LOOPS[loop]()) for loop in loops}
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in defaults.items()}
         return "".join(key + text for key, text in texts.items() if not key or text != texts[""])
@@ -68,9 +68,12 @@ class SectionKeys:
     @property
     def names(self) -> tuple[str, ...]:
         """One name, or one for each algorithm that shares the section."""
-        key = self.keys[0].name if self.keys else self.name
-        loops = list_loops(key) if is_shared(key) else ()
+        loops = _list_sharing_loops(self.keys[0].name if self.keys else self.name)
         return tuple(loop + self.name.removeprefix("grpo") for loop in loops) or (self.name,)
+
+
+def _list_sharing_loops(key: str) -> list[str]:
+    return [loop for loop in list_readers(key) if loop in LOOPS] if is_shared(key) else []
 
 
 @functools.cache
@@ -201,8 +204,8 @@ def load_tables(name: str) -> dict[str, dict[str, str]]:
 
 def build_values(config: Config) -> dict[str, Any]:
     """Build plain values of the sections that a run has."""
-    algorithm, values = config.algorithm, dataclasses.asdict(config)
-    return {name: value for name, value in values.items() if algorithm in READERS.get(name, (algorithm,))}
+    values = dataclasses.asdict(config)
+    return {name: value for name, value in values.items() if config.algorithm in list_readers(name)}
 
 
 def list_changes(config: Config, section: str) -> Iterator[tuple[str, Any]]:
@@ -226,7 +229,7 @@ def is_met(config: Config, condition: str) -> bool:
         match = _CONDITION.fullmatch(part)
         assert match is not None, f"{part} is not a condition"
         negation, key, sign, text, relation, bound = match.groups()
-        if is_foreign_to(config.algorithm, key):
+        if config.algorithm not in list_readers(key):
             return False  # the run does not have the key
         value = attrgetter(key)(config)
         if sign:

@@ -9,17 +9,12 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from megatron_grpo.config.errors import Problem, to_text
-from megatron_grpo.config.loop_schema import LOOPS, LoopConfig, SampledLoopConfig
+from megatron_grpo.config.loop_schema import LOOPS, SampledLoopConfig
 from megatron_grpo.config.section import flatten
 
 # Keys, and sections of keys, that loops share: `grpo.NAME` and `ppo.NAME` are one setting.
 SHARED = SampledLoopConfig.__dataclass_fields__.keys()
-# Sections that only these algorithms read, except the shared keys in them.
-READERS = {
-    "grpo": ("grpo", "distillation"),
-    **dict.fromkeys(("ppo", "value", "value_loss_fn"), ("ppo",)),
-    **{loop: (loop,) for loop in ("sft", "dpo", "reward_model")},
-}
+ALGORITHMS = (*LOOPS, "distillation")
 
 
 def find_loop(algorithm: str) -> str:
@@ -33,30 +28,20 @@ def is_shared(name: str) -> bool:
     return section in LOOPS and rest.partition(".")[0] in SHARED
 
 
-def list_loops(name: str) -> list[str]:
-    """List the loops that have a shared key or section."""
-    key = name.split(".")[1]
-    return [loop for loop, section in LOOPS.items() if key in section.__dataclass_fields__]
-
-
 def translate_key(algorithm: str, name: str) -> str:
     """Rename a shared key or section to an algorithm's name."""
     return f"{find_loop(algorithm)}.{name.partition('.')[2]}" if is_shared(name) else name
 
 
-def find_reader(name: str) -> str | None:
-    """Find an algorithm that reads a key; None: all read it."""
+def list_readers(name: str) -> list[str]:
+    """List the algorithms that read a key or section."""
     section, _, rest = name.partition(".")
     if is_shared(name):
-        return None if rest.partition(".")[0] in LoopConfig.__dataclass_fields__ else "grpo"
-    return next(iter(READERS.get(section, ())), None)
-
-
-def is_foreign_to(algorithm: str, name: str) -> bool:
-    """True if only other algorithms read a key."""
-    if is_shared(name):
-        return find_loop(algorithm) not in list_loops(name)
-    return find_reader(name) is not None and algorithm not in READERS[name.partition(".")[0]]
+        key = rest.partition(".")[0]
+        return [algorithm for algorithm in ALGORITHMS if key in LOOPS[find_loop(algorithm)].__dataclass_fields__]
+    if section in ("value", "value_loss_fn"):
+        return ["ppo"]
+    return [algorithm for algorithm in ALGORITHMS if section not in LOOPS or section == find_loop(algorithm)]
 
 
 def find_counterpart(algorithm: str, name: str) -> str | None:
@@ -73,7 +58,7 @@ def explain_foreign_key(key: str, algorithm: str) -> str:
     advice = "; the value model is PPO's baseline" if algorithm == "ppo" else ""
     if counterpart := find_counterpart(algorithm, key):
         advice = f"; give {counterpart}"
-    return f"is for algorithm={find_reader(key)}, and this run has algorithm={algorithm}{advice}"
+    return f"is for algorithm={list_readers(key)[0]}, and this run has algorithm={algorithm}{advice}"
 
 
 def list_own_defaults() -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.keys import flatten, load_tables, read_keys
-from megatron_grpo.config.loop_names import find_counterpart, find_reader, is_foreign_to, translate_key
+from megatron_grpo.config.loop_names import find_counterpart, list_readers, translate_key
 
 NONE = "none"  # section of foreign_names.yaml with names that have no counterpart, each with the reason
 NOTHING_ALIKE = "unknown key; --cfg job shows all keys"  # text for a key without a suggestion
@@ -65,8 +65,8 @@ def describe_counterpart(name: str, algorithm: str) -> str | None:
     if not keys:
         return f"{framework}'s {foreign} has no counterpart here; leave it out"
     written = " and ".join(
-        find_counterpart(algorithm, key) or f"{key} (with algorithm={find_reader(key)})"
-        if is_foreign_to(algorithm, key)
+        find_counterpart(algorithm, key) or f"{key} (with algorithm={list_readers(key)[0]})"
+        if algorithm not in list_readers(key)
         else translate_key(algorithm, key)
         for key in keys.split()
     )
@@ -101,7 +101,7 @@ def find_similar_keys(name: str, algorithm: str) -> list[str]:
         translate_key(algorithm, key).replace("<name>", environment or "NAME")
         for key in read_keys()
         if not key.endswith("<field>")
-        and not is_foreign_to(algorithm, key)
+        and algorithm in list_readers(key)
         and (section == "value" or not key.startswith(_VALUE))
     ]
     misspelt = difflib.get_close_matches(name, candidates, n=1, cutoff=_MISSPELT)
