@@ -24,11 +24,12 @@ from megatron_grpo.config.loop_names import (
     ALGORITHMS,
     explain_foreign_key,
     is_shared,
-    list_own_defaults,
     list_readers,
+    select_keys,
     translate_key,
     unite_shared_keys,
 )
+from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.overrides import (
     CONF_MODULE,
     RECIPES,
@@ -55,7 +56,8 @@ def build_schema_defaults() -> dict[str, Any]:
     tree = dataclasses.asdict(Config())
     # Without the shared keys, so that one in the composed values was set explicitly; and without an environment, so
     # that one of conf/env replaces the default.
-    return tree | list_own_defaults() | {"env": {}}
+    own_keys = {loop: select_keys(dataclasses.asdict(section()), shared=False) for loop, section in LOOPS.items()}
+    return tree | own_keys | {"env": {}}
 
 
 # ${fifth_of:${...}} in conf/, because YAML cannot calculate; 1 for a wrong length, which is refused elsewhere.

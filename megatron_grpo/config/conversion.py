@@ -49,24 +49,26 @@ def convert_values(values: dict[str, Any], algorithm: str) -> tuple[Config | Non
 
 
 def refuse_other_loops(values: dict[str, Any], algorithm: str) -> list[Problem]:
-    """Leave one loop in `values`, with the keys that it has; report other changed keys.
+    """Remove the keys of other loops, and report changed ones.
 
     Shared keys under other loops' names have no effect: their values stand under the own name, too.
     """
-    own, problems = find_loop(algorithm), []
+    run_loop, problems = find_loop(algorithm), []
     for loop, section_type in LOOPS.items():
         if not isinstance(section := values.get(loop), dict):
             continue  # refused when types are checked
         defaults = dict(flatten(asdict(SampledLoopConfig()) | asdict(section_type()), f"{loop}."))
-        for name in [name for name in section if loop != own or own not in list_readers(f"{own}.{name}")]:
+        for name in list(section):
+            if loop == run_loop and loop in list_readers(f"{loop}.{name}"):
+                continue
             for key, value in flatten({name: section.pop(name)}, f"{loop}."):
-                if loop != own and is_shared(key):
+                if loop != run_loop and is_shared(key):
                     continue
                 if find_key(key) is None:
                     problems.append(describe_unknown_key(key, algorithm))
                 elif value != defaults[key]:
                     problems.append(Problem(f"{key}={to_text(value)}", explain_foreign_key(key, algorithm)))
-        if loop != own:
+        if loop != run_loop:
             del values[loop]
     return problems
 

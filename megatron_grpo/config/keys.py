@@ -50,7 +50,7 @@ class Key:
         """The default in YAML, with those of algorithms that differ; "required" without one."""
         if self.default == MISSING:
             return "required"
-        key_in_loop = attrgetter(self.name.partition(".")[2] or self.name)
+        key_in_loop = attrgetter(self.name.partition(".")[2])
         loops = _list_sharing_loops(self.name)
         defaults = {"": self.default} | {f", with {loop} ": key_in_loop(LOOPS[loop]()) for loop in loops}
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in defaults.items()}

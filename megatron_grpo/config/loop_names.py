@@ -47,8 +47,8 @@ def list_readers(name: str) -> list[str]:
 def find_counterpart(algorithm: str, name: str) -> str | None:
     """Find the key with which the algorithm says the same as another's key."""
     passes = {f"{loop}.{LOOPS[loop].passes_name}": loop for loop in ("grpo", "ppo")}
-    own = find_loop(algorithm)
-    return f"{own}.{LOOPS[own].passes_name}" if name in passes and own in passes.values() else None
+    run_loop = find_loop(algorithm)
+    return f"{run_loop}.{LOOPS[run_loop].passes_name}" if name in passes and run_loop in passes.values() else None
 
 
 def explain_foreign_key(key: str, algorithm: str) -> str:
@@ -61,18 +61,19 @@ def explain_foreign_key(key: str, algorithm: str) -> str:
     return f"is for algorithm={list_readers(key)[0]}, and this run has algorithm={algorithm}{advice}"
 
 
-def list_own_defaults() -> dict[str, dict[str, Any]]:
-    """List the defaults of the keys that single loops have, by loop."""
-    return {loop: _select_keys(dataclasses.asdict(section()), shared=False) for loop, section in LOOPS.items()}
+def select_keys(section: Mapping[str, Any], *, shared: bool) -> dict[str, Any]:
+    """Select the shared keys of a loop's section, or the others."""
+    return {key: value for key, value in section.items() if (key in SHARED) == shared}
 
 
 def unite_shared_keys(
     composed: DictConfig, algorithm: str, list_sources: Callable[[], Iterable[Collection[str]]]
 ) -> tuple[dict[str, str], list[Problem]]:
-    """Write one value of each shared key into all loop sections, to which other values may refer.
+    """Write one value of each shared key into all loop sections.
 
-    The value is the one that was set, under any name, else the algorithm's default. `list_sources` lists the keys that
-    the command line and each file of conf/ set, the last read first; it takes a tenth of a second.
+    Other values may refer to it there. It is the one that was set, under any name, else the algorithm's default.
+    `list_sources` lists the keys that the command line and each file of conf/ set, the last read first; it takes a
+    tenth of a second.
 
     Returns:
         By key, the name under which it was set, if that is another algorithm's; and the contradictions.
@@ -81,10 +82,10 @@ def unite_shared_keys(
     assert isinstance(tree, dict)
     if not all(isinstance(tree[loop], dict) for loop in LOOPS):
         return {}, []  # a recipe with a value in place of a section is refused when types are checked
-    own = find_loop(algorithm)
-    loops = sorted(LOOPS, key=lambda loop: loop != own)  # the algorithm's own section is the first
-    settings = {loop: dict(flatten(_select_keys(tree[loop], shared=True))) for loop in loops}
-    defaults = dataclasses.asdict(SampledLoopConfig()) | _select_keys(dataclasses.asdict(LOOPS[own]()), shared=True)
+    run_loop = find_loop(algorithm)
+    loops = sorted(LOOPS, key=lambda loop: loop != run_loop)  # the algorithm's own section is the first
+    settings = {loop: dict(flatten(select_keys(tree[loop], shared=True))) for loop in loops}
+    defaults = dataclasses.asdict(SampledLoopConfig()) | select_keys(dataclasses.asdict(LOOPS[run_loop]()), shared=True)
     united, written_names, problems = OmegaConf.create(defaults), {}, []
     for name in dict.fromkeys(name for loop in loops for name in settings[loop]):
         values = {loop: settings[loop][name] for loop in loops if name in settings[loop]}
@@ -94,17 +95,13 @@ def unite_shared_keys(
             by_source = ([loop for loop in values if f"{loop}.{name}" in source] for source in list_sources())
             values = {loop: values[loop] for loop in next(filter(None, by_source), values)}
         first, value = next(iter(values.items()))
-        if other := next((loop for loop in values if values[loop] != value), None):
-            text = f"is the same setting as {other}.{name}={to_text(values[other])}; leave one of them out"
+        if rival := next((loop for loop in values if values[loop] != value), None):
+            text = f"is the same setting as {rival}.{name}={to_text(values[rival])}; leave one of them out"
             problems.append(Problem(f"{first}.{name}={to_text(value)}", text))
         OmegaConf.update(united, name, value)
-        if first != own:
-            written_names[f"{own}.{name}"] = f"{first}.{name}"
+        if first != run_loop:
+            written_names[f"{run_loop}.{name}"] = f"{first}.{name}"
     for loop in LOOPS:
         shared = cast("dict[str, Any]", OmegaConf.to_container(united, resolve=False))
-        OmegaConf.update(composed, loop, _select_keys(tree[loop], shared=False) | shared, merge=False)
+        OmegaConf.update(composed, loop, select_keys(tree[loop], shared=False) | shared, merge=False)
     return written_names, problems
-
-
-def _select_keys(section: Mapping[str, Any], shared: bool) -> dict[str, Any]:
-    return {key: value for key, value in section.items() if (key in SHARED) == shared}

@@ -122,7 +122,7 @@ def check_oversampling(config: Config) -> Iterator[Rule]:
 
 
 def check_ppo(config: Config) -> Iterator[Rule]:
-    """Check settings of PPO, and that other runs change none of them."""
+    """Check settings of PPO, which other runs leave at their defaults."""
     for section in ("value", "value_loss_fn") if config.algorithm != "ppo" else ():
         for key, value in list_changes(config, section):
             yield True, f"{key}={value}", explain_foreign_key(key, config.algorithm)
