@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 import megatron_grpo.conf
 from megatron_grpo.config.compose import build_schema_defaults, compose_typed
+from megatron_grpo.config.conversion import refuse_other_loops
 from megatron_grpo.config.keys import build_values, find_key, flatten, is_section, read_keys, read_sections
 from megatron_grpo.config.loop_names import LOOPS, is_shared, translate_key, unite_shared_keys
 from megatron_grpo.config.loop_schema import SampledLoopConfig
@@ -123,8 +124,24 @@ def test_the_printed_configuration_has_shared_keys_once() -> None:
     values = compose_typed([PPO, "grpo.seed=7"]).values
     assert values["ppo"]["seed"] == 7
     assert LOOPS.keys() & values.keys() == {"ppo"}
-    values = compose_typed([PPO, "grpo.num_iterations=3"]).values
-    assert values["grpo"] == {"num_iterations": 3}, "the refused key is shown"
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"grpo": {"num_iterations": 3}}, "is for algorithm=grpo, and this run has algorithm=ppo; give ppo.ppo_epochs"),
+        ({"sft": {"val_rewards": True}}, "is for algorithm=sft, and this run has algorithm=ppo; the value model is"),
+        ({"dpo": {"los_type": "ipo"}}, "unknown key"),
+        ({"grpo": {"num_iterations": 1, "seed": 7}, "dpo": {"loss_type": "sigmoid"}, "sft": {}}, None),
+    ],
+)
+def test_what_a_recorded_configuration_says_of_other_loops(settings: dict[str, Any], text: str | None) -> None:
+    """Their defaults are no mistake: an earlier version recorded them."""
+    values = build_values(compose_typed([PPO]).require()) | settings
+    problems = refuse_other_loops(values, "ppo")
+    assert LOOPS.keys() & values.keys() == {"ppo"}
+    assert [problem.text for problem in problems if not problem.text.startswith(str(text))] == []
+    assert len(problems) == (text is not None)
 
 
 @pytest.mark.parametrize(
