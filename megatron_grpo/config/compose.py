@@ -173,7 +173,9 @@ def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[str, list[P
     resolved = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(resolved, dict)
     into.values = values = {str(name): value for name, value in resolved.items()}
-    into.problems += refuse_other_loops(values, algorithm)
+    foreign = refuse_other_loops(values, algorithm)
+    # Those of the command line are refused as they are written there, defaults included.
+    into.problems += [problem for problem in foreign if is_shared(problem.key) or problem.key not in parsed.values]
     if not any(override.startswith("~env.") for override in accepted):
         # The default environment is for a run that names none, or for rows without a task_name.
         for name, environment in Config().env.items():

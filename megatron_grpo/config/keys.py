@@ -231,7 +231,7 @@ def is_met(config: Config, condition: str) -> bool:
         negation, key, sign, text, relation, bound = match.groups()
         if config.algorithm not in list_readers(key):
             return False  # the run does not have the key
-        value = attrgetter(key)(config)
+        value = attrgetter(translate_key(config.algorithm, key))(config)
         if sign:
             is_equal = (f"{value:g}" if isinstance(value, float) else str(value).lower()) in text.split("|")
             holds = is_equal == (sign == "=")

@@ -54,9 +54,9 @@ def test_a_folder_of_an_earlier_version_goes_on(
     assert check_config(changed).conflicts == set()
     record_start(tmp_path, changed)
     recorded = yaml.safe_load(file.read_text())
-    others = {"grpo", "ppo", "sft", "dpo", "reward_model"} - {algorithm}
-    assert others.isdisjoint(recorded)
-    assert set(values) - set(recorded) == others | (set() if algorithm == "ppo" else {"value", "value_loss_fn"})
+    foreign_loops = {"grpo", "ppo", "sft", "dpo", "reward_model"} - {algorithm}
+    assert foreign_loops.isdisjoint(recorded)
+    assert set(values) - set(recorded) == foreign_loops | (set() if algorithm == "ppo" else {"value", "value_loss_fn"})
     assert load_run_config(tmp_path, [], is_trusted=True) == changed
 
 
