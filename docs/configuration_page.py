@@ -35,7 +35,7 @@ def format_page() -> str:
     for section in read_sections():
         if not section.keys:
             continue
-        is_own = section.name in LOOPS and not section.is_shared
+        is_own = section.name in LOOPS and len(section.names) == 1
         lines.append(f"\n## {f'Only in {section.name}' if is_own else ' and '.join(section.names) or 'Top level'}\n")
         if section.name:
             lines.append(f"{section.doc}\n")

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.batch.trajectory import SampledGroup, renumber_groups
-from megatron_grpo.config.loop_schema import LoopConfig
+from megatron_grpo.config.loop_schema import SampledLoopConfig
 from megatron_grpo.data.loader import BatchLoader, add_waiting
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
@@ -26,7 +26,7 @@ class SampleBuffer(ABC):
 
     rollouts: RolloutPool
     loader: BatchLoader
-    loop: LoopConfig
+    loop: SampledLoopConfig
     settings: SamplingSettings
     generation_batches: int
     """Number of the newest generation batch; at construction, that of the last one that a step has taken."""

@@ -67,7 +67,7 @@ def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTime
     run.placement.wake_engines(timer)
     if isinstance(run.loader, RecordedSteps):
         return _read_recorded(run, run.loader, timer)
-    if run.config.training_loop.use_dynamic_sampling:
+    if run.config.sampled_loop.use_dynamic_sampling:
         samples = _fill_step(run, batches, timer)
     elif groups := _sample_groups(run, batches, timer):
         outcomes = [outcome for group in groups for outcome in group.outcomes]
@@ -83,7 +83,7 @@ def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTime
 
 def _fill_step(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
     # If the prompts end before a step is full, its groups stay in run.batch_cache, for a continuation with more epochs.
-    config, loop, carried = run.config, run.config.training_loop, len(run.batch_cache)
+    config, loop, carried = run.config, run.config.sampled_loop, len(run.batch_cache)
     sampled: list[Outcome] = []
     dropped: list[Outcome] = []
     # Groups that waited in a checkpoint are scored anew: it has their rewards, not their scores.
@@ -123,7 +123,7 @@ def _fill_step(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: Step
 
 
 def _read_recorded(run: SamplingRun, recording: RecordedSteps, timer: StepTimer) -> StepSamples | None:
-    state, loop = run.state, run.config.training_loop
+    state, loop = run.state, run.config.sampled_loop
     step = state["total_steps"] + 1
     if step not in recording.files:
         return None
@@ -144,7 +144,7 @@ def _read_recorded(run: SamplingRun, recording: RecordedSteps, timer: StepTimer)
 
 def _sample_groups(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> list[SampledGroup] | None:
     """Sample the next generation batch; None: no prompts are left."""
-    state, loop = run.state, run.config.training_loop
+    state, loop = run.state, run.config.sampled_loop
     if run.buffer is not None:
         groups = run.buffer.take(batches, state["total_steps"], timer)
     elif (prompts := next(batches, None)) is not None:

@@ -24,6 +24,7 @@ from megatron_grpo.batch.generation_requests import make_sampling_settings
 from megatron_grpo.batch.special_tokens import StopConditions
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.algorithms import Algorithm
+from megatron_grpo.config.loop_schema import SampledLoopConfig
 from megatron_grpo.config.outside_text import describe_error
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import PromptData
@@ -115,7 +116,7 @@ def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRu
     if models is not None:
         progress = _resume(config, startup, models, data.loader)
         if generation is not None and config.generation.is_colocated:
-            in_flight = rollouts if config.training_loop.async_grpo.can_sample_ahead else None
+            in_flight = rollouts if config.async_sampling.can_sample_ahead else None
             placement = Placement(generation, list(models.by_name.values()), in_flight)
     if transport is not None:
         # Version N is the weights after N steps, so a resumed run does not start at 0.
@@ -207,7 +208,8 @@ def _read_progress(config: Config, path: Path) -> _Progress:
         raise CheckpointError(f"{path / STATE_FILE} {text}") from None
     # Groups of another size cannot share a batch with the groups of this run.
     groups = [group for group in groups if len(group) == loop.num_generations_per_prompt]
-    return _Progress(state["save_state"], True, groups if loop.use_dynamic_sampling else [])
+    fills_steps = isinstance(loop, SampledLoopConfig) and loop.use_dynamic_sampling
+    return _Progress(state["save_state"], True, groups if fills_steps else [])
 
 
 def _make_sampling_run(
@@ -228,10 +230,10 @@ def _make_sampling_run(
     callbacks = Callbacks(startup.user_objects.callbacks)
     startup.checkpointer.on_complete = partial(callbacks.notify, "on_checkpoint")
     startup.checkpointer.note = logger.note
-    buffer, async_grpo = None, config.training_loop.async_grpo
+    buffer, async_grpo = None, config.async_sampling
     if async_grpo.enabled:
         buffer_type = OrderedBuffer if async_grpo.oversampling_factor is None else Oversampling
-        buffer = buffer_type(rollouts, data.loader, config.training_loop, settings, state["generation_batches"])
+        buffer = buffer_type(rollouts, data.loader, config.sampled_loop, settings, state["generation_batches"])
     return SamplingRun(
         config=config,
         run_dir=startup.run_dir,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from statistics import fmean
 
 from megatron_grpo.algorithms.context import GRPORun
@@ -18,6 +17,7 @@ from megatron_grpo.batch.packing import TOKEN_COST, Cost
 from megatron_grpo.batch.replay_files import StepFigures, locate_figures_file, write_figures
 from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
 from megatron_grpo.batch.trajectory import SampledGroup
+from megatron_grpo.config.keys import build_values
 from megatron_grpo.config.schema import Config
 from megatron_grpo.losses.loss import LossFunction, combine_metrics, is_extreme
 from megatron_grpo.losses.policy_loss import add_derived_metrics
@@ -84,7 +84,7 @@ def add_logprobs(
         with timer.phase("logprobs"):
             is_finite = policy.add_field(batch, "reference_logprobs")
         check.require_finite("reference_logprobs", is_finite | ~(batch.in_loss | needs_all), batch)
-    threshold, metrics = config.training_loop.seq_logprob_error_threshold, {}
+    threshold, metrics = config.sampled_loop.seq_logprob_error_threshold, {}
     if threshold is not None:
         with timer.phase("logprobs"):
             fields, lengths = ("sampled", "prev_logprobs", "generation_logprobs"), batch.sum_by_rollout(batch.lengths)
@@ -105,7 +105,7 @@ def train_policy(
     None: no token is in the loss, and the weights are as they were. Raises RunError if a gradient is not finite, or
     training and generation disagree too much; no update was made from it.
     """
-    loop, is_recorded = config.training_loop, config.logger.has_replay(check.step)
+    loop, is_recorded = config.sampled_loop, config.logger.has_replay(check.step)
     if not config.needs_prev_logprobs:
         batch.fields.pop("prev_logprobs", None)  # computed for a replay: the step trains as if it had none
     if is_recorded:
@@ -140,7 +140,7 @@ def _write_figures(config: Config, policy: MegatronPolicy, result: TrainResult |
             learning_rate=result.learning_rate,
             tensors=tensors,
             states=states,
-            config=asdict(config),
+            config=build_values(config),
             device=policy.device_name,
         )
         write_figures(locate_figures_file(check.run_dir, check.step), figures)

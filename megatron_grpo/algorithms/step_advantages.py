@@ -81,7 +81,7 @@ class Scores:
 
 def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
     """Scale and shape rewards of groups, and find learning signals."""
-    loop, samples = config.training_loop, config.training_loop.num_generations_per_prompt
+    loop, samples = config.sampled_loop, config.sampled_loop.num_generations_per_prompt
     rewards = torch.tensor([_find_reward(config, outcome) for outcome in outcomes], dtype=torch.float32)
     scaled = formulas.scale_rewards(rewards.view(-1, samples), loop.reward_scaling)
     shaped = formulas.shape_rewards(

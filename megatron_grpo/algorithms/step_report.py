@@ -41,7 +41,7 @@ class UnpublishedStepError(Exception):
 def compute_sampling_metrics(config: Config, samples: StepSamples) -> dict[str, float]:
     """Compute the metrics of all sampled rollouts."""
     sampled = samples.sampled
-    generations = config.training_loop.num_generations_per_prompt
+    generations = config.sampled_loop.num_generations_per_prompt
     metrics = {
         **rollout_metrics.compute_rollout_metrics(sampled),
         **rollout_metrics.compute_length_metrics(sampled),
@@ -54,7 +54,7 @@ def compute_sampling_metrics(config: Config, samples: StepSamples) -> dict[str, 
         **rollout_metrics.count_faults(sampled),
         **samples.metrics,
     }
-    if config.training_loop.use_dynamic_sampling:
+    if config.sampled_loop.use_dynamic_sampling:
         metrics["filtered_reward"] = rollout_metrics.compute_rollout_metrics(samples.outcomes)["reward"]
     return metrics
 

@@ -62,7 +62,7 @@ def repeat_turn_advantages(
     `compute_token_advantages`.
     """
     by_sequence, counts = (values.flatten(1).T.flatten() for values in (advantages, turn_tokens))
-    by_token = formulas.clip_advantages(by_sequence.repeat_interleave(counts), config.training_loop)
+    by_token = formulas.clip_advantages(by_sequence.repeat_interleave(counts), config.sampled_loop)
     field = scatter_sampled(by_token, arrays["sampled"])
     return {"advantages": field}, find_finite_sequences(field, lengths)
 

@@ -62,7 +62,7 @@ class StepBatch:
         multiplier is 0 and, with overlong_filtering, those that were cut off. Distillation alone needs no reward.
         """
         needs_reward = config.uses_rewards
-        overlong, nll_weight = config.training_loop.overlong_filtering, config.loss_fn.positive_example_nll_weight
+        overlong, nll_weight = config.sampled_loop.overlong_filtering, config.loss_fn.positive_example_nll_weight
         # A multiplier of 0 leaves the rollout out by `in_loss`: its weight is 1, so that equal weights remain None.
         weights = np.array([outcome.loss_multiplier or 1.0 for outcome in outcomes], dtype=np.float32)
         in_loss = np.array(

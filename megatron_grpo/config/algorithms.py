@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron_grpo.config.data_schema import PREFERENCE, SCORED, SUPERVISED
-from megatron_grpo.config.loop_schema import COUNTERPART, OF_SAMPLES, is_shared
+from megatron_grpo.config.loop_names import find_counterpart, is_shared
+from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.loss_schema import LossConfig
 from megatron_grpo.config.paths import import_object, list_import_folders, make_importable
 
@@ -33,6 +34,10 @@ _OF_REWARDS = (_LOSS - _DIVERGENCE - _AVERAGE) | {
 
 def _has_penalty(config: Config) -> bool:
     return config.loss_fn.reference_policy_kl_penalty > 0
+
+
+def _reports_distance(config: Config) -> bool:
+    return config.ppo is not None and not config.ppo.skip_reference_policy_logprobs_calculation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +86,15 @@ class Algorithm:
     def has_read(self, key: str) -> bool:
         """True if it reads a key, whatever the other keys say."""
         section, _, rest = key.partition(".")
-        if section not in OWN_SECTIONS or (is_shared(key) and section != self.section):
-            return True  # every algorithm reads it, or its own name for it
-        if self.rows and is_shared(key) and rest.partition(".")[0] in OF_SAMPLES:
-            return False
-        return is_among(key, self.reads)
+        if is_shared(key):
+            return rest.partition(".")[0] in LOOPS[self.section].__dataclass_fields__
+        return section not in OWN_SECTIONS or is_among(key, self.reads)
+
+    def has_section(self, name: str) -> bool:
+        """True if its runs have a section of the configuration."""
+        # A recipe's values of loss_fn may stay while its algorithm is exchanged.
+        is_own = name in OWN_SECTIONS - {"loss_fn"}
+        return not is_own or any(key.startswith(f"{name}.") for key in self.reads)
 
 
 def is_among(key: str, names: frozenset[str]) -> bool:
@@ -112,9 +121,7 @@ ALGORITHMS = {
             section="ppo",
             models=frozenset({"value"}),
             # The distance to the reference is reported even without a penalty.
-            needs_reference=lambda config: (
-                not config.ppo.skip_reference_policy_logprobs_calculation or _has_penalty(config)
-            ),
+            needs_reference=lambda config: _reports_distance(config) or _has_penalty(config),
             reads=frozenset({"ppo.", "value.", "value_loss_fn."}) | (_LOSS - _DIVERGENCE),
             metrics=frozenset(
                 {"value_loss", "value_grad_norm", "value_learning_rate", "value_mean", "return_mean"}
@@ -218,9 +225,9 @@ def choose_imported(name: object) -> str:
 
 
 def is_foreign_to(algorithm: Algorithm, key: str) -> bool:
-    """True for a key in a section that only other algorithms read."""
+    """True for a key that only other algorithms read."""
     # A recipe's values of loss_fn may stay while its algorithm is exchanged.
-    return not key.startswith("loss_fn.") and not algorithm.has_read(key) and not is_shared(key)
+    return not key.startswith("loss_fn.") and not algorithm.has_read(key)
 
 
 def find_reader(key: str) -> str:
@@ -230,20 +237,19 @@ def find_reader(key: str) -> str:
 
 def explain_foreign_key(key: str, algorithm: Algorithm) -> str:
     """Explain that only other algorithms read a key."""
+    if is_shared(key):
+        text = f"is about samples that a step learns from, and algorithm={algorithm.name} learns from rows"
+        return f"{text}; leave it out"
     advice = "; the value model is PPO's baseline" if algorithm.has_value_model else ""
-    if COUNTERPART.get(key, "").startswith(f"{algorithm.section}."):
-        advice = f"; give {COUNTERPART[key]}"
+    if counterpart := find_counterpart(algorithm.section, key):
+        advice = f"; give {counterpart}"
     return f"is for algorithm={find_reader(key)}, and this run has algorithm={algorithm.name}{advice}"
 
 
 def explain_unread(config: Config, key: str) -> str | None:
     """Explain why a run does not read a key; None: its algorithm reads it."""
-    method = config.method
-    if not method.has_read(key):
-        if not is_shared(key):
-            return explain_foreign_key(key, method)
-        text = f"is about samples that a step learns from, and algorithm={method.name} learns from rows"
-        return f"{text}; leave it out"
+    if not config.method.has_read(key):
+        return explain_foreign_key(key, config.method)
     if not config.uses_rewards and is_among(key, _OF_REWARDS):
         return "is of rewards and of the policy-gradient loss, and loss_fn.policy_loss_weight=0 leaves both out"
     return None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
@@ -22,11 +22,12 @@ from megatron_grpo.config.algorithms import (
     is_algorithm_name,
     is_foreign_to,
 )
-from megatron_grpo.config.conversion import convert_values, find_missing_keys
+from megatron_grpo.config.conversion import convert_values, find_missing_keys, refuse_other_loops
 from megatron_grpo.config.errors import ConfigError, Problem, select_first_line, to_text
 from megatron_grpo.config.job import Job, read_job
 from megatron_grpo.config.keys import find_key, flatten
-from megatron_grpo.config.loop_schema import LOOPS, SHARED, translate_key
+from megatron_grpo.config.loop_names import is_shared, select_keys, translate_key, unite_shared_keys
+from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.overrides import (
     CONF_MODULE,
     RECIPES,
@@ -53,62 +54,8 @@ def build_schema_defaults() -> dict[str, Any]:
     tree = dataclasses.asdict(Config())
     # Without the shared keys, so that one in the composed values was set explicitly; and without an environment, so
     # that one of conf/env replaces the default.
-    return tree | {loop: _select_keys(tree[loop], shared=False) for loop in LOOPS} | {"env": {}}
-
-
-def unite_shared_keys(
-    composed: DictConfig, algorithm: str, on_command_line: Collection[str], files: Callable[[], Sequence[str]]
-) -> tuple[dict[str, str], list[Problem]]:
-    """Write one value of each shared key into all loop sections.
-
-    The value is the one that was set, under any name, else the algorithm's default. `files` lists the composed files
-    of conf/ in the order in which Hydra reads them; it takes a tenth of a second.
-
-    Returns:
-        By key, the name under which it was set, if that is another algorithm's; and the contradictions.
-    """
-    tree = OmegaConf.to_container(composed, resolve=False)
-    assert isinstance(tree, dict)
-    if not all(isinstance(tree[loop], dict) for loop in LOOPS):
-        return {}, []  # a recipe with a value in place of a section is refused when types are checked
-    loops = sorted(LOOPS, key=lambda loop: loop != algorithm)  # the algorithm's own section is the first
-    set_values = {loop: dict(flatten(_select_keys(tree[loop], shared=True))) for loop in loops}
-    defaults = _select_keys(dataclasses.asdict(getattr(Config(), algorithm)), shared=True)
-    united = OmegaConf.merge(defaults, *(_select_keys(tree[loop], shared=True) for loop in reversed(loops)))
-    setters = {
-        name: [loop for loop in loops if name in set_values[loop]]
-        for name in dict.fromkeys(name for loop in loops for name in set_values[loop])
-    }
-    # A key may be set under several names, in different files or on the command line. Then the source that Hydra reads
-    # last decides, as for any other key; two values in one source are a contradiction.
-    conflicts = [
-        name
-        for name, names in setters.items()
-        if any(set_values[loop][name] != set_values[names[0]][name] for loop in names)
-    ]
-    sources = [on_command_line, *map(read_settings, reversed(files()))] if conflicts else []
-    problems = []
-    for name in conflicts:
-        loops_by_source = ([loop for loop in setters[name] if f"{loop}.{name}" in source] for source in sources)
-        first, *further = next(filter(None, loops_by_source), setters[name])
-        loop = next((loop for loop in further if set_values[loop][name] != set_values[first][name]), None)
-        if loop is not None:
-            setting, contradiction = (f"{key}.{name}={to_text(set_values[key][name])}" for key in (first, loop))
-            problems.append(Problem(setting, f"is the same setting as {contradiction}; leave one of them out"))
-        else:
-            OmegaConf.update(united, name, set_values[first][name])
-            setters[name] = [first]
-    shared = cast("dict[str, Any]", OmegaConf.to_container(united, resolve=False))
-    for loop in LOOPS:
-        OmegaConf.update(composed, loop, _select_keys(tree[loop], shared=False) | shared, merge=False)
-    written_names = {
-        f"{algorithm}.{name}": f"{loop}.{name}" for name, (loop, *_) in setters.items() if loop != algorithm
-    }
-    return written_names, problems
-
-
-def _select_keys(section: Mapping[str, Any], shared: bool) -> dict[str, Any]:
-    return {key: value for key, value in section.items() if (key in SHARED) == shared}
+    own_keys = {loop: select_keys(dataclasses.asdict(section()), shared=False) for loop, section in LOOPS.items()}
+    return tree | own_keys | {"env": {}}
 
 
 # ${fifth_of:${...}} in conf/, because YAML cannot calculate; 1 for a wrong length, which is refused elsewhere.
@@ -186,7 +133,8 @@ def compose_typed(overrides: Sequence[str]) -> ComposedConfig:
             composed.problems += [
                 Problem(f"{key}={value}", explain_foreign_key(key, method))
                 for key, value in settings.items()
-                if is_foreign_to(method, key) and "." in key and key not in composed.problem_keys
+                if is_foreign_to(method, key) and not is_shared(key)
+                if "." in key and key not in composed.problem_keys
             ]
     composed.problems[:0] = folder_problems
     return composed
@@ -212,9 +160,10 @@ def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[str, list[P
         if parsed.algorithm is not None:
             composed["algorithm"] = parsed.algorithm
         algorithm, wrong_path = _find_algorithm(composed)
-        section = find_algorithm(algorithm).section
         into.written_names, contradictions = unite_shared_keys(
-            composed, section, parsed.values, lambda: _list_composed_files(accepted)
+            composed,
+            find_algorithm(algorithm).section,
+            functools.cache(lambda: [parsed.values, *map(read_settings, reversed(_list_composed_files(accepted)))]),
         )
     # Before the job is applied, because its settings then replace the values of the options.
     overruled = list(_find_overruled_settings(job, accepted, composed))
@@ -224,6 +173,9 @@ def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[str, list[P
     resolved = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(resolved, dict)
     into.values = values = {str(name): value for name, value in resolved.items()}
+    foreign = refuse_other_loops(values, algorithm)
+    # Those of the command line are refused as they are written there, defaults included.
+    into.problems += [problem for problem in foreign if is_shared(problem.key) or problem.key not in parsed.values]
     if not any(override.startswith("~env.") for override in accepted):
         # The default environment is for a run that names none, or for rows without a task_name.
         for name, environment in Config().env.items():
@@ -231,9 +183,6 @@ def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[str, list[P
                 values["env"].setdefault(name, {"type": environment.type})
     if any(name.startswith("data.train_sets") for name in parsed.values) and "data.train_path" not in parsed.values:
         values["data"]["train_path"] = MISSING  # several sets replace the recipe's single one
-    for loop in LOOPS:  # the printed configuration shows a shared key once
-        if loop != section and isinstance(values[loop], dict):
-            values[loop] = _select_keys(values[loop], shared=False)
     return algorithm, overruled
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import typing
+from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from megatron_grpo.config.algorithms import explain_foreign_key, find_algorithm
 from megatron_grpo.config.errors import Problem, to_text
 from megatron_grpo.config.keys import describe_type, find_key, flatten, list_members, read_keys
+from megatron_grpo.config.loop_names import is_shared
+from megatron_grpo.config.loop_schema import LOOPS, SampledLoopConfig
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.config.suggestions import describe_unknown_key, list_unknown_keys
 
@@ -43,6 +47,32 @@ def convert_values(values: dict[str, Any], algorithm: str) -> tuple[Config | Non
         if len(problems) >= MOST_PROBLEMS < len(details):
             problems = [*problems[:MOST_PROBLEMS], Problem(f"{len(details) - MOST_PROBLEMS} others", "are wrong, too")]
     return None, problems
+
+
+def refuse_other_loops(values: dict[str, Any], algorithm: str) -> list[Problem]:
+    """Remove the keys of other loops, and report changed ones.
+
+    Shared keys under other loops' names have no effect: their values stand under the own name, too.
+    """
+    method, problems = find_algorithm(algorithm), []
+    run_loop = method.section
+    for loop, section_type in LOOPS.items():
+        if not isinstance(section := values.get(loop), dict):
+            continue  # refused when types are checked
+        defaults = dict(flatten(asdict(SampledLoopConfig()) | asdict(section_type()), f"{loop}."))
+        for name in list(section):
+            if loop == run_loop and method.has_read(f"{loop}.{name}"):
+                continue
+            for key, value in flatten({name: section.pop(name)}, f"{loop}."):
+                if loop != run_loop and is_shared(key):
+                    continue
+                if find_key(key) is None:
+                    problems.append(describe_unknown_key(key, algorithm))
+                elif value != defaults[key]:
+                    problems.append(Problem(f"{key}={to_text(value)}", explain_foreign_key(key, method)))
+        if loop != run_loop:
+            del values[loop]
+    return problems
 
 
 def convert_argument(name: str, text: str, kind: Any) -> Any:

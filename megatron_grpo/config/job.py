@@ -12,7 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from megatron_grpo.config.errors import Problem, suggest_name, to_text
 from megatron_grpo.config.keys import find_key, is_section, load_tables, read_keys
-from megatron_grpo.config.loop_schema import LOOPS, translate_key
+from megatron_grpo.config.loop_names import translate_key
+from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.outside_files import YAML_BYTES, parse_yaml
 from megatron_grpo.config.overrides import MAX_NESTING
 from megatron_grpo.config.suggestions import describe_counterpart

@@ -11,7 +11,7 @@ import json
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from operator import attrgetter
@@ -20,14 +20,17 @@ from typing import Any, Literal
 import yaml
 from pydantic.fields import FieldInfo
 
-from megatron_grpo.config.loop_schema import LOOPS, SHARED, is_shared, translate_key
-from megatron_grpo.config.schema import MISSING, Config, LoopConfig
+from megatron_grpo.config.algorithms import ALGORITHMS
+from megatron_grpo.config.loop_names import SHARED, is_shared, translate_key
+from megatron_grpo.config.loop_schema import LOOPS, GRPOConfig, LoopConfig, SampledLoopConfig
+from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.config.section import (
     EnvironmentOptions,
     FormulaOptions,
     MegatronFields,
     TemplateArguments,
     VllmArguments,
+    flatten,
 )
 
 # Type of pass-through fields, which Megatron-Core, vLLM or an environment checks.
@@ -50,8 +53,9 @@ class Key:
         """The default in YAML, with those of algorithms that differ; "required" without one."""
         if self.default == MISSING:
             return "required"
-        names = {translate_key(loop, self.name): loop for loop in LOOPS} if is_shared(self.name) else {}
-        defaults = {"": self.default} | {f", with {loop} ": attrgetter(name)(Config()) for name, loop in names.items()}
+        key_in_loop = attrgetter(self.name.partition(".")[2])
+        loops = _list_sharing_loops(self.name)
+        defaults = {"": self.default} | {f", with {loop} ": key_in_loop(LOOPS[loop]()) for loop in loops}
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in defaults.items()}
         return "".join(key + text for key, text in texts.items() if not key or text != texts[""])
 
@@ -63,13 +67,16 @@ class SectionKeys:
     name: str  # dotted name, GRPO's if algorithms share the section; empty for the top level
     doc: str
     keys: tuple[Key, ...]
-    is_shared: bool = False  # True if all algorithms share the section
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One name, or one for each algorithm if they share the section."""
-        loop_section = self.name.partition(".")[0]
-        return tuple(loop + self.name.removeprefix(loop_section) for loop in LOOPS) if self.is_shared else (self.name,)
+        """One name, or one for each algorithm that shares the section."""
+        loops = _list_sharing_loops(self.keys[0].name if self.keys else self.name)
+        return tuple(loop + self.name.removeprefix("grpo") for loop in loops) or (self.name,)
+
+
+def _list_sharing_loops(key: str) -> list[str]:
+    return [loop for loop in LOOPS if ALGORITHMS[loop].has_read(key)] if is_shared(key) else []
 
 
 @functools.cache
@@ -95,6 +102,7 @@ def find_key(name: str) -> str | None:
 
 def is_section(name: str) -> bool:
     """True if a dotted name is a section of keys."""
+    name = translate_key("grpo", name)
     patterns = [pattern for section in read_sections() for pattern in section.names]
     parents = [pattern.removesuffix(".<name>") for pattern in patterns if pattern.endswith(".<name>")]
     return bool(name) and any(is_match(pattern, name) for pattern in (*patterns, *parents))
@@ -102,7 +110,7 @@ def is_section(name: str) -> bool:
 
 def list_members(name: str) -> list[str]:
     """List the keys and the sections of a section."""
-    members = []  # in the order of the schema
+    name, members = translate_key("grpo", name), []  # in the order of the schema
     for section in read_sections():
         if any(is_match(pattern, name) for pattern in section.names):
             members += [key.name.rpartition(".")[2] for key in section.keys]
@@ -124,19 +132,21 @@ def _list_sections(section: type, prefix: str, doc: str, defaults: Any) -> list[
 
     `prefix` begins the names of its keys; `doc`, unless it is empty, replaces the docstring of the class.
     """
+    # The shared keys are sections of their own under GRPO's name, so that each is listed once.
+    common = LoopConfig.__dataclass_fields__
+    already_listed = common if section is SampledLoopConfig else SHARED if section in LOOPS.values() else ()
     docs = _read_field_docs(section)
     hints = typing.get_type_hints(section, include_extras=True)
     keys: list[Key] = []
     below: list[SectionKeys] = []
-    already_listed = SHARED if issubclass(section, LoopConfig) and section is not LoopConfig else ()
     for field in dataclasses.fields(section):
         hint, name, text = hints[field.name], f"{prefix}{field.name}", docs.get(field.name, "")
         if field.name in already_listed:
             continue
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            if name == LOOPS[0]:
-                # The shared keys are a section of their own under GRPO's name, so that each is listed once.
-                below += _list_sections(LoopConfig, f"{name}.", "", getattr(defaults, name))
+        if name in LOOPS:
+            for loop in (LoopConfig, SampledLoopConfig, GRPOConfig) if name == "grpo" else (LOOPS[name],):
+                below += _list_sections(loop, f"{name}.", text, LOOPS[name]())
+        elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
             below += _list_sections(hint, f"{name}.", text, getattr(defaults, field.name))
         elif hint in (EnvironmentOptions, FormulaOptions, MegatronFields, TemplateArguments, VllmArguments):
             key = Key(f"{name}.<field>", FREE_TYPE, f"as {hint.__metadata__[0]} has it", "The field of this name.")
@@ -147,7 +157,7 @@ def _list_sections(section: type, prefix: str, doc: str, defaults: Any) -> list[
         else:
             keys.append(Key(name, describe_type(hint), getattr(defaults, field.name), text))
     name, doc = prefix.rstrip("."), doc or inspect.getdoc(section) or ""
-    return [SectionKeys(name, doc, tuple(keys), section is LoopConfig or is_shared(name)), *below]
+    return [SectionKeys(name, doc, tuple(keys)), *below]
 
 
 def _read_field_docs(section: type) -> dict[str, str]:
@@ -195,18 +205,16 @@ def load_tables(name: str) -> dict[str, dict[str, str]]:
     return tables
 
 
+def build_values(config: Config) -> dict[str, Any]:
+    """Build plain values of the sections that a run has."""
+    values = dataclasses.asdict(config)
+    return {name: value for name, value in values.items() if config.method.has_section(name)}
+
+
 def list_changes(config: Config, section: str) -> Iterator[tuple[str, Any]]:
     """Yield dotted name and value of every non-default leaf of a section."""
-    defaults = dict(flatten(dataclasses.asdict(getattr(Config(), section)), f"{section}."))
-    for key, value in flatten(dataclasses.asdict(getattr(config, section)), f"{section}."):
+    settings = getattr(config, section)
+    defaults = dict(flatten(dataclasses.asdict(type(settings)()), f"{section}."))
+    for key, value in flatten(dataclasses.asdict(settings), f"{section}."):
         if key not in defaults or value != defaults[key]:  # pass-through fields have no default here
             yield key, value
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted name and value of every leaf of nested mappings."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

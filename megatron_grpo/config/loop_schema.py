@@ -1,14 +1,13 @@
-"""The keys of the training loops, and the names that algorithms share."""
+"""The keys of the training loops."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import field
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from megatron_grpo.config.loss_schema import RewardScalingConfig, RewardShapingConfig
+from megatron_grpo.config.loss_schema import AdvantageEstimatorConfig, RewardScalingConfig, RewardShapingConfig
 from megatron_grpo.config.section import (
     NonNegative,
     NonNegativeFloat,
@@ -97,6 +96,39 @@ class LoopConfig(Section):
     """Most turns of the model in one rollout, with an environment that answers. A rollout also ends when its
     environment ends it, when generation.max_new_tokens cuts off a turn, and at policy.max_total_sequence_length."""
 
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
+
+    val_period: NonNegative = 10
+    """Steps between validations; 0 is never."""
+
+    val_delay: NonNegative = 0
+    """Steps before the first validation of val_period."""
+
+    val_batch_size: Positive = 256
+    """Validation prompts generated together."""
+
+    val_at_start: bool = True
+    """Validate before the first step."""
+
+    val_at_end: bool = True
+    """Validate after the last step."""
+
+    max_val_samples: Positive | None = 256
+    """Most prompts of each validation set; null: all."""
+
+    val_temperature: Temperature = 0.0
+    """Sampling temperature of validation; 0 is greedy, which makes accuracies of different steps comparable."""
+
+    seed: Seed = 42
+    """Seed of everything random in the run."""
+
+    passes_name: ClassVar[str]
+    """Key, without its section, of the number of passes over the samples of a step."""
+
+
+class SampledLoopConfig(LoopConfig):
+    """Keys of a loop that samples what it learns from."""
+
     overlong_filtering: bool = False
     """Leave truncated responses out of the loss; they still count in the baseline of their group. With PPO, leave them
     also out of the value model's loss and of the normalisation of advantages."""
@@ -133,34 +165,33 @@ class LoopConfig(Section):
     ref_model_sync_steps: Positive = 512
     """Steps between two moves of the reference policy."""
 
-    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
 
-    val_period: NonNegative = 10
-    """Steps between validations; 0 is never."""
+class GRPOConfig(SampledLoopConfig):
+    """Keys that only GRPO has; for algorithm=grpo."""
 
-    val_delay: NonNegative = 0
-    """Steps before the first validation of val_period."""
+    normalize_rewards: bool = True
+    """Divide advantages by the standard deviation of rewards."""
 
-    val_batch_size: Positive = 256
-    """Validation prompts generated together."""
+    normalize_rewards_over: Literal["group", "batch"] = "group"
+    """Rewards whose standard deviation normalize_rewards uses: those of the sample's group, or of the whole step."""
 
-    val_at_start: bool = True
-    """Validate before the first step."""
+    use_leave_one_out_baseline: bool = True
+    """Baseline of a sample: mean reward of the *other* samples of its group (true), or of all (false)."""
 
-    val_at_end: bool = True
-    """Validate after the last step."""
+    adv_estimator: AdvantageEstimatorConfig = field(default_factory=AdvantageEstimatorConfig)
 
-    max_val_samples: Positive | None = 256
-    """Most prompts of each validation set; null: all."""
+    turn_credit: Literal["response", "turn"] = "response"
+    """Tokens that count a turn's reward. response: all of the rollout, whose reward is the sum over its turns,
+    discounted to the start; turn: those of the turn and of earlier ones; each turn has an advantage
+    (docs/algorithms.md)."""
 
-    val_temperature: Temperature = 0.0
-    """Sampling temperature of validation; 0 is greedy, which makes accuracies of different steps comparable."""
+    turn_discount: PositiveShare = 1.0
+    """Factor of a turn's reward for each turn before it; only for environments that reward turns."""
 
-    seed: Seed = 42
-    """Seed of everything random in the run."""
+    num_iterations: Positive = 1
+    """Passes of the optimizer over the samples of a step (mu)."""
 
-    passes_name: ClassVar[str]
-    """Key, without its section, of the number of passes over the samples of a step."""
+    passes_name: ClassVar[str] = "num_iterations"
 
 
 class PPOAdvantageConfig(Section):
@@ -188,7 +219,7 @@ class PPOAdvantageConfig(Section):
     """Shift and scale advantages to mean 0 and variance 1 over the tokens in the loss of the step."""
 
 
-class PPOConfig(LoopConfig):
+class PPOConfig(SampledLoopConfig):
     """Keys that only PPO has; for algorithm=ppo."""
 
     num_generations_per_prompt: Positive = 1
@@ -283,24 +314,10 @@ class RewardTrainingConfig(RowsLoopConfig):
 
 
 # The loops of algorithms; each has a section of its name, and distillation that of GRPO.
-LOOPS = ("grpo", "ppo", "sft", "dpo", "reward_model")
-# Keys, and sections of keys, that all algorithms share: `grpo.NAME` and `ppo.NAME` are one setting.
-SHARED = frozenset(field.name for field in dataclasses.fields(LoopConfig))
-# Keys of the same meaning with different names, defaults and limits.
-COUNTERPART = {"grpo.num_iterations": "ppo.ppo_epochs", "ppo.ppo_epochs": "grpo.num_iterations"}
-# Shared keys, and sections of keys, about responses that a step samples to learn from.
-OF_SAMPLES = frozenset(
-    {"overlong_filtering", "advantage_clip_low", "advantage_clip_high", "reward_scaling", "reward_shaping"}
-    | {"use_dynamic_sampling", "batch_multiplier", "seq_logprob_error_threshold", "async_grpo", "sync_ref_model"}
-)
-
-
-def is_shared(name: str) -> bool:
-    """True for a shared key or section, under any algorithm's name."""
-    section, _, rest = name.partition(".")
-    return section in LOOPS and rest.partition(".")[0] in SHARED
-
-
-def translate_key(loop: str, name: str) -> str:
-    """Rename a shared key or section to that of a loop's section."""
-    return f"{loop}.{name.partition('.')[2]}" if is_shared(name) else name
+LOOPS: dict[str, type[LoopConfig]] = {
+    "grpo": GRPOConfig,
+    "ppo": PPOConfig,
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "reward_model": RewardTrainingConfig,
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_grpo.config.algorithms import ALGORITHMS
+from megatron_grpo.config.loop_schema import SampledLoopConfig
 from megatron_grpo.config.schema import Config
 
 # Metrics of runs that sample, and of runs that learn from rows, beside those of the algorithm.
@@ -42,27 +43,12 @@ def _list_conditions(config: Config) -> Iterator[tuple[bool, str, str]]:
         yield algorithm is config.method, " ".join(algorithm.metrics), f"algorithm={algorithm.name}"
     needs = "algorithm=distillation and loss_fn.policy_loss_weight above 0"
     yield bool(config.named_teachers) and config.uses_rewards, "policy_loss", needs
-    loop, loss, name, asynchrony = (
-        config.training_loop,
-        config.loss_fn,
-        config.loop_name,
-        config.training_loop.async_grpo,
-    )
+    loop, loss, name = config.training_loop, config.loss_fn, config.loop_name
     yield loop.num_generations_per_prompt > 1, "groups_without_signal", f"{name}.num_generations_per_prompt above 1"
-    names = "filtered_reward dynamic_sampling_gen_batches dynamic_sampling_groups_without_signal"
-    names += " dynamic_sampling_groups_sliced"
-    yield loop.use_dynamic_sampling, names, f"{name}.use_dynamic_sampling=true"
-    names = (
-        "trajectory_age trajectory_age_max trajectory_versions trajectory_versions_max buffer_depth buffer_in_flight"
-    )
-    yield asynchrony.enabled, f"{names} exposed_generation_s", f"{name}.async_grpo.enabled=true"
-    is_oversampled = asynchrony.enabled and asynchrony.oversampling_factor is not None
-    needs = f"{name}.async_grpo.enabled=true and {name}.async_grpo.oversampling_factor"
-    yield is_oversampled, "oversampling_left_over oversampling_resumed", needs
+    if isinstance(loop, SampledLoopConfig):
+        yield from _list_of_sampling(loop, name)
     has_limit = loss.truncated_importance_sampling_type is not None
     yield has_limit, "is_oob_ratio", "loss_fn.truncated_importance_sampling_type"
-    names, needs = "max_seq_mult_prob_error num_masked_seqs", f"{name}.seq_logprob_error_threshold"
-    yield loop.seq_logprob_error_threshold is not None, names, needs
     yield loss.entropy_coef > 0, "entropy", "loss_fn.entropy_coef above 0"
     needs = "loss_fn.positive_example_nll_weight above 0"
     yield loss.positive_example_nll_weight > 0, "positive_nll positive_share", needs
@@ -74,6 +60,21 @@ def _list_conditions(config: Config) -> Iterator[tuple[bool, str, str]]:
     needs = "a filter that training repeats: generation.top_p, generation.top_k or generation.min_p"
     yield config.generation.has_training_filter, "outside_filter_fraction", needs
     yield config.can_lack_rewards, _OF_ERRORS, "env.NAME.on_reward_error=none"
+
+
+def _list_of_sampling(loop: SampledLoopConfig, name: str) -> Iterator[tuple[bool, str, str]]:
+    names = "filtered_reward dynamic_sampling_gen_batches dynamic_sampling_groups_without_signal"
+    names += " dynamic_sampling_groups_sliced"
+    yield loop.use_dynamic_sampling, names, f"{name}.use_dynamic_sampling=true"
+    names = "trajectory_age trajectory_age_max trajectory_versions trajectory_versions_max buffer_depth"
+    names += " buffer_in_flight exposed_generation_s"
+    asynchrony = loop.async_grpo
+    yield asynchrony.enabled, names, f"{name}.async_grpo.enabled=true"
+    is_oversampled = asynchrony.enabled and asynchrony.oversampling_factor is not None
+    needs = f"{name}.async_grpo.enabled=true and {name}.async_grpo.oversampling_factor"
+    yield is_oversampled, "oversampling_left_over oversampling_resumed", needs
+    names, needs = "max_seq_mult_prob_error num_masked_seqs", f"{name}.seq_logprob_error_threshold"
+    yield loop.seq_logprob_error_threshold is not None, names, needs
 
 
 def list_possible_metrics(config: Config) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The schema of a run: its top level, and GRPO's section; the other sections are in the `*_schema.py` files.
+"""The schema of a run: its top level; the sections are in the `*_schema.py` files.
 
 conf/ only chooses values for the keys that are declared in them.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import field, replace
 from fractions import Fraction
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal, TypeVar
 
 from annotated_types import Predicate
 
@@ -22,12 +22,16 @@ from megatron_grpo.config.data_schema import (
 from megatron_grpo.config.distillation_schema import DistillationConfig, TeacherConfig
 from megatron_grpo.config.generation_schema import GenerationConfig, RefitConfig, RolloutsConfig
 from megatron_grpo.config.loop_schema import (
+    LOOPS,
     VALIDATION_PREFIX,
+    AsyncGRPOConfig,
     DPOConfig,
+    GRPOConfig,
     LoopConfig,
     MseValueLossConfig,
     PPOConfig,
     RewardTrainingConfig,
+    SampledLoopConfig,
     SFTConfig,
 )
 from megatron_grpo.config.loss_schema import AdvantageEstimatorConfig, LossConfig, RewardScalingConfig
@@ -51,35 +55,11 @@ from megatron_grpo.config.run_schema import (
     PlanConfig,
     PrepareConfig,
 )
-from megatron_grpo.config.section import IMPORTS, MISSING, PathText, Positive, PositiveShare, Section, Starts
+from megatron_grpo.config.section import IMPORTS, MISSING, PathText, Section, Starts
 
-
-class GRPOConfig(LoopConfig):
-    """Keys that only GRPO has; for algorithm=grpo."""
-
-    normalize_rewards: bool = True
-    """Divide advantages by the standard deviation of rewards."""
-
-    normalize_rewards_over: Literal["group", "batch"] = "group"
-    """Rewards whose standard deviation normalize_rewards uses: those of the sample's group, or of the whole step."""
-
-    use_leave_one_out_baseline: bool = True
-    """Baseline of a sample: mean reward of the *other* samples of its group (true), or of all (false)."""
-
-    adv_estimator: AdvantageEstimatorConfig = field(default_factory=AdvantageEstimatorConfig)
-
-    turn_credit: Literal["response", "turn"] = "response"
-    """Tokens that count a turn's reward. response: all of the rollout, whose reward is the sum over its turns,
-    discounted to the start; turn: those of the turn and of earlier ones; each turn has an advantage
-    (docs/algorithms.md)."""
-
-    turn_discount: PositiveShare = 1.0
-    """Factor of a turn's reward for each turn before it; only for environments that reward turns."""
-
-    num_iterations: Positive = 1
-    """Passes of the optimizer over the samples of a step (mu)."""
-
-    passes_name: ClassVar[str] = "num_iterations"
+T = TypeVar("T")
+# The loop of an algorithm; None in runs of the others, which do not have it. No file may say null.
+LoopSection = Annotated[T | None, Predicate(lambda section: section is not None)]
 
 
 AlgorithmName = Annotated[
@@ -114,11 +94,11 @@ class Config(Section):
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     refit: RefitConfig = field(default_factory=RefitConfig)
     rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
-    grpo: GRPOConfig = field(default_factory=GRPOConfig)
-    ppo: PPOConfig = field(default_factory=PPOConfig)
-    sft: SFTConfig = field(default_factory=SFTConfig)
-    dpo: DPOConfig = field(default_factory=DPOConfig)
-    reward_model: RewardTrainingConfig = field(default_factory=RewardTrainingConfig)
+    grpo: LoopSection[GRPOConfig] = None
+    ppo: LoopSection[PPOConfig] = None
+    sft: LoopSection[SFTConfig] = None
+    dpo: LoopSection[DPOConfig] = None
+    reward_model: LoopSection[RewardTrainingConfig] = None
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     loss_fn: LossConfig = field(default_factory=LossConfig)
     value_loss_fn: MseValueLossConfig = field(default_factory=MseValueLossConfig)
@@ -134,6 +114,10 @@ class Config(Section):
     plan: PlanConfig = field(default_factory=PlanConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
+    def __post_init__(self) -> None:
+        if getattr(self, self.loop_name) is None:
+            setattr(self, self.loop_name, LOOPS[self.loop_name]())
+
     @property
     def method(self) -> Algorithm:
         """The algorithm that runs."""
@@ -141,10 +125,23 @@ class Config(Section):
 
     @property
     def training_loop(self) -> LoopConfig:
-        """The section with the loop of the algorithm that runs."""
+        """The loop of the run, which has the section of its algorithm."""
         section = getattr(self, self.loop_name)
-        assert isinstance(section, LoopConfig), "every loop has a section of its name"
+        assert isinstance(section, LoopConfig), "every run has the loop of its algorithm"
         return section
+
+    @property
+    def sampled_loop(self) -> SampledLoopConfig:
+        """The loop of a run that learns from samples."""
+        loop = self.training_loop
+        assert isinstance(loop, SampledLoopConfig), f"algorithm={self.algorithm} learns from rows"
+        return loop
+
+    @property
+    def async_sampling(self) -> AsyncGRPOConfig:
+        """Sampling while a step trains; off in a run that learns from rows."""
+        loop = self.training_loop
+        return loop.async_grpo if isinstance(loop, SampledLoopConfig) else AsyncGRPOConfig()
 
     @property
     def loop_name(self) -> str:
@@ -279,7 +276,7 @@ class Config(Section):
         if self.method.rows:
             return self.method.has_pairs
         # A single optimizer step on the samples computes them itself, unless an option needs them earlier.
-        is_needed_earlier = self.training_loop.seq_logprob_error_threshold is not None or self.loss_fn.use_kl_in_reward
+        is_needed_earlier = self.sampled_loop.seq_logprob_error_threshold is not None or self.loss_fn.use_kl_in_reward
         return self.optimizer_steps_per_step > 1 or is_needed_earlier
 
     @property
@@ -311,8 +308,10 @@ class Config(Section):
     @property
     def prompts_per_generation_batch(self) -> int:
         """Prompts that are sampled together."""
+        loop = self.training_loop
         # In decimal fractions, because 100 * 1.15 is below 115 in floating point.
-        return int(self.training_loop.num_prompts_per_step * Fraction(str(self.training_loop.batch_multiplier)))
+        multiplier = Fraction(str(loop.batch_multiplier)) if isinstance(loop, SampledLoopConfig) else 1
+        return int(loop.num_prompts_per_step * multiplier)
 
     @property
     def can_lack_rewards(self) -> bool:
@@ -343,7 +342,7 @@ class Config(Section):
     @property
     def steps_without_policy(self) -> int:
         """Steps at the beginning in which the policy does not learn."""
-        return self.ppo.policy_training_start_step if self.method.has_value_model else 0
+        return self.training_loop.policy_training_start_step if isinstance(self.training_loop, PPOConfig) else 0
 
     @property
     def decay_steps(self) -> int:

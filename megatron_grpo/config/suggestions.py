@@ -11,7 +11,7 @@ from typing import Any
 from megatron_grpo.config.algorithms import find_algorithm, find_reader, is_foreign_to
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.keys import flatten, load_tables, read_keys
-from megatron_grpo.config.loop_schema import COUNTERPART, translate_key
+from megatron_grpo.config.loop_names import find_counterpart, translate_key
 
 NONE = "none"  # section of foreign_names.yaml with names that have no counterpart, each with the reason
 NOTHING_ALIKE = "unknown key; --cfg job shows all keys"  # text for a key without a suggestion
@@ -67,7 +67,7 @@ def describe_counterpart(name: str, algorithm: str) -> str | None:
     keys, _, remark = text.partition("; ")
     method = find_algorithm(algorithm)
     written = " and ".join(
-        COUNTERPART.get(key) or f"{key} (with algorithm={find_reader(key)})"
+        find_counterpart(method.section, key) or f"{key} (with algorithm={find_reader(key)})"
         if is_foreign_to(method, key)
         else translate_key(method.section, key)
         for key in keys.split()

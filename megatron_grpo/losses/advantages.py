@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.loop_schema import LoopConfig
+from megatron_grpo.config.loop_schema import SampledLoopConfig
 from megatron_grpo.config.loss_schema import RewardScalingConfig, RewardShapingConfig
 from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.config.schema import GRPOConfig
@@ -153,7 +153,7 @@ def grpo(
     )
 
 
-def clip_advantages(advantages: Tensor, config: LoopConfig) -> Tensor:
+def clip_advantages(advantages: Tensor, config: SampledLoopConfig) -> Tensor:
     """Clip advantages to the configured bounds."""
     if config.advantage_clip_low is None and config.advantage_clip_high is None:  # clamp() refuses two Nones
         return advantages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import html
 import logging
@@ -14,7 +13,7 @@ from typing import Any
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.hiding import hide_values
-from megatron_grpo.config.keys import flatten
+from megatron_grpo.config.keys import build_values, flatten
 from megatron_grpo.config.schema import Config
 
 Row = Mapping[str, Any]  # a row of a table: values by name of the column
@@ -178,7 +177,7 @@ def _make_missing_error(name: str) -> RunError:
 
 def _list_settings(config: Config) -> dict[str, Any]:
     """List the settings, with passwords and tokens hidden."""
-    settings = hide_values(dataclasses.asdict(config))
+    settings = hide_values(build_values(config))
     assert isinstance(settings, dict)
     return settings
 

@@ -229,7 +229,7 @@ def _time_rl_step(
         **(_time_moves(config, shape, [*model.ranks, *value_ranks], hardware) if has_engines else {}),
         **({"refit": refit_s} if config.needs_generation else {}),
     }
-    async_grpo, asynchronous = config.training_loop.async_grpo, None
+    async_grpo, asynchronous = config.async_sampling, None
     if async_grpo.can_sample_ahead:
         # The slowest of three sets the pace: the trainer, the engines on a stream of batches, and a single batch, which
         # may take as many steps as its samples may be old. On shared GPUs trainer and engines follow each other.
@@ -365,7 +365,7 @@ def _time_generation(
     limit = "generation.engine.max_num_seqs" if is_full else "the KV cache's room"
     waits_for = limit if alone.peak < len(responses_of_engine) or alone.preempted else None
     model.limits.append(_explain_generation(decoder, lengths, alone, waits_for))
-    batches = config.training_loop.async_grpo.max_trajectory_age_steps + 1
+    batches = config.async_sampling.max_trajectory_age_steps + 1
     stream = simulate_generation(decoder, lengths.prompt, np.tile(responses_of_engine, batches), room, copies)
     # A response that is looked at in a random moment is a long one, in proportion to its length, and half complete.
     sampled = float((responses_of_engine**2).sum() / responses_of_engine.sum()) / 2

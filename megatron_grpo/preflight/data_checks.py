@@ -15,6 +15,7 @@ from megatron_grpo.batch.rollout_files import (
 )
 from megatron_grpo.config.data_schema import REWARD_FUNCTIONS, DatasetConfig
 from megatron_grpo.config.errors import Problem, format_count
+from megatron_grpo.config.loop_schema import SampledLoopConfig
 from megatron_grpo.config.paths import check_readable
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rows import SetReport, examine_set
@@ -217,7 +218,8 @@ def _find_file_problems(config: Config, subject: str, file: Path) -> Iterator[Ru
     text = f"{file} has a sequence of {step.longest} tokens; use that or more"
     yield step.longest > config.policy.max_total_sequence_length, "policy.max_total_sequence_length=", text
     text = f"{file} was sampled without it, and recorded rollouts are taken as they are; use false"
-    yield loop.use_dynamic_sampling and not step.dynamic_sampling, "LOOP.use_dynamic_sampling=", text
+    fills_steps = isinstance(loop, SampledLoopConfig) and loop.use_dynamic_sampling
+    yield fills_steps and not step.dynamic_sampling, "LOOP.use_dynamic_sampling=", text
     yield from _check_vocabulary(config, file, recorded)
 
 

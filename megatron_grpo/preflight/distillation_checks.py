@@ -25,12 +25,13 @@ def find_distillation_problems(config: Config, shape: ModelShape | None) -> Iter
         yield environment.type == UNSCORED and config.uses_rewards, f"env.{name}.type={UNSCORED}", text
     if not config.named_teachers:
         return
+    loop = config.sampled_loop
     text = "keeps prompts whose rewards differ, and loss_fn.policy_loss_weight=0 uses none; use false"
-    yield config.training_loop.use_dynamic_sampling and not config.uses_rewards, "LOOP.use_dynamic_sampling=", text
+    yield loop.use_dynamic_sampling and not config.uses_rewards, "LOOP.use_dynamic_sampling=", text
     text = "changes rewards, and loss_fn.policy_loss_weight=0 uses none; use false"
     yield config.loss_fn.use_kl_in_reward and not config.uses_rewards, "loss_fn.use_kl_in_reward=", text
     text = "moves a reference policy that the loss does not use; use false"
-    yield config.training_loop.sync_ref_model and not config.uses_reference, "LOOP.sync_ref_model=", text
+    yield loop.sync_ref_model and not config.uses_reference, "LOOP.sync_ref_model=", text
     text = "is for algorithm=grpo, because the outputs of a teacher are not recorded; use null"
     yield config.logger.replay_every is not None, "logger.replay_every=", text
     yield from _check_teachers(config)

@@ -187,7 +187,7 @@ def find_placement_problems(config: Config) -> Iterator[Rule]:
     """Check settings beside generation.placement=colocated."""
     if not config.generation.is_colocated:
         return
-    asynchrony = config.training_loop.async_grpo
+    asynchrony = config.async_sampling
     text = "has engines that lose their cache when they sleep; use separate, or"
     text += " LOOP.async_grpo.recompute_kv_cache_after_weight_updates=true"
     keeps_cache = asynchrony.enabled and not asynchrony.recompute_kv_cache_after_weight_updates

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from megatron_grpo.config.compose import ComposedConfig, compose_typed
 from megatron_grpo.config.data_schema import is_model_folder
 from megatron_grpo.config.errors import ConfigError, Problem, format_count
 from megatron_grpo.config.job import Job
+from megatron_grpo.config.keys import build_values
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.config.started_values import split_trust
 from megatron_grpo.models.source import find_model_shape
@@ -34,7 +34,7 @@ _UNCOUNTED_STEPS = 2**31 - 1
 def summarize_run(config: Config, start_from: Path | None) -> str:
     """Describe a run in one sentence; `start_from`: its checkpoint, None: step 1."""
     loop, generation = config.training_loop, config.generation.parallel
-    algorithm = ("asynchronous " if loop.async_grpo.enabled else "") + config.method.name.upper()
+    algorithm = ("asynchronous " if config.async_sampling.enabled else "") + config.method.name.upper()
     samples = f"{loop.num_prompts_per_step} prompts x {loop.num_generations_per_prompt} samples"
     samples = f"{loop.num_prompts_per_step} rows" if config.method.rows else samples
     parts = [f"policy on {_describe_ranks(config.policy.parallel)}"] if config.debug.train else ["nothing is trained"]
@@ -118,7 +118,7 @@ def _check_resume(run_dir: Path, overrides: Sequence[str]) -> ComposedConfig:
 
 def check_config(config: Config) -> ComposedConfig:
     """Check a configuration that a script made, and this machine."""
-    checked = ComposedConfig(Job(), config, asdict(config))
+    checked = ComposedConfig(Job(), config, build_values(config))
     _check_settings(checked)
     _check_machine(checked, {})
     return checked

@@ -11,11 +11,13 @@ from megatron_grpo.config.errors import suggest_name
 from megatron_grpo.config.keys import list_changes
 from megatron_grpo.config.loop_schema import (
     HELD_OUT_LOSS,
+    LOOPS,
     VALIDATION_METRICS,
     VALIDATION_PREFIX,
     DPOConfig,
     PPOAdvantageConfig,
     PPOConfig,
+    SampledLoopConfig,
 )
 from megatron_grpo.config.metric_names import list_possible_metrics, list_step_metrics
 from megatron_grpo.config.schema import MISSING, Config
@@ -25,11 +27,10 @@ from megatron_grpo.preflight.rules import Rule, format_value, list_trained_model
 def check_loop(config: Config) -> Iterator[Rule]:
     """Check optimizer steps, reference, early stop, checkpoints and schedules."""
     yield from _check_optimizer_steps(config)
-    yield from _check_sampling(config)
+    if isinstance(config.training_loop, SampledLoopConfig):
+        yield from _check_sampling(config, config.training_loop)
     yield from _check_data(config)
-    stop = config.training_loop.early_stop
-    if stop.enabled:
-        yield from _check_validation_metric(config, "LOOP.early_stop.metric_name=", stop.metric_name)
+    yield from _check_early_stop(config)
     is_settled = bool(config.method.rows) or not config.has_correctness
     checkpointing = config.ranked_checkpointing if is_settled else config.checkpointing
     ranked_by = checkpointing.metric_name
@@ -39,28 +40,35 @@ def check_loop(config: Config) -> Iterator[Rule]:
     yield from _check_schedules(config)
 
 
-def _check_sampling(config: Config) -> Iterator[Rule]:
-    loop, stop, asynchrony = config.training_loop, config.training_loop.early_stop, config.training_loop.async_grpo
+def _check_early_stop(config: Config) -> Iterator[Rule]:
+    loop, stop = config.training_loop, config.training_loop.early_stop
+    if not stop.enabled:
+        return
+    yield from _check_validation_metric(config, "LOOP.early_stop.metric_name=", stop.metric_name)
+    text = "has no criterion; give LOOP.early_stop.threshold or LOOP.early_stop.patience"
+    yield stop.threshold is None and stop.patience is None, "LOOP.early_stop.enabled=", text
+    text = "decides after a validation; needs data.val_path and LOOP.val_period"
+    yield not config.data.validation_sets or loop.val_period == 0, "LOOP.early_stop.enabled=", text
+
+
+def _check_sampling(config: Config, loop: SampledLoopConfig) -> Iterator[Rule]:
+    asynchrony = loop.async_grpo
     text = "samples prompts that nothing would train on; needs LOOP.use_dynamic_sampling=true"
     yield loop.batch_multiplier != 1 and not loop.use_dynamic_sampling, "LOOP.batch_multiplier=", text
     text = "keeps prompts whose samples differ; needs LOOP.num_generations_per_prompt of 2 or more"
     yield loop.use_dynamic_sampling and loop.num_generations_per_prompt < 2, "LOOP.use_dynamic_sampling=", text
     text = "moves a reference policy that the loss does not use; needs loss_fn.reference_policy_kl_penalty > 0"
     yield loop.sync_ref_model and config.loss_fn.reference_policy_kl_penalty == 0, "LOOP.sync_ref_model=", text
-    if stop.enabled:
-        text = "has no criterion; give LOOP.early_stop.threshold or LOOP.early_stop.patience"
-        yield stop.threshold is None and stop.patience is None, "LOOP.early_stop.enabled=", text
-        text = "decides after a validation; needs data.val_path and LOOP.val_period"
-        yield not config.data.validation_sets or loop.val_period == 0, "LOOP.early_stop.enabled=", text
-    if asynchrony.enabled:
-        text = "gives prompts back to the data, which a stream does not take; use data.streaming=false"
-        is_streamed = asynchrony.oversampling_factor is not None and config.data.streaming
-        yield is_streamed, "LOOP.async_grpo.oversampling_factor=", text
-        text = "trains on samples of earlier weights without an importance correction; give"
-        text += " loss_fn.use_importance_sampling_correction=true, best with"
-        text += " loss_fn.truncated_importance_sampling_type=tis and loss_fn.truncated_importance_sampling_ratio=2"
-        is_corrected = config.loss_fn.use_importance_sampling_correction or not config.uses_rewards
-        yield asynchrony.can_sample_ahead and not is_corrected, "LOOP.async_grpo.enabled=", text
+    if not asynchrony.enabled:
+        return
+    text = "gives prompts back to the data, which a stream does not take; use data.streaming=false"
+    is_streamed = asynchrony.oversampling_factor is not None and config.data.streaming
+    yield is_streamed, "LOOP.async_grpo.oversampling_factor=", text
+    text = "trains on samples of earlier weights without an importance correction; give"
+    text += " loss_fn.use_importance_sampling_correction=true, best with"
+    text += " loss_fn.truncated_importance_sampling_type=tis and loss_fn.truncated_importance_sampling_ratio=2"
+    is_corrected = config.loss_fn.use_importance_sampling_correction or not config.uses_rewards
+    yield asynchrony.can_sample_ahead and not is_corrected, "LOOP.async_grpo.enabled=", text
 
 
 def _check_data(config: Config) -> Iterator[Rule]:
@@ -78,7 +86,7 @@ def _check_data(config: Config) -> Iterator[Rule]:
         yield data.streaming, "data.curriculum.column=", text
         text = "chooses prompts by the responses to the last ones, which async_grpo samples ahead;"
         text += " use LOOP.async_grpo.enabled=false"
-        yield config.training_loop.async_grpo.enabled, "data.curriculum.column=", text
+        yield config.async_sampling.enabled, "data.curriculum.column=", text
     has_two = data.train_path != MISSING and data.train_sets
     yield has_two, "data.train_path=", "and data.train_sets say the same; give one of them"
 
@@ -175,7 +183,7 @@ def _explain_missing_accuracy(config: Config, name: str) -> str:
 
 def check_oversampling(config: Config) -> Iterator[Rule]:
     """Check that oversampling adds prompts, and prompts that stay young enough."""
-    options, prompts = config.training_loop.async_grpo, config.prompts_per_generation_batch
+    options, prompts = config.async_sampling, config.prompts_per_generation_batch
     factor, age = options.oversampling_factor, options.max_trajectory_age_steps
     if not options.enabled or factor is None:
         return
@@ -195,7 +203,7 @@ def check_read_keys(config: Config) -> Iterator[Rule]:
 
     Those of loss_fn are remarked on instead: a recipe's may stay while its algorithm is exchanged.
     """
-    for section in sorted(OWN_SECTIONS - {"loss_fn", "teachers"}):
+    for section in sorted(OWN_SECTIONS - {"loss_fn", "teachers", *LOOPS} | {config.loop_name}):
         for key, value in list_changes(config, section):
             yield not config.method.has_read(key), f"{key}={value}", explain_unread(config, key) or ""
     for task in config.teachers:
@@ -291,7 +299,7 @@ def check_debug_modes(config: Config) -> Iterator[Rule]:
         if config.debug.train:
             return
         text = "samples while steps train, and debug.train=false starts no rank of the policy; use false"
-        yield loop.async_grpo.enabled, "LOOP.async_grpo.enabled=", text
+        yield config.async_sampling.enabled, "LOOP.async_grpo.enabled=", text
         text = "is read by ranks of the policy, and debug.train=false starts none; export the checkpoint (python -m"
         text += " megatron_grpo.export), and give its folder as policy.model.path"
         yield config.checkpointing.resume not in ("auto", "none"), "checkpointing.resume=", text
@@ -307,7 +315,7 @@ def check_debug_modes(config: Config) -> Iterator[Rule]:
     if not config.debug.train:
         return
     text = "samples ahead, and debug.rollouts_from starts no engine; use false"
-    yield loop.async_grpo.enabled, "LOOP.async_grpo.enabled=", text
+    yield config.async_sampling.enabled, "LOOP.async_grpo.enabled=", text
     text = "needs the experts that engines chose, which recorded rollouts do not have; use false"
     yield config.policy.moe.replay_routing, "policy.moe.replay_routing=", text
     causes_of_validation = {

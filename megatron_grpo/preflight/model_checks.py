@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import get_args
 
+from megatron_grpo.config.loop_schema import SampledLoopConfig
 from megatron_grpo.config.policy_schema import StateTarget
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.adapter_names import is_adapted
@@ -29,7 +30,8 @@ def find_adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[
     yield not lora.target_modules, targets, "leaves nothing to train; name a layer, or set policy.lora.rank=0"
     text = f"with policy.lora.rank={lora.rank} the reference policy is the base model itself, which does not move; use"
     text += " false, or train all weights with policy.lora.rank=0"
-    yield config.training_loop.sync_ref_model, "LOOP.sync_ref_model=", text
+    loop = config.training_loop
+    yield isinstance(loop, SampledLoopConfig) and loop.sync_ref_model, "LOOP.sync_ref_model=", text
     if config.refit.adapters == "alone":
         text = "sends no weights, which refit.fp8_blocks=true would round; use merged, or refit.fp8_blocks=false"
         yield config.refit.fp8_blocks, "refit.adapters=", text

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
+from megatron_grpo.config.loop_schema import VALIDATION_PREFIX, SampledLoopConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.objective_checks import check_objective_cautions
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
@@ -44,7 +44,7 @@ def _check_samples(config: Config) -> Iterator[Rule]:
     text = "is greedy: all samples of a prompt are the same and teach nothing"
     yield config.generation.temperature == 0, "generation.temperature=", text
     loop = config.training_loop
-    if not loop.async_grpo.can_sample_ahead:
+    if not isinstance(loop, SampledLoopConfig) or not loop.async_grpo.can_sample_ahead:
         return
     text = "puts no limit on the importance weights of samples from earlier versions of the policy;"
     text += " loss_fn.truncated_importance_sampling_type=tis and loss_fn.truncated_importance_sampling_ratio=2 give"

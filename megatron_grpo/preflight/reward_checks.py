@@ -16,6 +16,7 @@ from megatron_grpo.config.data_schema import (
     is_model_folder,
     parse_reward_name,
 )
+from megatron_grpo.config.loop_schema import SampledLoopConfig
 from megatron_grpo.config.paths import SCRIPT_STREAM, is_hub_name
 from megatron_grpo.config.schema import MISSING, Config, GRPOConfig
 from megatron_grpo.preflight.rules import Rule, format_value
@@ -28,8 +29,10 @@ def check_rewards(config: Config) -> Iterator[Rule]:
     """Check keys of rewards and advantages."""
     if isinstance(config.training_loop, GRPOConfig) and config.uses_rewards:
         yield from _check_estimator(config)
-    yield from _check_scaling(config)
-    yield from _check_shaping(config)
+    loop = config.training_loop
+    if isinstance(loop, SampledLoopConfig):
+        yield from _check_scaling(loop)
+        yield from _check_shaping(config, loop)
     yield from check_environments(config)
     for name, environment in config.env.items():
         is_unknown = environment.type == REWARD_FUNCTIONS and environment.correct_func is None
@@ -41,21 +44,21 @@ def check_rewards(config: Config) -> Iterator[Rule]:
     yield follows_accuracy and not config.has_correctness, "data.curriculum.column=", text
 
 
-def _check_scaling(config: Config) -> Iterator[Rule]:
-    scaling = config.training_loop.reward_scaling
+def _check_scaling(loop: SampledLoopConfig) -> Iterator[Rule]:
+    scaling = loop.reward_scaling
     text = f"must be below LOOP.reward_scaling.source_max={format_value(scaling.source_max)}"
     is_empty = scaling.source_min >= scaling.source_max
     yield scaling.enabled and is_empty, "LOOP.reward_scaling.source_min=", text
     text = "equals LOOP.reward_scaling.target_max, which makes all rewards the same"
     is_point = scaling.target_min == scaling.target_max
     yield scaling.enabled and is_point, "LOOP.reward_scaling.target_min=", text
-    lowest, highest = config.training_loop.advantage_clip_low, config.training_loop.advantage_clip_high
+    lowest, highest = loop.advantage_clip_low, loop.advantage_clip_high
     text = "equals LOOP.advantage_clip_high, which leaves no advantage"
     yield lowest is not None and lowest == highest, "LOOP.advantage_clip_low=", text
 
 
-def _check_shaping(config: Config) -> Iterator[Rule]:
-    shaping = config.training_loop.reward_shaping
+def _check_shaping(config: Config, loop: SampledLoopConfig) -> Iterator[Rule]:
+    shaping = loop.reward_shaping
     if not shaping.enabled:
         return
     buffer, factor = shaping.overlong_buffer_length, shaping.stop_properly_penalty_coef
@@ -77,7 +80,7 @@ def _check_shaping(config: Config) -> Iterator[Rule]:
     longest = config.most_sampled_tokens
     penalty_start = (shaping.max_response_length or longest) - buffer
     limit = f"generation.max_new_tokens={config.generation.max_new_tokens}"
-    limit += "" if config.training_loop.max_rollout_turns == 1 else f" in all turns, {longest} tokens"
+    limit += "" if loop.max_rollout_turns == 1 else f" in all turns, {longest} tokens"
     text = f"the penalty starts beyond {limit}, where no response gets"
     yield penalty_start >= longest, "LOOP.reward_shaping.overlong_buffer_length=", text
 
@@ -145,7 +148,7 @@ def _check_normalization(config: Config, loop: GRPOConfig) -> Iterator[Rule]:
 
 
 def _check_gdpo(config: Config) -> Iterator[Rule]:
-    loop, text = config.training_loop, "changes the sum of the rewards, and gdpo takes each by itself; use false"
+    loop, text = config.sampled_loop, "changes the sum of the rewards, and gdpo takes each by itself; use false"
     yield loop.reward_scaling.enabled, "grpo.reward_scaling.enabled=", text
     yield loop.reward_shaping.enabled, "grpo.reward_shaping.enabled=", text
     text = "there is no single reward with gdpo to subtract the penalty from; use false"

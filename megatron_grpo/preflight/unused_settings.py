@@ -13,6 +13,7 @@ from functools import partial
 from megatron_grpo.config.algorithms import explain_unread
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.keys import list_changes
+from megatron_grpo.config.loop_schema import SampledLoopConfig
 from megatron_grpo.config.schema import Config, GRPOConfig, PPOConfig
 from megatron_grpo.preflight.objective_checks import list_idle_keys
 from megatron_grpo.preflight.rules import Rule, fill_placeholders
@@ -62,22 +63,24 @@ def _list_switched_off(config: Config) -> Iterator[Rule]:
 
 
 def _list_of_loop(config: Config) -> Iterator[Rule]:
-    loop, shaping, stop = config.training_loop, config.training_loop.reward_shaping, config.training_loop.early_stop
-    keys = "LOOP.ref_model_mixup_alpha LOOP.ref_model_sync_steps"
-    yield not loop.sync_ref_model, keys, "needs LOOP.sync_ref_model=true"
-    text = "needs LOOP.use_dynamic_sampling=true"
-    yield not loop.use_dynamic_sampling, "LOOP.dynamic_sampling_max_gen_batches", text
-    yield not loop.async_grpo.enabled, "LOOP.async_grpo.", "needs LOOP.async_grpo.enabled=true"
+    loop, stop = config.training_loop, config.training_loop.early_stop
+    yield not stop.enabled, "LOOP.early_stop.", "needs LOOP.early_stop.enabled=true"
+    yield stop.patience is None, "LOOP.early_stop.min_delta", "needs LOOP.early_stop.patience"
     if isinstance(loop, GRPOConfig):
         text = "needs grpo.adv_estimator.name=grpo"
         yield loop.adv_estimator.name != "grpo", "grpo.use_leave_one_out_baseline", text
         yield not loop.normalize_rewards, "grpo.normalize_rewards_over", "needs grpo.normalize_rewards=true"
+    if not isinstance(loop, SampledLoopConfig):
+        return
+    keys, shaping = "LOOP.ref_model_mixup_alpha LOOP.ref_model_sync_steps", loop.reward_shaping
+    yield not loop.sync_ref_model, keys, "needs LOOP.sync_ref_model=true"
+    text = "needs LOOP.use_dynamic_sampling=true"
+    yield not loop.use_dynamic_sampling, "LOOP.dynamic_sampling_max_gen_batches", text
+    yield not loop.async_grpo.enabled, "LOOP.async_grpo.", "needs LOOP.async_grpo.enabled=true"
     yield not loop.reward_scaling.enabled, "LOOP.reward_scaling.", "needs LOOP.reward_scaling.enabled=true"
     yield not shaping.enabled, "LOOP.reward_shaping.", "needs LOOP.reward_shaping.enabled=true"
     keys = "LOOP.reward_shaping.overlong_buffer_penalty LOOP.reward_shaping.max_response_length"
     yield shaping.overlong_buffer_length is None, keys, "needs LOOP.reward_shaping.overlong_buffer_length"
-    yield not stop.enabled, "LOOP.early_stop.", "needs LOOP.early_stop.enabled=true"
-    yield stop.patience is None, "LOOP.early_stop.min_delta", "needs LOOP.early_stop.patience"
 
 
 def _list_of_files(config: Config) -> Iterator[Rule]:
@@ -108,7 +111,7 @@ def _list_without_effect(config: Config) -> Iterator[Rule]:
     loop, data = config.training_loop, config.data
     keys = "LOOP.async_grpo.enabled LOOP.async_grpo.recompute_kv_cache_after_weight_updates"
     text = "with LOOP.async_grpo.max_trajectory_age_steps=0 nothing is sampled while a step trains"
-    yield loop.async_grpo.max_trajectory_age_steps == 0, keys, text
+    yield config.async_sampling.max_trajectory_age_steps == 0, keys, text
     text = "is for engines that the run starts; give python -m megatron_grpo.serve the argument of vLLM"
     keys = "generation.engine. generation.engine_args. generation.generation_batch_size"
     yield config.generation.server.urls, keys, text
@@ -142,7 +145,7 @@ def _list_of_loss(config: Config) -> Iterator[Rule]:
     text += " steps with value.train_global_batch_samples below the samples of a step, or with PASSES above 1"
     has_one_value_step = config.method.has_value_model and config.value_optimizer_steps_per_step == 1
     yield has_one_value_step, "value_loss_fn.value_clip", text
-    has_none, loop = not config.uses_reference, config.training_loop
+    has_none = not config.uses_reference
     keys = (
         "loss_fn.reference_policy_kl_type loss_fn.use_on_policy_kl_approximation loss_fn.kl_score_function_gradient "
         "loss_fn.kl_input_clamp_value loss_fn.kl_output_clamp_value"
@@ -151,25 +154,31 @@ def _list_of_loss(config: Config) -> Iterator[Rule]:
     yield has_none, "reference.offload", "there is no reference policy"
     text = "with policy.lora.rank above 0 the reference is the policy without its adapters, and takes no memory"
     yield config.policy.lora.rank > 0, "reference.offload", text
-    text = "needs LOOP.ref_model_sync_steps below LOOP.max_num_steps"
-    yield loop.ref_model_sync_steps >= loop.max_num_steps, "LOOP.sync_ref_model", text
 
 
 def _list_of_rewards(config: Config) -> Iterator[Rule]:
-    loop, shaping, stop = config.training_loop, config.training_loop.reward_shaping, config.training_loop.early_stop
+    loop, stop = config.training_loop, config.training_loop.early_stop
     if isinstance(loop, PPOConfig):
         estimator = loop.adv_estimator
         text = "is the lambda of policy and value model where they have none of their own, and both have one"
         policy_has_own = estimator.gae_lambda_policy is not None or estimator.length_adaptive_alpha
         have_own = estimator.gae_lambda_value is not None and policy_has_own
         yield have_own, "ppo.adv_estimator.gae_lambda", text
-    key = "LOOP.reward_shaping.stop_properly_penalty_coef"
-    yield shaping.stop_properly_penalty_coef == 1, key, "takes nothing away; give less than 1"
-    keys = "LOOP.reward_shaping.overlong_buffer_length LOOP.reward_shaping.overlong_buffer_penalty"
-    text = "subtracts nothing; give LOOP.reward_shaping.overlong_buffer_penalty above 0"
-    yield shaping.overlong_buffer_penalty == 0, keys, text
+    if isinstance(loop, SampledLoopConfig):
+        yield from _list_of_shaping(loop)
     keys = "LOOP.val_period LOOP.val_batch_size LOOP.max_val_samples LOOP.val_temperature"
     yield not config.data.validation_sets, keys, "needs data.val_path or data.val_sets"
     text = "needs a validation to decide after: LOOP.val_period below LOOP.max_num_steps"
     ends_first = loop.val_period >= loop.max_num_steps and (stop.threshold is None or not loop.val_at_start)
     yield ends_first, "LOOP.early_stop.enabled", text
+
+
+def _list_of_shaping(loop: SampledLoopConfig) -> Iterator[Rule]:
+    shaping = loop.reward_shaping
+    key = "LOOP.reward_shaping.stop_properly_penalty_coef"
+    yield shaping.stop_properly_penalty_coef == 1, key, "takes nothing away; give less than 1"
+    keys = "LOOP.reward_shaping.overlong_buffer_length LOOP.reward_shaping.overlong_buffer_penalty"
+    text = "subtracts nothing; give LOOP.reward_shaping.overlong_buffer_penalty above 0"
+    yield shaping.overlong_buffer_penalty == 0, keys, text
+    text = "needs LOOP.ref_model_sync_steps below LOOP.max_num_steps"
+    yield loop.ref_model_sync_steps >= loop.max_num_steps, "LOOP.sync_ref_model", text

@@ -15,11 +15,12 @@ import yaml
 
 from megatron_grpo.cluster.process_log import LOGS_FOLDER
 from megatron_grpo.config.algorithms import choose_imported, find_algorithm
-from megatron_grpo.config.conversion import convert_values
+from megatron_grpo.config.conversion import convert_values, refuse_other_loops
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, to_text
 from megatron_grpo.config.hiding import hide_secrets
-from megatron_grpo.config.keys import flatten
-from megatron_grpo.config.loop_schema import LOOPS, translate_key
+from megatron_grpo.config.keys import build_values, flatten
+from megatron_grpo.config.loop_names import translate_key
+from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.outside_files import open_to_append, parse_yaml, read_json, read_yaml
 from megatron_grpo.config.overrides import OPTION, SEARCH_KEY, list_config_groups
 from megatron_grpo.config.schema import MISSING, Config
@@ -45,14 +46,8 @@ VALUE_FOLDER = "megatron_value"
 # Keys that identify a run, beside the content of its model and its training data. All others may change on a resume.
 IDENTITY = (
     *("algorithm", *(f"{loop}.seed" for loop in LOOPS), "debug.train"),
-    *(
-        "data.response_key",
-        "data.chosen_key",
-        "data.rejected_key",
-        "data.from_rollouts",
-        "data.min_reward",
-        "data.best_of_group",
-    ),
+    *("data.response_key", "data.chosen_key", "data.rejected_key"),
+    *("data.from_rollouts", "data.min_reward", "data.best_of_group"),
 )
 
 
@@ -128,7 +123,7 @@ def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
     if len(formats) == 1 and formats[0]:
         write_json(folder / FORMAT_FILE, formats[0])
     keep_user_code(folder, config)
-    write_text(folder / CONFIG_FILE, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    write_text(folder / CONFIG_FILE, yaml.safe_dump(build_values(config), sort_keys=False))
     link = folder.parent / "latest"
     if folder.name == link.name or (link.exists() and not link.is_symlink()):
         return
@@ -164,15 +159,18 @@ def compare_with_last_start(folder: Path, config: Config) -> list[str]:
     """
     file, subject = folder / CONFIG_FILE, f"run_dir={folder}"
     try:
-        before = dict(flatten(read_config_file(file)))
-        if "algorithm" not in before:
+        recorded = read_config_file(file)
+        if "algorithm" not in recorded:
             raise ValueError(f"{file} is damaged: it does not hold the configuration of a run")
     except FileNotFoundError:
         return []
     except ValueError as error:
         advice = "Put it back, choose another run_dir, or delete it if this is the same run"
         raise ConfigError([Problem(subject, f"{error}; it tells whose folder this is. {advice}")]) from None
-    now = dict(flatten(dataclasses.asdict(config)))
+    refuse_other_loops(recorded, config.algorithm)  # an earlier version recorded the keys of all algorithms
+    values = build_values(config)
+    before = dict(flatten({section: value for section, value in recorded.items() if section in values}))
+    now = dict(flatten(values))
     changed_keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     key = next((key for key in IDENTITY if key in changed_keys and key in before), None)  # not in older runs
     reason = None if key is None else f"its {key} is {before.get(key)}, this one's is {now[key]}"
@@ -310,9 +308,10 @@ def override_values(
         except ValueError:
             advice = "not understood; lists are written [a,b], and other signs need quotes around the value"
             raise ConfigError([Problem(f"{name}={to_text(text)}", advice)]) from None
+    foreign = refuse_other_loops(values, algorithm)
     config, problems = convert_values(values, algorithm)
-    if problems or config is None:
-        raise ConfigError(problems or [Problem(source, "is not the configuration of a run")])
+    if foreign or problems or config is None:
+        raise ConfigError([*foreign, *problems] or [Problem(source, "is not the configuration of a run")])
     if not is_trusted and (problems := find_untrusted_values(config, source, keys, sections)):
         raise ConfigError(problems)
     return config

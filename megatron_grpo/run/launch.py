@@ -110,7 +110,7 @@ def _start_generation(
         precision=config.policy.precision,
         max_total_sequence_length=config.policy.max_total_sequence_length,
         routed=RoutedForm.from_shape(read_model_shape(folder)) if config.policy.moe.replay_routing else None,
-        in_flight=config.training_loop.async_grpo if config.training_loop.async_grpo.enabled else None,
+        in_flight=config.async_sampling if config.async_sampling.enabled else None,
         awaits_refit=awaits_refit and not has_slot,
         adapter=make_policy_slot(config.policy, read_model_shape(folder)) if has_slot else None,
     )
@@ -227,7 +227,7 @@ def _make_teachers(config: Config, folder: Path, cluster: RayCluster) -> dict[st
 def _uses_shared_cores(config: Config) -> bool:
     """True if engines of the run sample on its cores while its models train."""
     has_own_devices = not config.generation.is_colocated and not config.generation.server.urls
-    return config.training_loop.async_grpo.can_sample_ahead and has_own_devices
+    return config.async_sampling.can_sample_ahead and has_own_devices
 
 
 def start_rollouts(

@@ -1,7 +1,7 @@
 """A run of recorded steps, and what the files of recorded rollouts say beside them."""
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron_grpo.batch.rollout_files import RunFacts, StepFacts, StepRecord, l
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, find_token_indices
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.conversion import convert_values
+from megatron_grpo.config.keys import build_values
 from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.run.directory import record_start
 from megatron_grpo.trainer.rank import PolicyRank
@@ -80,7 +81,7 @@ def add_figures(run_dir: Path, *overrides: str) -> None:
         states=sum_states(
             [(point, *(array.numpy() for array in part)) for point, *part in rank["states"]] for rank in ranks
         ),
-        config=asdict(record.config),
+        config=build_values(record.config),
         device="cpu",
     )
     write_figures(locate_figures_file(run_dir, 1), figures)

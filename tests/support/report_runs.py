@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_grpo.batch.rollout_files import locate_rollouts_file, write_rollouts
 from megatron_grpo.batch.trajectory import Span, Trajectory
+from megatron_grpo.config.keys import build_values
 from megatron_grpo.config.schema import Config
 from tests.support.trajectories import make_trajectory, with_learnt
 
@@ -50,7 +50,7 @@ def make_run(folder: Path, *, steps: int, model: Path, trajectories: Sequence[Tr
     folder.mkdir(parents=True)
     config = Config()
     config.policy.model.path = str(model)
-    (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+    (folder / "config.yaml").write_text(yaml.safe_dump(build_values(config), sort_keys=False))
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
             file.write(json.dumps(metrics_of(step)) + "\n")

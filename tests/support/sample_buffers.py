@@ -7,8 +7,7 @@ from typing import Any
 
 from megatron_grpo.algorithms.sample_buffer import SampleBuffer
 from megatron_grpo.batch.trajectory import SampledGroup, Trajectory
-from megatron_grpo.config.loop_schema import AsyncGRPOConfig
-from megatron_grpo.config.schema import LoopConfig
+from megatron_grpo.config.loop_schema import AsyncGRPOConfig, SampledLoopConfig
 from megatron_grpo.data.loader import PromptLoader, PromptSampler, iterate_batches
 from megatron_grpo.observability.timing import StepTimer
 from tests.support.fake_rollouts import FakeRollouts
@@ -75,7 +74,7 @@ class Process:
         if next_complete is not None:
             self.rollouts.next_complete = next_complete
         rollouts: Any = self.rollouts
-        loop = LoopConfig(num_generations_per_prompt=2, seed=5, max_num_steps=steps, async_grpo=config)
+        loop = SampledLoopConfig(num_generations_per_prompt=2, seed=5, max_num_steps=steps, async_grpo=config)
         self.buffer = sampler(rollouts, self.loader, loop, SETTINGS, self.taken)
         self.batches = iterate_batches(self.loader, prompts.epochs)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_grpo.config.hiding import hide_values
 from megatron_grpo.config.keys import flatten
+from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.outside_files import read_json, read_yaml
 from megatron_grpo.config.schema import Config
 from megatron_grpo.observability import run_files
@@ -82,7 +83,7 @@ def read_run_data(folder: Path) -> dict[str, Any]:
     steps, validations = (
         run_files.read_steps(folder / name) for name in (run_files.METRICS_FILE, run_files.VALIDATION_FILE)
     )
-    defaults = dict(flatten(asdict(Config())))
+    defaults = dict(flatten(asdict(Config()) | {loop: asdict(section()) for loop, section in LOOPS.items()}))
     # Of each setting: key, value, and the default where it differs.
     settings = [
         (key, _to_text(value), _to_text(defaults[key]) if key in defaults and defaults[key] != value else None)

@@ -256,7 +256,7 @@ def _find_most_frequent_version(rows: Sequence[dict[str, Any]]) -> int | None:
 
 def select_scored(rows: Sequence[dict[str, Any]], version: int, config: Config, most_tokens: int) -> list[Rollout]:
     """Select rollouts with tokens of a version, up to a number of tokens."""
-    recomputed = config.training_loop.async_grpo.recompute_kv_cache_after_weight_updates
+    recomputed = config.async_sampling.recompute_kv_cache_after_weight_updates
     chosen: list[Rollout] = []
     total = 0
     for row in _order_rows(rows):

@@ -86,9 +86,7 @@ def examine_run(
     """
     weights = Weights(run_dir, config, model, read_model_shape(model), scratch)
     figures = read_run_figures(run_dir)
-    suspicious = find_suspicious_steps(
-        figures, config.policy.precision, has_older_tokens=config.training_loop.async_grpo.enabled
-    )
+    suspicious = find_suspicious_steps(figures, config.policy.precision, has_older_tokens=config.async_sampling.enabled)
 
     def examine(most_tokens: int) -> Examination:
         evidence = read_evidence(run_dir, step, suspicious, weights, config, most_tokens)

@@ -123,7 +123,7 @@ def build_replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
     outcomes = [trajectory.outcome for trajectory in record.trajectories]
     step, batch = StepBatch.from_outcomes(config, outcomes), record.join_tokens()
     # The run excluded sequences by its log-probabilities, which are recorded; those of the replay come after packing.
-    threshold = config.training_loop.seq_logprob_error_threshold
+    threshold = config.sampled_loop.seq_logprob_error_threshold
     if threshold is not None:
         mask = require_field(batch.fields.sampled) & torch.from_numpy(np.repeat(step.in_loss, step.lengths))
         prev = torch.from_numpy(record.place_at_sampled(record.prev_logprobs))

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from megatron_grpo import doctor
+from megatron_grpo.config.keys import build_values
 from megatron_grpo.run.directory import override_values
 from tests.support.planted import engines, histories, plants, records, trainers, weights
 from tests.support.planted.plants import Plant
@@ -95,7 +96,7 @@ def fresh(run: RecordedRun, root: Path, *overrides: str) -> RecordedRun:
     (root / "run").mkdir(parents=True)
     if (run.run_dir / "checkpoints").is_dir():
         (root / "run" / "checkpoints").symlink_to(run.run_dir / "checkpoints")
-    values = override_values(asdict(run.config), [f"run_dir={root / 'run'}", *overrides], "the test")
+    values = override_values(build_values(run.config), [f"run_dir={root / 'run'}", *overrides], "the test")
     return replace(run, root=root, config=values, samples=values.training_loop.num_generations_per_prompt)
 
 

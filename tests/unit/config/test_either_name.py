@@ -1,4 +1,4 @@
-"""The keys that GRPO and PPO share: one setting with two names, wherever it is given."""
+"""The keys that loops share: one setting with a name for each algorithm; and a run has one loop."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ import pytest
 from omegaconf import OmegaConf
 
 import megatron_grpo.conf
-from megatron_grpo.config.compose import build_schema_defaults, compose_typed, unite_shared_keys
-from megatron_grpo.config.keys import find_key, flatten, is_section, read_keys, read_sections
-from megatron_grpo.config.loop_schema import LOOPS, is_shared, translate_key
-from megatron_grpo.config.schema import Config, LoopConfig
-from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.config.compose import build_schema_defaults, compose_typed
+from megatron_grpo.config.conversion import refuse_other_loops
+from megatron_grpo.config.keys import build_values, find_key, flatten, is_section, read_keys, read_sections
+from megatron_grpo.config.loop_names import LOOPS, is_shared, translate_key, unite_shared_keys
+from megatron_grpo.config.loop_schema import SampledLoopConfig
+from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.load import compose_checked, compose_config
 
 GRPO, PPO = "+exp=quickstart", "+exp=quickstart_ppo"
 
 
 def test_a_shared_key_is_known_under_both_names_and_listed_once() -> None:
-    """Against the classes themselves: what LoopConfig defines, nested sections included."""
-    shared = [name for name, _ in flatten(dataclasses.asdict(LoopConfig()))]
+    """Against the classes themselves: what SampledLoopConfig defines, nested sections included."""
+    shared = [name for name, _ in flatten(dataclasses.asdict(SampledLoopConfig()))]
     for name in shared:
         assert find_key(f"grpo.{name}") == find_key(f"ppo.{name}") == f"grpo.{name}"
         assert f"ppo.{name}" not in read_keys()
     assert sum(is_shared(name) for name in read_keys()) == len(shared)
-    loop_keys = {name for loop in LOOPS for name, _ in flatten(dataclasses.asdict(getattr(Config(), loop)), f"{loop}.")}
+    loop_keys = {
+        name for loop, section in LOOPS.items() for name, _ in flatten(dataclasses.asdict(section()), f"{loop}.")
+    }
     in_sections = {name for name in read_keys() if name.partition(".")[0] in LOOPS}
     assert in_sections == {translate_key("grpo", name) for name in loop_keys}
     assert is_section("ppo.early_stop")
@@ -63,10 +67,12 @@ def test_both_names_set_what_the_algorithm_reads(recipe: str, loop: str) -> None
         assert changed == {"max_num_steps", "early_stop.patience", "reward_scaling.source_max"}
 
 
-def test_the_section_that_is_not_read_stays_at_its_defaults() -> None:
-    config = compose_config([PPO, "grpo.max_num_steps=77"])
-    assert config.grpo == Config().grpo
-    assert compose_config([GRPO, "ppo.max_num_steps=77"]).ppo == Config().ppo
+def test_a_run_has_one_loop() -> None:
+    for recipe, loop in ((PPO, "ppo"), (GRPO, "grpo"), ("+exp=quickstart_sft", "sft")):
+        config = compose_config([recipe, "run_dir=here", "dpo.max_num_steps=77"])
+        assert [name for name in LOOPS if getattr(config, name) is not None] == [loop]
+        assert LOOPS.keys() & build_values(config).keys() == {loop}
+        assert build_values(config)[loop]["max_num_steps"] == 77
 
 
 def test_each_algorithm_has_its_own_defaults() -> None:
@@ -77,6 +83,30 @@ def test_each_algorithm_has_its_own_defaults() -> None:
         compose_config([*required, "algorithm=ppo", "grpo.num_generations_per_prompt=16"]).samples_per_step == 32 * 16
     )
     assert compose_config(required).grpo.num_generations_per_prompt == 16
+
+
+OF_SAMPLES = """
+    overlong_filtering=true advantage_clip_low=-1 reward_scaling.enabled=true reward_shaping.overlong_buffer_length=3
+    use_dynamic_sampling=true batch_multiplier=2 dynamic_sampling_max_gen_batches=3 seq_logprob_error_threshold=2
+    async_grpo.enabled=true async_grpo.max_trajectory_age_steps=0 sync_ref_model=true ref_model_sync_steps=3
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "reward_model"])
+def test_a_loop_that_learns_from_rows_has_no_keys_about_samples(algorithm: str) -> None:
+    run = ["+exp=quickstart_sft", "run_dir=here", f"algorithm={algorithm}", "~env.addition"]
+    loop = Config(algorithm=algorithm).training_loop  # type: ignore[arg-type]
+    for setting in OF_SAMPLES.split():
+        assert not hasattr(loop, setting.partition(".")[0].partition("=")[0])
+        for name in ("grpo", algorithm):  # under either name
+            composed = compose_checked([*run, f"{name}.{setting}"])
+            texts = {problem.key: problem.text for problem in composed.problems}
+            expected = f"is about samples that a step learns from, and algorithm={algorithm} learns from rows"
+            assert texts[f"{name}.{setting.partition('=')[0]}"].startswith(f"{expected}; leave it out"), setting
+            assert not any("unknown" in text for text in texts.values())
+    # Their defaults are no mistake, as recipes for several algorithms have them.
+    defaults = [f"{algorithm}.overlong_filtering=false", "grpo.async_grpo={enabled: false}"]
+    assert not [problem for problem in compose_typed([*run, *defaults]).problems if "samples" in problem.text]
 
 
 def test_a_value_may_refer_to_either_name() -> None:
@@ -94,15 +124,25 @@ def test_the_command_line_beats_the_recipe_under_either_name() -> None:
 def test_the_printed_configuration_has_shared_keys_once() -> None:
     values = compose_typed([PPO, "grpo.seed=7"]).values
     assert values["ppo"]["seed"] == 7
-    assert values["grpo"].keys() == {
-        "normalize_rewards",
-        "normalize_rewards_over",
-        "use_leave_one_out_baseline",
-        "adv_estimator",
-        "num_iterations",
-        "turn_credit",
-        "turn_discount",
-    }
+    assert LOOPS.keys() & values.keys() == {"ppo"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"grpo": {"num_iterations": 3}}, "is for algorithm=grpo, and this run has algorithm=ppo; give ppo.ppo_epochs"),
+        ({"sft": {"val_rewards": True}}, "is for algorithm=sft, and this run has algorithm=ppo; the value model is"),
+        ({"dpo": {"los_type": "ipo"}}, "unknown key"),
+        ({"grpo": {"num_iterations": 1, "seed": 7}, "dpo": {"loss_type": "sigmoid"}, "sft": {}}, None),
+    ],
+)
+def test_what_a_recorded_configuration_says_of_other_loops(settings: dict[str, Any], text: str | None) -> None:
+    """Their defaults are no mistake: an earlier version recorded them."""
+    values = build_values(compose_typed([PPO]).require()) | settings
+    problems = refuse_other_loops(values, "ppo")
+    assert LOOPS.keys() & values.keys() == {"ppo"}
+    assert [problem.text for problem in problems if not problem.text.startswith(str(text))] == []
+    assert len(problems) == (text is not None)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +153,10 @@ def test_the_printed_configuration_has_shared_keys_once() -> None:
         ({"exp/base": {}, "exp/mine": {"ppo": {"seed": 1}, "grpo": {"seed": 2}}}, 1, 1),
     ],
 )
-def test_of_two_recipes_the_later_one_counts(
-    files: dict[str, Any], seed: int, problems: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "megatron_grpo.config.compose.read_settings", lambda path: dict(flatten(files[path])), raising=True
-    )
+def test_of_two_recipes_the_later_one_counts(files: dict[str, Any], seed: int, problems: int) -> None:
     composed = OmegaConf.merge(OmegaConf.create(build_schema_defaults()), *files.values())
-    _, contradictions = unite_shared_keys(composed, "ppo", set(), lambda: list(files))  # type: ignore[arg-type]  # DictConfig, of dicts
+    sources = [dict(flatten(settings)) for settings in reversed(files.values())]
+    _, contradictions = unite_shared_keys(composed, "ppo", lambda: sources)  # type: ignore[arg-type]  # DictConfig, of dicts
     assert composed.ppo.seed == composed.grpo.seed == seed
     assert len(contradictions) == problems
 

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from megatron_grpo import command, doctor, evaluate, export, replay
 from megatron_grpo.cluster.process_log import RecordFormatter
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.hiding import hide_secrets
-from megatron_grpo.config.keys import read_keys
+from megatron_grpo.config.keys import build_values, read_keys
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.secret_values import find_secret_problems, read_secret
 from megatron_grpo.observability.page.write import render_report
@@ -68,7 +67,7 @@ def test_every_text_with_a_secret_is_refused_and_hidden(text: str) -> None:
     assert {"logger.mlflow.tracking_uri", "teacher.server_url", "cluster.ray_address", "run_dir"} < TEXTS.keys()
     missed = []
     for name, value in list_settings(text):
-        config = override_values(asdict(Config()), [f"{name}={value}"], "file", is_trusted=True)
+        config = override_values(build_values(Config()), [f"{name}={value}"], "file", is_trusted=True)
         problems = list(find_secret_problems(config))
         for problem in problems:
             assert problem.key.startswith(name)
@@ -81,7 +80,7 @@ def test_every_text_with_a_secret_is_refused_and_hidden(text: str) -> None:
 @pytest.fixture
 def planted(tmp_path: Path) -> Path:
     """A run of an earlier version, which recorded secrets wherever a text can be."""
-    values: dict[str, Any] = asdict(Config())
+    values: dict[str, Any] = build_values(Config())
     for number, (name, value) in enumerate(list_settings(ADDRESSES[0].replace(SECRET, "SECRET"))):
         *sections, last = name.split(".")
         node = values
@@ -125,8 +124,8 @@ def test_trackers_get_no_secret(planted: Path, monkeypatch: pytest.MonkeyPatch) 
     for name, value in list_settings(ADDRESSES[0]):
         if not name.startswith(("run_dir", "logger.")):
             with suppress(ConfigError):
-                config = override_values(asdict(config), [f"{name}={value}"], "file", is_trusted=True)
-    assert str(asdict(config)).count(SECRET) > len(TEXTS) / 2
+                config = override_values(build_values(config), [f"{name}={value}"], "file", is_trusted=True)
+    assert str(build_values(config)).count(SECRET) > len(TEXTS) / 2
     settings: list[Any] = []
 
     class Package(ModuleType):

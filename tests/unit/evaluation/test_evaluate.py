@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from megatron_grpo.batch.special_tokens import StopConditions
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, RunError
+from megatron_grpo.config.keys import build_values
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.evaluate import main
 from megatron_grpo.evaluation import checkpoint_scores as module
@@ -166,7 +166,7 @@ def checkpoint(tmp_path: Path) -> Path:
     write_row(tmp_path / "val.jsonl")
     folder = tmp_path / "run" / "checkpoints" / "step_3"
     (folder / "megatron").mkdir(parents=True)
-    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(build_values(config)))
     return folder
 
 

@@ -109,8 +109,7 @@ def test_gpus_are_shared_as_in_the_recipe_first() -> None:
 
 
 def test_gpus_of_the_value_model_are_not_shared_out() -> None:
-    config = recipe(nodes=2)
-    config.algorithm = "ppo"
+    config = replace(recipe(nodes=2), algorithm="ppo")
     config.value.parallel.tensor = 4
     config.policy.parallel.data, config.generation.parallel.data = 2, 2
     assert split_gpus(config)[0] == (6, 6)
@@ -120,7 +119,7 @@ def test_idle_gpus_are_those_that_nothing_uses() -> None:
     config = recipe(nodes=3)
     config.policy.parallel.data, config.generation.parallel.data = 4, 4
     assert count_idle_gpus(config) == 16
-    config.algorithm = "ppo"
+    config = replace(config, algorithm="ppo")
     config.value.parallel.data = 2
     assert count_idle_gpus(config) == 14
 

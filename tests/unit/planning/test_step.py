@@ -220,7 +220,8 @@ def test_a_step_has_only_the_phases_of_the_run() -> None:
 
 def test_the_value_model_learns_before_the_policy() -> None:
     config, lengths = run_config(), make_log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
-    config.algorithm = "ppo"
+    config = replace(config, algorithm="ppo")
+    assert config.ppo is not None
     config.ppo.num_prompts_per_step, config.ppo.num_generations_per_prompt = 4, 4
     value = rank(0, 0.5, 1.0)
     moved = Counter({replace_phase(entry): number for entry, number in value.report.work.items()})

@@ -67,8 +67,7 @@ def test_settings_of_adapters_without_adapters_change_nothing() -> None:
 
 
 def test_the_value_model_of_ppo_is_trained_whole() -> None:
-    settings = config()
-    settings.algorithm = "ppo"
+    settings = replace(config(), algorithm="ppo")
     assert settings.value_model is not None
     assert settings.value_model.lora.rank == 0
 

@@ -174,8 +174,7 @@ def test_tokens_are_padded_for_the_products_of_the_device_alone(recipe: str, mul
 
 
 def test_the_value_model_stays_out_of_fp8() -> None:
-    settings = config()
-    settings.algorithm = "ppo"
+    settings = replace(config(), algorithm="ppo")
     assert settings.value_model is not None
     assert settings.value_model.fp8.format == "off"
 

@@ -63,7 +63,6 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_value_model_is_not_quantised() -> None:
-    settings = config()
-    settings.algorithm = "ppo"
+    settings = replace(config(), algorithm="ppo")
     assert settings.value_model is not None
     assert settings.value_model.quantization is None

@@ -7,10 +7,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
-from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.run.directory import compare_with_last_start, is_in_use, lock_run_directory, record_start
+from megatron_grpo.preflight.load import check_config, compose_config
+from megatron_grpo.run.directory import (
+    compare_with_last_start,
+    is_in_use,
+    load_run_config,
+    lock_run_directory,
+    record_start,
+)
+
+RECORDED: dict[str, Any] = yaml.safe_load((Path(__file__).parents[2] / "data" / "recorded_configs.yaml").read_text())
 
 
 def test_what_a_run_was_started_with_and_what_changed_since(tmp_path: Path) -> None:
@@ -23,6 +32,30 @@ def test_what_a_run_was_started_with_and_what_changed_since(tmp_path: Path) -> N
         faster = compose_config(["+exp=quickstart", "run_dir=here", "policy.optimizer.lr=0.5"])
         assert compare_with_last_start(folder, faster) == ["policy.optimizer.lr: 0.001 -> 0.5"]
     assert (tmp_path / "latest").resolve() == folder
+
+
+@pytest.mark.parametrize("algorithm", RECORDED)
+def test_a_folder_of_an_earlier_version_goes_on(
+    algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its config.yaml has the sections of all algorithms; the run has those of its own, and the same settings."""
+    monkeypatch.setenv("HOME", "/home/user")
+    arguments, values = RECORDED[algorithm]["arguments"], RECORDED[algorithm]["config"]
+    file, config = tmp_path / "config.yaml", compose_config(arguments)
+    file.write_text(yaml.safe_dump(values))
+    assert load_run_config(tmp_path, [], is_trusted=True) == config
+    assert compare_with_last_start(tmp_path, config) == []
+    changed = load_run_config(tmp_path, ["grpo.val_period=77"], is_trusted=True)
+    assert compare_with_last_start(tmp_path, changed) == [
+        f"{algorithm}.val_period: {config.training_loop.val_period} -> 77"
+    ]
+    assert check_config(changed).conflicts == set()
+    record_start(tmp_path, changed)
+    recorded = yaml.safe_load(file.read_text())
+    foreign_loops = {"grpo", "ppo", "sft", "dpo", "reward_model"} - {algorithm}
+    assert foreign_loops.isdisjoint(recorded)
+    assert set(values) - set(recorded) == foreign_loops | (set() if algorithm == "ppo" else {"value", "value_loss_fn"})
+    assert load_run_config(tmp_path, [], is_trusted=True) == changed
 
 
 def test_another_run_is_refused_once_the_first_has_started(tmp_path: Path) -> None:
