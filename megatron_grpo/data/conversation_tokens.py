@@ -220,10 +220,11 @@ def _find_turn_end(
 def _find_closing(
     renderer: PromptRenderer, messages: Sequence[ChatMessage], number: int, text: str, later_text: str
 ) -> str:
-    """Find the beginning of the next message that ends a turn without an end of its own.
+    """Find the token of the next message that ends a turn.
 
-    Turns of GLM end where the next message begins, and its responses with that message's first token, so nothing but
-    this token teaches a model to stop. `text` ends with the turn; `later_text` follows it.
+    It is empty for turns with an end of their own. Turns of GLM end where the next message begins, and its responses
+    with that message's first token, so nothing but this token teaches a model to stop. `text` ends with the turn;
+    `later_text` follows it.
     """
     if renderer.has_control_end(text):
         return ""

@@ -225,11 +225,17 @@ class PromptRenderer:
         return text.endswith(tuple(token for token in self._special_texts.values() if token))
 
     def has_control_end(self, text: str) -> bool:
-        """True if a control token ends a text; added tokens of a model's own text, as </tool_call>, are none."""
+        """True if a control token ends a text.
+
+        Added tokens of a model's own text, as </tool_call>, are none.
+        """
         return text.endswith(self._control_texts)
 
     def find_control_beginning(self, text: str) -> str:
-        """Find the control token that begins a text, with blanks before it; empty: none does."""
+        """Find the control token that begins a text.
+
+        Blanks before it belong to the result, which is empty if no such token begins the text.
+        """
         bare = text.lstrip()
         token = max((token for token in self._control_texts if bare.startswith(token)), key=len, default=None)
         return text[: len(text) - len(bare)] + token if token else ""
@@ -292,7 +298,10 @@ class PromptRenderer:
         return self._render_follower({"content": "", "tool_calls": [call]}, result)
 
     def _render_follower(self, turn: ChatMessage, message: ChatMessage) -> str:
-        """Render what a message adds behind a turn; empty: the template refuses or changes the turn."""
+        """Render what a message adds behind a turn.
+
+        The text is empty if the template refuses or changes the turn.
+        """
         earlier = [{"role": "user", "content": "."}, {"role": ASSISTANT, **turn}]
         try:
             before = self.render(earlier, add_generation_prompt=False)
