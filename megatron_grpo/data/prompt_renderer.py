@@ -302,7 +302,7 @@ class PromptRenderer:
 
         The text is empty if the template refuses or changes the turn.
         """
-        earlier = [{"role": "user", "content": "."}, {"role": ASSISTANT, **turn}]
+        earlier: list[ChatMessage] = [{"role": "user", "content": "."}, {"role": ASSISTANT, **turn}]
         try:
             before = self.render(earlier, add_generation_prompt=False)
             text = self.render([*earlier, message], add_generation_prompt=False)
