@@ -145,8 +145,9 @@ def split_rendering(
     """Split the rendering of a whole conversation into learnt and other parts.
 
     Learnt are the messages of the indices `turns`. A turn begins where sampling would begin it, and ends with the
-    special token that ends it; a line break after that token is not learnt, because no response has it. `opened`: a
-    prompt whose last turn goes on in the first of `turns`. The template's text behind a last learnt turn is left out.
+    special token that ends it, or else with the one that begins the next message, where sampling stops, too; a line
+    break after that token is not learnt, because no response has it. `opened`: a prompt whose last turn goes on in the
+    first of `turns`. The template's text behind a last learnt turn is left out.
 
     ValueError: the template does not show a turn in full, or renders its beginning otherwise when it is sampled.
     """
@@ -178,9 +179,10 @@ def split_rendering(
         opening = before.removeprefix(render(messages[:number]))
         turn = text[len(before) : end]
         _require_content(messages[number], opening + turn, number)
+        closing = _find_closing(renderer, messages, number, text[:end], text[end:])
         yield Part(text[position : len(before)], is_learnt=False)
-        yield Part(turn, is_learnt=True)
-        position = end
+        yield Part(turn + closing, is_learnt=True)
+        position = end + len(closing)
     if turns[-1] < len(messages) - 1 and text[position:].strip():
         yield Part(text[position:], is_learnt=False)
 
@@ -213,6 +215,22 @@ def _find_turn_end(
         raise ValueError(f"the chat template changes {name}, once others follow{_ADVICE}")
     # Blanks behind the token that ends the turn are the template's; without such a token they are part of the turn.
     return len(rendering.rstrip()) if renderer.has_special_end(rendering.rstrip()) else len(rendering)
+
+
+def _find_closing(
+    renderer: PromptRenderer, messages: Sequence[ChatMessage], number: int, text: str, later_text: str
+) -> str:
+    """Find the token of the next message that ends a turn.
+
+    It is empty for turns with an end of their own. Turns of GLM end where the next message begins, and its responses
+    with that message's first token, so nothing but this token teaches a model to stop. `text` ends with the turn;
+    `later_text` follows it.
+    """
+    if renderer.has_control_end(text):
+        return ""
+    if number == len(messages) - 1:
+        later_text = renderer.text_after_calls if messages[number].get("tool_calls") else renderer.text_after_answer
+    return renderer.find_control_beginning(later_text)
 
 
 def _require_content(message: ChatMessage, turn: str, number: int) -> None:

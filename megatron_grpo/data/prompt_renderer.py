@@ -224,6 +224,22 @@ class PromptRenderer:
         """True if a special token ends a text."""
         return text.endswith(tuple(token for token in self._special_texts.values() if token))
 
+    def has_control_end(self, text: str) -> bool:
+        """True if a control token ends a text.
+
+        Added tokens of a model's own text, as </tool_call>, are none.
+        """
+        return text.endswith(self._control_texts)
+
+    def find_control_beginning(self, text: str) -> str:
+        """Find the control token that begins a text.
+
+        Blanks before it belong to the result, which is empty if no such token begins the text.
+        """
+        bare = text.lstrip()
+        token = max((token for token in self._control_texts if bare.startswith(token)), key=len, default=None)
+        return text[: len(text) - len(bare)] + token if token else ""
+
     def encode_after(self, text: str, last_token: int) -> list[int]:
         """Encode a text that follows a sampled token.
 
@@ -263,6 +279,36 @@ class PromptRenderer:
     @cached_property
     def _special_texts(self) -> dict[int, str]:
         return {token: str(text) for token, text in getattr(self.tokenizer, "added_tokens_decoder", {}).items()}
+
+    @cached_property
+    def _control_texts(self) -> tuple[str, ...]:
+        tokens = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        return tuple(str(token) for token in tokens if str(token) and getattr(token, "special", True))
+
+    @cached_property
+    def text_after_answer(self) -> str:
+        """Text by which a user's message follows an answer."""
+        return self._render_follower({"content": "."}, {"role": "user", "content": "."})
+
+    @cached_property
+    def text_after_calls(self) -> str:
+        """Text by which a result follows calls of tools."""
+        call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
+        result = {"role": "tool", "name": "f", "tool_call_id": "call00001", "content": "."}
+        return self._render_follower({"content": "", "tool_calls": [call]}, result)
+
+    def _render_follower(self, turn: ChatMessage, message: ChatMessage) -> str:
+        """Render what a message adds behind a turn.
+
+        The text is empty if the template refuses or changes the turn.
+        """
+        earlier: list[ChatMessage] = [{"role": "user", "content": "."}, {"role": ASSISTANT, **turn}]
+        try:
+            before = self.render(earlier, add_generation_prompt=False)
+            text = self.render([*earlier, message], add_generation_prompt=False)
+        except Exception:  # noqa: BLE001 - a template may raise anything about messages that it does not expect
+            return ""
+        return text[len(before) :] if text.startswith(before) else ""
 
     @cached_property
     def _added_tokens(self) -> tuple[list[int], list[int]]:

@@ -281,7 +281,9 @@ def test_rows_and_pairs_learn_the_same_turns(name: str) -> None:
         assert full_text is not None, f"{name}: {title} is learnt without a part"
         assert "thoughts" not in title or "Otter" in full_text, f"{name}: {title} is learnt without its thoughts"
         ids = tokens_of(log)
-        assert ids == layout.ids(full_text)[: len(ids)], f"{name}: {title}"
+        # Turns of GLM-4.5 end with the beginning of the next message, which the text of a whole conversation lacks.
+        full_ids = layout.ids(full_text) + ([layout.id(layout.end)] if name == "glm_4_5" else [])
+        assert ids == full_ids[: len(ids)], f"{name}: {title}"
         texts = [layout.oracle.decode(part["token_ids"]) for part in log if part["role"] == "assistant"]
         assert len(texts) == len(case.learnt), f"{name}: {title}"
         for text, words in zip(texts, case.learnt, strict=True):

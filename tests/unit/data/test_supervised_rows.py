@@ -41,8 +41,10 @@ REFUSED = {
     "thought": {"r1_distill_llama", "r1_distill_qwen", "minimax_m2", "glm_4", "glm_5"},
 }
 """Templates whose prompts open thoughts that the whole conversation has otherwise, or that drop thoughts."""
-OTHER_ENDS = {"glm_4_5", "glm_4", "gpt_oss", "olmo_3"}
-"""Templates whose turns end where the next begins, or with another token where they are not the last."""
+OTHER_ENDS = {"gpt_oss", "olmo_3"}
+"""Templates whose turns end with another token where they are not the last."""
+ENDLESS = {"glm_4_5", "glm_4", "glm_5"}
+"""Templates whose turns end where the next begins, so that the last turn of a conversation has no end."""
 
 
 def encode(layout: Layout, messages: list[dict[str, Any]]) -> list[tuple[str, list[int]]]:
@@ -63,6 +65,7 @@ def test_turns_follow_the_tokens_that_are_sampled_after(name: str) -> None:
         accepted.add(layout.name)
         truth = layout.truth
         full_ids = truth.encode(layout.render(messages, add_generation_prompt=False), add_special_tokens=False).ids
+        full_ids += [layout.id(layout.end)] if layout.name in ENDLESS else []
         ids = [token for _, part in parts for token in part]
         assert ids == full_ids[: len(ids)], layout.name
         position, turns = 0, iter([n for n, message in enumerate(messages) if message["role"] == "assistant"])
@@ -103,6 +106,46 @@ def test_the_tokens_are_those_that_trl_marks(template: str, layout: str, name: s
     parts = encode_conversation(renderer, messages, None)
     learnt = tokenizer.decode([token for part in parts if part["role"] == "assistant" for token in part["token_ids"]])
     assert "".join(learnt.split()) == "".join(expected.split())
+
+
+MIDDLE = [USER, ANSWER, {"role": "system", "content": "Be brief."}, *SECOND]
+"""An instruction between the turns."""
+
+
+@pytest.mark.parametrize("name", ["one", "two", "system", "tools", "middle"])
+def test_a_turn_without_an_end_learns_the_beginning_of_the_next_message(name: str) -> None:
+    """GLM stops where the next message begins: TRL's template for training marks these tokens, the released one not."""
+    layout, messages = BY_NAME["glm_4_5"], {**CONVERSATIONS, "middle": MIDDLE}[name]
+    marked = layout.oracle.apply_chat_template(
+        messages, chat_template=stored("glm4moe_training"), return_dict=True, return_assistant_tokens_mask=True
+    )
+    pairs = zip(marked["input_ids"], marked["assistant_masks"], strict=True)
+    expected = layout.oracle.decode([token for token, is_learnt in pairs if is_learnt])
+    learnt = layout.oracle.decode(
+        [token for role, part in encode(layout, messages) if role == "assistant" for token in part]
+    )
+    assert "".join(learnt.split()) == "".join(expected.split())
+    assert learnt.count("<|") == sum(message["role"] == "assistant" for message in messages)
+
+
+ROLES = {
+    "tokens": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}",
+    "lines": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}\n{% endfor %}",
+    "plain": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+}
+PROMPTS = {"tokens": "<|assistant|>", "lines": "<|assistant|>\n", "plain": "assistant: "}
+
+
+@pytest.mark.parametrize(("form", "end"), [("tokens", "<|user|>"), ("lines", "\n<|user|>"), ("plain", "")])
+def test_turns_of_a_template_without_ends(form: str, end: str) -> None:
+    """Where no token begins a message there is nothing to stop at."""
+    core = byte_level(["<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>"])
+    template = ROLES[form] + "{% if add_generation_prompt %}" + PROMPTS[form] + "{% endif %}"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>", chat_template=template)
+    parts = encode_conversation(PromptRenderer(tokenizer, PromptFormat()), CONVERSATIONS["two"], None)
+    learnt = [tokenizer.decode(part["token_ids"]) for part in parts if part["role"] == "assistant"]
+    ends = [end or "\n"] * 2
+    assert learnt == [f"There are 12.{ends[0]}", f"So 13.{ends[1]}"]
 
 
 @pytest.mark.parametrize("template", ["phi3", "phi3_5"])
