@@ -187,7 +187,7 @@ def test_a_profile_that_is_calibrated_on_a_run_plans_its_seconds(
     before = planned("cluster.gpu=h100")
     run = {name: 1.5 * before[name] for name in ("generation", "refit")}
     run["train"] = 1.5 * (before["train"] + before["optimizer"])
-    lines = [json.dumps({"step": step, "timing": run}) + "\n" for step in range(1, 5)]
+    lines = [json.dumps({"step": step, "timing": run | {"total": 0.0}}) + "\n" for step in range(1, 5)]
     (run_dir / "metrics.jsonl").write_text("".join(lines))
     profile = tmp_path / "ours.yaml"
     assert plan.main(["calibrate", str(run_dir), "--out", str(profile)]) == 0

@@ -54,6 +54,6 @@ def test_groups_that_no_run_writes_are_refused(groups: Any, text: str, tmp_path:
 
 @pytest.mark.parametrize("name", ["generation_batches", "early_stop", "consumed_samples"])
 def test_a_state_that_lacks_a_count_is_refused(name: str, tmp_path: Path) -> None:
-    counts = {counter: value for counter, value in make_save_state().items() if counter != name}
+    counts = {key: value for key, value in make_save_state().items() if key != name}
     with pytest.raises(CheckpointError, match=f"save_state has no {name}"):
         read(tmp_path, counts, [])
