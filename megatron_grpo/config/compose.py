@@ -61,7 +61,7 @@ def build_schema_defaults() -> dict[str, Any]:
 def unite_shared_keys(
     composed: DictConfig, algorithm: str, on_command_line: Collection[str], files: Callable[[], Sequence[str]]
 ) -> tuple[dict[str, str], list[Problem]]:
-    """Write one value of each shared key into all loop sections.
+    """Write one value of each shared key into all loop sections that are read.
 
     The value is the one that was set, under any name, else the algorithm's default. `files` lists the composed files
     of conf/ in the order in which Hydra reads them; it takes a tenth of a second.
@@ -101,8 +101,11 @@ def unite_shared_keys(
             OmegaConf.update(united, name, set_values[first][name])
             setters[name] = [first]
     shared = cast("dict[str, Any]", OmegaConf.to_container(united, resolve=False))
+    # OmegaConf takes 1 ms for each section, so those that nothing reads keep their own keys alone.
+    interpolations = " ".join(text for text in (str(value) for _, value in flatten(tree)) if "${" in text)
     for loop in LOOPS:
-        OmegaConf.update(composed, loop, _select_keys(tree[loop], shared=False) | shared, merge=False)
+        if set_values[loop] or loop in (algorithm, "grpo") or f"{loop}." in interpolations:
+            OmegaConf.update(composed, loop, _select_keys(tree[loop], shared=False) | shared, merge=False)
     written_names = {
         f"{algorithm}.{name}": f"{loop}.{name}" for name, (loop, *_) in setters.items() if loop != algorithm
     }
