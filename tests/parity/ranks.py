@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import pickle
@@ -187,6 +188,7 @@ def _start(number: int) -> _Rank:
 
 def _serve(number: int, connection: Connection) -> None:
     """A rank: take requests until the parent is gone."""
+    gc.freeze()  # spares the garbage collector what the fork server has imported
     torch.set_num_threads(1)
     forbid_tf32()
     while True:
