@@ -69,8 +69,7 @@ def unite_shared_keys(
     Returns:
         By key, the name under which it was set, if that is another algorithm's; and the contradictions.
     """
-    tree = OmegaConf.to_container(composed, resolve=False)
-    assert isinstance(tree, dict)
+    tree = cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=False))
     if not all(isinstance(tree[loop], dict) for loop in LOOPS):
         return {}, []  # a recipe with a value in place of a section is refused when types are checked
     loops = sorted(LOOPS, key=lambda loop: loop != algorithm)  # the algorithm's own section is the first

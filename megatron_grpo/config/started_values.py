@@ -96,7 +96,7 @@ def _walk(hint: Any, value: Any, path: tuple[str, ...], mark: Starts | None = No
     elif origin is list:
         for element in value:
             yield from _walk(arguments[0], element, path, mark)
-    elif dataclasses.is_dataclass(hint):
+    elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
         hints = _read_hints(hint)
         for field in dataclasses.fields(hint):
             yield from _walk(hints[field.name], getattr(value, field.name), (*path, field.name))
