@@ -7,6 +7,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from megatron_grpo.config.conversion import convert_argument
@@ -95,12 +96,17 @@ def _walk(hint: Any, value: Any, path: tuple[str, ...], mark: Starts | None = No
     elif origin is list:
         for element in value:
             yield from _walk(arguments[0], element, path, mark)
-    elif dataclasses.is_dataclass(hint):
-        hints = typing.get_type_hints(hint, include_extras=True)
+    elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        hints = _read_hints(hint)
         for field in dataclasses.fields(hint):
             yield from _walk(hints[field.name], getattr(value, field.name), (*path, field.name))
     elif mark is not None and not mark.is_harmless(value):
         yield StartedValue(path, value, mark.effect)
+
+
+@cache
+def _read_hints(section: type) -> dict[str, Any]:
+    return typing.get_type_hints(section, include_extras=True)
 
 
 def _list_started_options(environment: EnvironmentConfig, path: tuple[str, ...]) -> Iterator[StartedValue]:

@@ -26,7 +26,6 @@ from megatron_grpo.weight_sync.refit_checks import Canary, draw_canary
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 from tests.integration.test_refit import ray_cluster
 from tests.integration.vllm_helpers import START_S, VOCAB, engines, gpus, make_model
-from tests.support.rare import rare
 
 __all__ = ["ray_cluster"]  # a fixture of every test here
 
@@ -87,46 +86,65 @@ def connect(pair: tuple[MegatronPolicy, VllmGeneration], folder: Path, **changes
     return transport
 
 
-@pytest.mark.parametrize("case", [CASES["pp2_to_tp2"], *rare(list(CASES.values())[1:])], ids=CASES)
-def test_engines_compute_what_the_policy_does_after_adapters_alone(case: Case, tmp_path: Path) -> None:
-    with start_pair(case, tmp_path) as pair:
-        shape = pair[0].settings.shape
-        transport = connect(pair, tmp_path, mode=case.mode)
-        for version, seed in ((1, None), (2, 3), (3, 4)):
-            if seed is not None:
-                ray.get(pair[0].submit(train_adapters, seed))
-            report = transport.admit(transport.publish(version))
-            assert 0 <= report.checks["canary_logprob_error"] < case.tolerance
-            assert report.checks["weight_check_s"] > 0, "the base model is compared"
-            # Each engine rank gets the adapters of its stage, and no weights.
-            adapters = sum(rows * columns for rows, columns in measure_adapters(shape, case.lora).values())
-            weights = sum(torch.Size(sizes).numel() for sizes in measure_tensors(shape).values())
-            width = 4 if case.precision == "float32" else 2
-            copies = case.generation.get("tensor", 1) * case.generation.get("data", 1) if case.mode != "files" else 1
-            assert adapters * width <= report.bytes_sent / copies < min(1.5 * adapters, weights) * width
-        transport.close()
-
-
-def test_a_slot_that_is_not_filled_is_never_served(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def pair(
+    ray_cluster: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[MegatronPolicy, VllmGeneration]]:
+    """A policy and an engine in whose slots tests can plant faults; there are none yet."""
     worker = {"worker_extension_cls": "tests.integration.faulty_slots.FaultySlots"}
-    with start_pair(CASES["pp2_to_tp2"], tmp_path, **worker) as pair:
-        transport = connect(pair, tmp_path)
-        for version, fault, text in (
-            (1, "none", None),
-            (2, "unchanged", "vLLM's model does not hold the adapter of model.layers.0.self_attn.qkv_proj"),
-            (3, "unchecked", "generation engine 0 must not serve: with version 3 of the weights"),
-            (4, "unused", "generation engine 0 must not serve: with version 4 of the weights"),
-            (5, "none", None),
-        ):
-            plant = SimpleNamespace(__name__="plant")  # FaultySlots.plant, whose module would import vLLM here
-            ray.get(pair[1].engines[0]._call_workers.remote(plant, fault))
-            ray.get(pair[0].submit(train_adapters, version))
-            if text is None:
-                publish(transport, Placement(), version, StepTimer())
-                continue
-            with pytest.raises(RefitError) as error:
-                publish(transport, Placement(), version, StepTimer())
-            assert text in str(error.value)
+    with start_pair(CASES["pp2_to_tp2"], tmp_path_factory.mktemp("pair"), **worker) as pair:
+        yield pair
+
+
+def test_engines_compute_what_the_policy_does_after_adapters_alone(
+    pair: tuple[MegatronPolicy, VllmGeneration], tmp_path: Path
+) -> None:
+    check_adapters(pair, CASES["pp2_to_tp2"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CASES][1:])
+def test_engines_of_any_layout_compute_what_the_policy_does(name: str, tmp_path: Path) -> None:
+    with start_pair(CASES[name], tmp_path) as pair:
+        check_adapters(pair, CASES[name], tmp_path)
+
+
+def check_adapters(pair: tuple[MegatronPolicy, VllmGeneration], case: Case, folder: Path) -> None:
+    shape = pair[0].settings.shape
+    transport = connect(pair, folder, mode=case.mode)
+    for version, seed in ((1, None), (2, 3), (3, 4)):
+        if seed is not None:
+            ray.get(pair[0].submit(train_adapters, seed))
+        report = transport.admit(transport.publish(version))
+        assert 0 <= report.checks["canary_logprob_error"] < case.tolerance
+        assert report.checks["weight_check_s"] > 0, "the base model is compared"
+        # Each engine rank gets the adapters of its stage, and no weights.
+        adapters = sum(rows * columns for rows, columns in measure_adapters(shape, case.lora).values())
+        weights = sum(torch.Size(sizes).numel() for sizes in measure_tensors(shape).values())
+        width = 4 if case.precision == "float32" else 2
+        copies = case.generation.get("tensor", 1) * case.generation.get("data", 1) if case.mode != "files" else 1
+        assert adapters * width <= report.bytes_sent / copies < min(1.5 * adapters, weights) * width
+    transport.close()
+
+
+def test_a_slot_that_is_not_filled_is_never_served(pair: tuple[MegatronPolicy, VllmGeneration], tmp_path: Path) -> None:
+    transport = connect(pair, tmp_path)
+    for version, fault, text in (
+        (11, "none", None),
+        (12, "unchanged", "vLLM's model does not hold the adapter of model.layers.0.self_attn.qkv_proj"),
+        (13, "unchecked", "generation engine 0 must not serve: with version 13 of the weights"),
+        (14, "unused", "generation engine 0 must not serve: with version 14 of the weights"),
+        (15, "none", None),
+    ):
+        plant = SimpleNamespace(__name__="plant")  # FaultySlots.plant, whose module would import vLLM here
+        ray.get(pair[1].engines[0]._call_workers.remote(plant, fault))
+        ray.get(pair[0].submit(train_adapters, version))
+        if text is None:
+            publish(transport, Placement(), version, StepTimer())
+            continue
+        with pytest.raises(RefitError) as error:
+            publish(transport, Placement(), version, StepTimer())
+        assert text in str(error.value)
 
 
 @torch.no_grad()

@@ -17,9 +17,9 @@ from megatron_grpo.cluster.cleanup import is_alive
 from megatron_grpo.config.schema import EnvironmentConfig
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ScoreOrError
-from megatron_grpo.environments.environment_processes import EnvironmentHandle, EnvironmentPool, build_environments
+from megatron_grpo.environments.environment_processes import EnvironmentHandle, build_environments
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
-from megatron_grpo.environments.interface import Environment, EnvironmentSettings
+from megatron_grpo.environments.interface import Environment
 from megatron_grpo.rollouts.clock import RolloutClock
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
 from tests.integration.test_rollout_pool import cluster
@@ -35,6 +35,13 @@ def handles(config: EnvironmentConfig, shares: int = 1) -> Iterator[list[Environ
     finally:
         pool.shutdown()
         pool.shutdown()
+
+
+@pytest.fixture(scope="module")
+def shared(cluster: None) -> Iterator[list[EnvironmentHandle]]:
+    """Three processes for two users, for tests that leave them as they were."""
+    with handles(EnvironmentConfig(type="addition", num_workers=3), shares=2) as shared:
+        yield shared
 
 
 def job(*responses: str, answer: str = "025") -> list[EnvironmentRequest]:
@@ -54,25 +61,32 @@ def score_jobs(handle: EnvironmentHandle, jobs: Sequence[list[EnvironmentRequest
     return asyncio.run(scene())
 
 
-def test_scores_come_in_the_order_of_the_responses_from_any_number_of_processes() -> None:
-    with handles(EnvironmentConfig(type="addition", num_workers=3)) as (handle,):
-        assert len(handle.actors) == 3
-        jobs = [job(*("025" if i % 3 == j % 3 else "026" for j in range(i))) for i in range(1, 8)]
-        results = score_jobs(handle, jobs)
+@pytest.mark.parametrize("user", [0, 1])
+def test_scores_come_in_the_order_of_the_responses_from_any_number_of_processes(
+    user: int, shared: list[EnvironmentHandle]
+) -> None:
+    jobs = [job(*("025" if i % 3 == j % 3 else "026" for j in range(i))) for i in range(1, 8)]
+    results = score_jobs(shared[user], jobs)
     for i, result in enumerate(results, start=1):
         assert result == [EnvironmentReturn(float(i % 3 == j % 3), i % 3 == j % 3) for j in range(i)]
 
 
-@pytest.mark.parametrize(
-    ("workers", "shares", "expected"),
-    [(3, 2, [2, 1]), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 3, [1, 1, 1]), (4, 1, [4])])],
-)
-def test_every_user_has_processes_of_its_own(workers: int, shares: int, expected: list[int]) -> None:
+def test_every_user_has_processes_of_its_own(shared: list[EnvironmentHandle]) -> None:
+    check_shares(shared, [2, 1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "shares", "expected"), [(1, 3, [1, 1, 1]), (4, 1, [4])])
+def test_processes_are_shared_out(workers: int, shares: int, expected: list[int]) -> None:
     with handles(EnvironmentConfig(type="addition", num_workers=workers), shares) as shared:
-        assert [len(handle.actors) for handle in shared] == expected
-        actors = [actor for handle in shared for actor in handle.actors]
-        pids = {status.pid for status in ray.get([actor.start.remote() for actor in actors])}
-        assert len(pids) == sum(expected)
+        check_shares(shared, expected)
+
+
+def check_shares(shared: list[EnvironmentHandle], expected: list[int]) -> None:
+    assert [len(handle.actors) for handle in shared] == expected
+    actors = [actor for handle in shared for actor in handle.actors]
+    pids = {status.pid for status in ray.get([actor.start.remote() for actor in actors])}
+    assert len(pids) == sum(expected)
 
 
 def test_the_math_environment_works_and_keeps_its_time_limit_inside_an_actor() -> None:
@@ -82,21 +96,17 @@ def test_the_math_environment_works_and_keeps_its_time_limit_inside_an_actor() -
     assert endless == EnvironmentReturn(0.0, False)
 
 
-def test_a_response_without_an_answer_names_the_environment_and_the_cause() -> None:
+def test_a_response_without_an_answer_names_the_environment_and_the_cause(shared: list[EnvironmentHandle]) -> None:
     nothing = [EnvironmentRequest(prompt="", response="1", stop_reason="stop", extra_env_info={})]
-    with handles(EnvironmentConfig(type="addition")) as (handle,):
-        ((message,),) = score_jobs(handle, [nothing])
-        assert re.fullmatch(r"environment task: KeyError: '<reference>' \(tasks.py:\d+\)", str(message))
+    ((message,),) = score_jobs(shared[1], [nothing])
+    assert re.fullmatch(r"environment task: KeyError: '<reference>' \(tasks.py:\d+\)", str(message))
 
 
-def test_a_process_can_be_made_in_the_place_of_another() -> None:
-    pool = EnvironmentPool("task", EnvironmentConfig(type="addition"), EnvironmentSettings())
-    (handle,) = pool.start()
-    spare = handle.spawn()
+def test_a_process_can_be_made_in_the_place_of_another(shared: list[EnvironmentHandle]) -> None:
+    spare = shared[0].spawn()
     ray.get(spare.start.remote())
     assert ray.get(spare.run.remote((EnvironmentWorker.score, (job("025"),)))) == [EnvironmentReturn(1.0, True)]
     ray.kill(spare)
-    pool.shutdown()
 
 
 class Starting(Environment):

@@ -52,24 +52,58 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def quiet(cluster: None) -> Iterator[RolloutPool]:
-    """One for tests that leave it as it was: two engines and a worker."""
-    with pool() as rollouts:
+    """A pool for tests that leave it as it was: three engines and two workers."""
+    with pool(engines=[{}] * 3, num_workers=2) as rollouts:
         yield rollouts
 
 
-@pytest.mark.parametrize(
-    ("engines", "workers"), [(3, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(1, 1), (2, 1), (1, 2)])]
-)
+@pytest.fixture(scope="module")
+def failing(cluster: None) -> Iterator[RolloutPool]:
+    """A pool whose engines fail over requests that tests name."""
+    with pool(num_workers=2, timeout_s=3.0) as rollouts:
+        yield rollouts
+
+
+BREAKING = ("raises_on_bad", "sleeps_on_bad", "dies_on_bad")
+"""Functions of bad_rewards.py, and the tasks that have them."""
+
+
+@pytest.fixture(scope="module", params=[1, *rare([2])])
+def breaking(cluster: None, request: pytest.FixtureRequest) -> Iterator[RolloutPool]:
+    """A pool whose reward functions break over responses that tests name, in so many processes each."""
+    tasks = {
+        function: EnvironmentConfig(
+            type="reward_functions",
+            reward_funcs=[f"tests.integration.bad_rewards.{function}"],
+            timeout_s=2.0,
+            num_workers=request.param,
+        )
+        for function in BREAKING
+    }
+    with pool(tasks, max_failed_fraction=0.0) as rollouts:
+        yield rollouts
+
+
+def test_groups_come_in_the_order_of_the_prompts(quiet: RolloutPool) -> None:
+    check_groups(quiet)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engines", "workers"), [(1, 1), (2, 1), (1, 2)])
 def test_groups_come_in_the_order_of_the_prompts_whatever_the_layout(engines: int, workers: int) -> None:
+    with pool(engines=[{}] * engines, num_workers=workers) as rollouts:
+        check_groups(rollouts)
+
+
+def check_groups(rollouts: RolloutPool) -> None:
     prompts = [prompt(idx) for idx in (5, 3, 8, 0, 12, 7)]
     timer = StepTimer()
-    with pool(engines=[{}] * engines, num_workers=workers) as rollouts:
-        groups = collect(rollouts, prompts, timer)
-        trajectories = rollouts.fetch(groups)
+    groups = collect(rollouts, prompts, timer)
+    trajectories = rollouts.fetch(groups)
     expected = [
         [expected_trajectory(datum, group, sample) for sample in range(SAMPLES)] for group, datum in enumerate(prompts)
     ]
-    assert {one.engine for group in trajectories for one in group} == set(range(engines))
+    assert {one.engine for group in trajectories for one in group} == set(range(len(rollouts.engines)))
     assert [[row_anywhere(one) for one in group] for group in trajectories] == [
         [row_anywhere(one) for one in group] for group in expected
     ]
@@ -82,7 +116,7 @@ def test_requests_leave_in_one_call_per_engine_with_groups_whole_and_in_order(qu
     collect(quiet, [prompt(idx) for idx in range(PROMPTS)])
     calls = [after[len(earlier) :] for after, earlier in zip(_calls(quiet), before, strict=True)]
     seeds = [[compute_sample_seed(SEED, STEP, idx, sample) for sample in range(SAMPLES)] for idx in range(PROMPTS)]
-    assert calls == [[[*chain(*seeds[:3])]], [[*chain(*seeds[3:])]]]
+    assert calls == [[[*chain(*seeds[begin : begin + 2])]] for begin in (0, 2, 4)]
 
 
 def _calls(rollouts: RolloutPool) -> list[list[list[int]]]:
@@ -90,10 +124,9 @@ def _calls(rollouts: RolloutPool) -> list[list[list[int]]]:
     return [calls for calls, _ in ray.get([engine.history.remote() for engine in rollouts.engines])]
 
 
-def test_fewer_prompts_than_workers() -> None:
-    with pool(engines=[{}, {}, {}], num_workers=3) as rollouts:
-        groups = collect(rollouts, [prompt(4)])
-        assert [[one.prompt_idx for one in group.outcomes] for group in groups] == [[4] * SAMPLES]
+def test_fewer_prompts_than_workers(quiet: RolloutPool) -> None:
+    groups = collect(quiet, [prompt(4)])
+    assert [[one.prompt_idx for one in group.outcomes] for group in groups] == [[4] * SAMPLES]
 
 
 def arrivals(rollouts: RolloutPool, prompts: Sequence[DatumSpec]) -> list[CompletePrompt]:
@@ -109,15 +142,18 @@ def arrivals(rollouts: RolloutPool, prompts: Sequence[DatumSpec]) -> list[Comple
     return came
 
 
-@pytest.mark.parametrize(("engines", "workers"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2)])
-def test_groups_are_told_of_when_they_are_complete_and_taken_later(engines: int, workers: int) -> None:
-    slow = compute_sample_seed(SEED, STEP, 2, 1)
-    with pool(engines=[{"stuck": [slow]}] * engines, num_workers=workers, timeout_s=5.0) as rollouts:
-        came = arrivals(rollouts, [prompt(idx) for idx in range(PROMPTS)])
-        first, second = rollouts.take(came[3:]), rollouts.take(came[:3])
-        gc.collect()
-        time.sleep(1.0)  # for what nobody refers to to go
-        trajectories = rollouts.fetch([*second, *first])
+def break_over(rollouts: RolloutPool, **seeds: list[int]) -> None:
+    """Let each engine fail over requests with these seeds."""
+    ray.get([engine.break_over.remote(**seeds) for engine in rollouts.engines])
+
+
+def test_groups_are_told_of_when_they_are_complete_and_taken_later(failing: RolloutPool) -> None:
+    break_over(failing, stuck=[compute_sample_seed(SEED, STEP, 2, 1)])
+    came = arrivals(failing, [prompt(idx) for idx in range(PROMPTS)])
+    first, second = failing.take(came[3:]), failing.take(came[:3])
+    gc.collect()
+    time.sleep(1.0)  # for what nobody refers to to go
+    trajectories = failing.fetch([*second, *first])
     numbers = [one.number for one in came]
     assert sorted(numbers) == list(range(10, 10 + PROMPTS))
     assert numbers[-1] == 12, "the one whose engine was stuck at the first attempt"
@@ -141,19 +177,17 @@ def shift(lengths: NDArray[np.int64], arrays: dict[str, NDArray[Any]], by: int) 
     return {"shifted": (arrays["token_ids"] + numbers * by).astype(np.int32)}, int(arrays["sampled"].sum())
 
 
-@pytest.mark.parametrize("workers", [*rare([1]), 2])
-def test_shards_and_what_is_computed_from_them(workers: int) -> None:
+def test_shards_and_what_is_computed_from_them(quiet: RolloutPool) -> None:
     prompts = [prompt(idx) for idx in range(PROMPTS)]
     order = np.random.default_rng(0).permutation(PROMPTS * SAMPLES)
     sequences = [np.sort(order[begin::3]) for begin in range(3)]
-    with pool(engines=[{}, {}], num_workers=workers) as rollouts:
-        groups = collect(rollouts, prompts)
-        flat = [one for group in rollouts.fetch(groups) for one in group]
-        batch = step_batch(flat, sequences)
-        batch.fields = rollouts.build_partitions(groups, sequences)
-        fetched = [{name: ray.get(parts[shard]) for name, parts in batch.fields.items()} for shard in range(3)]
-        summary = rollouts.compute(shift, batch, ["token_ids", "sampled"], 1000)
-        shifted = ray.get(batch.fields["shifted"])
+    groups = collect(quiet, prompts)
+    flat = [one for group in quiet.fetch(groups) for one in group]
+    batch = step_batch(flat, sequences)
+    batch.fields = quiet.build_partitions(groups, sequences)
+    fetched = [{name: ray.get(parts[shard]) for name, parts in batch.fields.items()} for shard in range(3)]
+    summary = quiet.compute(shift, batch, ["token_ids", "sampled"], 1000)
+    shifted = ray.get(batch.fields["shifted"])
     assert [{name: array.dtype.name for name, array in shard.items()} for shard in fetched] == [
         {"token_ids": "int32", "sampled": "bool", "generation_logprobs": "float32"}
     ] * 3
@@ -224,60 +258,53 @@ def test_the_dump_holds_what_was_collected(quiet: RolloutPool, tmp_path: Path) -
         assert row["prev_logprobs"].tolist() == [-number - place for place in places]
 
 
-def failing(function: str, **changes: Any) -> EnvironmentConfig:
-    path = f"tests.integration.bad_rewards.{function}"
-    return EnvironmentConfig(type="reward_functions", reward_funcs=[path], **changes)
-
-
 @pytest.mark.parametrize(
     ("function", "reason"),
-    [
-        (
-            "raises_on_bad",
-            r"environment task: tests.integration.bad_rewards.raises_on_bad raised ValueError: cannot judge this "
-            r"\(bad_rewards.py:\d+\)",
-        ),
-        ("sleeps_on_bad", r"environment task: no answer within env.task.timeout_s=2 s"),
-        ("dies_on_bad", "environment task: its process ended over this response"),
-    ],
+    zip(
+        BREAKING,
+        [
+            r"environment raises_on_bad: tests.integration.bad_rewards.raises_on_bad raised ValueError: cannot judge "
+            r"this \(bad_rewards.py:\d+\)",
+            r"environment sleeps_on_bad: no answer within env.sleeps_on_bad.timeout_s=2 s",
+            "environment dies_on_bad: its process ended over this response",
+        ],
+        strict=True,
+    ),
 )
-@pytest.mark.parametrize("processes", [1, *rare([2])])
 def test_only_the_responses_that_break_a_reward_function_are_at_fault(
-    function: str, reason: str, processes: int
+    breaking: RolloutPool, function: str, reason: str
 ) -> None:
     bad = {1: [seed_text(1, 2)], 4: [seed_text(4, 0)]}
-    prompts = [prompt(idx, bad.get(idx, ())) for idx in range(PROMPTS)]
-    with pool(failing(function, timeout_s=2.0, num_workers=processes), max_failed_fraction=0.0) as rollouts:
-        outcomes = [one for group in collect(rollouts, prompts) for one in group.outcomes]
-        faulty = [outcome for outcome in outcomes if outcome.fault is not None]
-        assert [(outcome.prompt_idx, outcome.sample) for outcome in faulty] == [(1, 2), (4, 0)]
-        for outcome in faulty:
-            assert re.fullmatch(reason, str(outcome.fault))
-            assert (outcome.failure, outcome.reward, outcome.correct, outcome.reward_parts) == (None, 0.0, None, {})
-            assert outcome.response_tokens > 0, "it is learnt from"
-        whole = [outcome for outcome in outcomes if outcome.fault is None]
-        assert all(one.reward == float(seed_text(one.prompt_idx, one.sample)) for one in whole)
-        (after,) = collect(rollouts, [prompt(0)])
-        assert [one.failure for one in after.outcomes] == [None] * SAMPLES, "it works on afterwards"
+    prompts = [prompt(idx, bad.get(idx, ()), function) for idx in range(PROMPTS)]
+    outcomes = [one for group in collect(breaking, prompts) for one in group.outcomes]
+    faulty = [outcome for outcome in outcomes if outcome.fault is not None]
+    assert [(outcome.prompt_idx, outcome.sample) for outcome in faulty] == [(1, 2), (4, 0)]
+    for outcome in faulty:
+        assert re.fullmatch(reason, str(outcome.fault))
+        assert (outcome.failure, outcome.reward, outcome.correct, outcome.reward_parts) == (None, 0.0, None, {})
+        assert outcome.response_tokens > 0, "it is learnt from"
+    whole = [outcome for outcome in outcomes if outcome.fault is None]
+    assert all(one.reward == float(seed_text(one.prompt_idx, one.sample)) for one in whole)
+    (after,) = collect(breaking, [prompt(0, task=function)])
+    assert [one.failure for one in after.outcomes] == [None] * SAMPLES, "it works on afterwards"
 
 
-def test_too_many_failures_end_the_collect_with_the_reason() -> None:
-    prompts = [prompt(idx, [seed_text(idx, sample) for sample in range(SAMPLES)]) for idx in (31, 32)]
+def test_too_many_failures_end_the_collect_with_the_reason(breaking: RolloutPool) -> None:
+    bad = {idx: [seed_text(idx, sample) for sample in range(SAMPLES)] for idx in (31, 32)}
     reason = (
-        "8 of 8 rollouts failed, more than rollouts.max_failed_fraction=0.25 allows: 8 x environment task: "
+        "8 of 8 rollouts failed, more than rollouts.max_failed_fraction=0 allows: 8 x environment raises_on_bad: "
         "tests.integration.bad_rewards.raises_on_bad raised ValueError: cannot judge this .*, row 31"
     )
-    with pool(failing("raises_on_bad"), max_failed_fraction=0.25) as rollouts:
-        with pytest.raises(SamplingError, match=reason):
-            collect(rollouts, prompts)
-        assert len(collect(rollouts, [prompt(1)])) == 1
+    with pytest.raises(SamplingError, match=reason):
+        collect(breaking, [prompt(idx, texts, "raises_on_bad") for idx, texts in bad.items()])
+    assert len(collect(breaking, [prompt(1, task="raises_on_bad")])) == 1
 
 
-def test_a_request_that_the_engine_gives_up_is_asked_again_with_its_seed() -> None:
+def test_a_request_that_the_engine_gives_up_is_asked_again_with_its_seed(failing: RolloutPool) -> None:
     once, twice = compute_sample_seed(SEED, STEP, 0, 1), compute_sample_seed(SEED, STEP, 1, 2)
-    with pool(engines=[{"refused": [once, twice, twice]}]) as rollouts:
-        groups = collect(rollouts, [prompt(idx) for idx in range(3)])
-        trajectories = rollouts.fetch(groups)
+    break_over(failing, refused=[once, twice, twice])
+    groups = collect(failing, [prompt(idx) for idx in range(3)])
+    trajectories = failing.fetch(groups)
     failures = {(one.prompt_idx, one.sample): one.failure for group in groups for one in group.outcomes if one.failure}
     assert failures == {(1, 2): "refused by the engine"}
     assert row_anywhere(trajectories[0][1]) == row_anywhere(expected_trajectory(prompt(0), 0, 1))
@@ -285,15 +312,20 @@ def test_a_request_that_the_engine_gives_up_is_asked_again_with_its_seed() -> No
     assert (failed.token_ids.tolist(), failed.spans, failed.logprobs.tolist()) == ([101, 0], [], [])
 
 
-def test_a_request_that_is_never_answered_is_aborted_and_asked_again() -> None:
+def test_a_request_that_is_never_answered_is_aborted_and_asked_again(failing: RolloutPool) -> None:
     once, twice = compute_sample_seed(SEED, STEP, 0, 1), compute_sample_seed(SEED, STEP, 1, 2)
-    with pool(engines=[{"stuck": [once, twice, twice]}], timeout_s=1.0) as rollouts:
-        groups = collect(rollouts, [prompt(idx) for idx in range(3)])
-        failures = [(one.prompt_idx, one.sample, one.failure) for group in groups for one in group.outcomes]
-        _, aborted = ray.get(rollouts.engines[0].history.remote())
-    reason = "generation engine 0 did not finish it within rollouts.timeout_s=1 s"
-    assert [one for one in failures if one[2]] == [(1, 2, reason)]
-    assert len(aborted) == 3
+    before = count_aborted(failing)
+    break_over(failing, stuck=[once, twice, twice])
+    groups = collect(failing, [prompt(idx) for idx in range(3)])
+    failures = [(one.prompt_idx, one.sample, one.failure) for group in groups for one in group.outcomes if one.failure]
+    [(prompt_idx, sample, failure)] = failures
+    assert (prompt_idx, sample) == (1, 2)
+    assert re.fullmatch(r"generation engine \d did not finish it within rollouts.timeout_s=3 s", failure)
+    assert count_aborted(failing) - before == 3
+
+
+def count_aborted(rollouts: RolloutPool) -> int:
+    return sum(len(aborted) for _, aborted in ray.get([engine.history.remote() for engine in rollouts.engines]))
 
 
 def test_an_engine_that_dies_is_one_clear_error() -> None:
@@ -352,17 +384,16 @@ def test_a_late_engine_is_replaced_until_none_is_left() -> None:
         collect(rollouts, [prompt(idx) for idx in range(PROMPTS)])
 
 
-def test_a_stopped_environment_process_is_replaced() -> None:
-    with pool(failing("raises_on_bad", timeout_s=2.0)) as rollouts:
-        (actor, *_) = rollouts.environments["task"]._actors
-        pid = ray.get(actor.start.remote()).pid
-        os.kill(pid, signal.SIGSTOP)
-        groups = collect(rollouts, [prompt(idx) for idx in range(2)])
-        assert not [one.failure for group in groups for one in group.outcomes if one.failure]
-        deadline = time.monotonic() + 20
-        while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not Path(f"/proc/{pid}/stat").exists()
+def test_a_stopped_environment_process_is_replaced(breaking: RolloutPool) -> None:
+    (actor, *_) = breaking.environments["raises_on_bad"]._actors
+    pid = ray.get(actor.start.remote()).pid
+    os.kill(pid, signal.SIGSTOP)
+    groups = collect(breaking, [prompt(idx, task="raises_on_bad") for idx in range(2)])
+    assert not [one.failure for group in groups for one in group.outcomes if one.failure]
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{pid}/stat").exists()
 
 
 def test_an_environment_that_does_not_come_up_is_named() -> None:
@@ -371,6 +402,6 @@ def test_an_environment_that_does_not_come_up_is_named() -> None:
         pytest.raises(
             SamplingError, match=r"environment task: a process failed with RunError: .*no_such_module.* as it started"
         ),
-        pool(environment),
+        pool({"task": environment}),
     ):
         pass

@@ -13,10 +13,10 @@ from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import LossConfig, ReferenceConfig
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from tests.parity.on_rank import TEMPERATURE, expect_gradients
-from tests.parity.policy_training import make_engine, whole_gradients
+from tests.parity.policy_training import make_batch, make_engine, whole_gradients
 from tests.parity.ranks import Layout
 from tests.parity.training import merge, step_counts
-from tests.support.tiny_models import VOCAB, TinyModel, logprobs_of_logits
+from tests.support.tiny_models import TinyModel, logprobs_of_logits
 
 Scales = Callable[[Tensor], Tensor]
 """From a matrix, [rows, columns], to the scale of each of its numbers."""
@@ -103,18 +103,10 @@ LENGTHS = [6, 8, 4]
 Measured = tuple[Tensor | None, Tensor | None, dict[str, Tensor]]
 
 
-def make_batch() -> TokenBatch:
-    generator = torch.Generator().manual_seed(4)
-    total, starts = sum(LENGTHS), torch.tensor([0, *LENGTHS]).cumsum(0)[:-1]
-    mask = torch.ones(total)
-    mask[starts] = 0
-    tokens = TokenFields(
-        token_ids=torch.randint(0, VOCAB, (total,), generator=generator).int(),
-        loss_mask=mask,
-        advantages=torch.randn(total, generator=generator),
-        generation_logprobs=-torch.rand(total, generator=generator),
-    )
-    return TokenBatch(LENGTHS, tokens)
+def make_short_batch() -> TokenBatch:
+    mask = torch.ones(sum(LENGTHS))
+    mask[torch.tensor([0, *LENGTHS]).cumsum(0)[:-1]] = 0
+    return make_batch(LENGTHS, mask, seed=4)
 
 
 def measure_on_rank(
@@ -124,17 +116,17 @@ def measure_on_rank(
     reference = ReferenceConfig() if has_reference else None
     rank = make_engine(layout, model, distributed=False, reference=reference, **settings)
     microbatches = [[index] for index in range(len(LENGTHS))]
-    tokens = TokenBatch(LENGTHS, TokenFields(token_ids=make_batch().fields.token_ids))
+    tokens = TokenBatch(LENGTHS, TokenFields(token_ids=make_short_batch().fields.token_ids))
     logprobs = rank.compute_logprobs(tokens, microbatches)
     of_reference = rank.compute_reference_logprobs(tokens, microbatches) if has_reference else None
     loss = ClippedPGLossFn(LossConfig(reference_policy_kl_penalty=0.0))
-    rank.compute_gradients(make_batch(), microbatches, loss, step_counts(make_batch()))
+    rank.compute_gradients(make_short_batch(), microbatches, loss, step_counts(make_short_batch()))
     return logprobs, of_reference, whole_gradients(rank)
 
 
 def measure_in_transformers(model: torch.nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
     """The log-probabilities and the gradients of a model of transformers."""
-    tokens, logprobs_of_all, loss = make_batch().fields, [], torch.zeros(())
+    tokens, logprobs_of_all, loss = make_short_batch().fields, [], torch.zeros(())
     columns = (tokens.token_ids.long(), tokens.loss_mask, tokens.advantages)
     for ids, mask, advantages in zip(*(column.split(LENGTHS) for column in columns), strict=True):
         logprobs = logprobs_of_logits(model(ids[None]).logits / TEMPERATURE, ids[None])[0]

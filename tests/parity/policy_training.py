@@ -34,17 +34,17 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95, adam_eps
 MAX_GRAD_NORM = 0.5
 
 
-def make_batch() -> TokenBatch:
-    """Eight sequences of different lengths with random masks, advantages and sampling log-probabilities."""
-    generator = torch.Generator().manual_seed(3)
-    mask, total = random_mask(generator), sum(LENGTHS)
+def make_batch(lengths: list[int] = LENGTHS, mask: Tensor | None = None, seed: int = 3) -> TokenBatch:
+    """Sequences with random advantages and sampling log-probabilities; the usual eight have random masks, too."""
+    generator = torch.Generator().manual_seed(seed)
+    mask, total = random_mask(generator) if mask is None else mask, sum(lengths)
     tokens = TokenFields(
         token_ids=torch.randint(0, VOCAB, (total,), generator=generator).int(),
         loss_mask=mask,
         advantages=torch.randn(total, generator=generator),
         generation_logprobs=-torch.rand(total, generator=generator),
     )
-    return TokenBatch(LENGTHS, tokens)
+    return TokenBatch(lengths, tokens)
 
 
 def make_engine(

@@ -1,6 +1,7 @@
 """Running a function on ranks, over gloo on a CPU and over NCCL with one GPU a rank: one body, every layout."""
 
 import atexit
+import gc
 import multiprocessing
 import os
 import pickle
@@ -185,6 +186,7 @@ def _start(number: int) -> _Rank:
 
 def _serve(number: int, connection: Connection) -> None:
     """A rank: take requests until the parent is gone."""
+    gc.freeze()  # spares the garbage collector what the fork server has imported
     torch.set_num_threads(1)
     forbid_tf32()
     while True:

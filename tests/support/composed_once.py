@@ -7,6 +7,10 @@ from hydra import compose
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.grammar_parser import parse
+
+parse_once = cache(parse)
+"""For `omegaconf.base`, which parses the same interpolations of conf/ for each configuration."""
 
 
 def compose_with_settings(config_name: str, overrides: list[str]) -> DictConfig:

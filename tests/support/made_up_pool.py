@@ -25,14 +25,14 @@ SETTINGS = SamplingSettings(max_new_tokens=16)
 SEED, STEP = 7, 2
 
 
-def prompt(idx: int, bad: Sequence[str] = ()) -> DatumSpec:
+def prompt(idx: int, bad: Sequence[str] = (), task: str = "task") -> DatumSpec:
     return {
         "message_log": [{"role": "user", "content": "", "token_ids": [100 + idx, *range(idx % 3)]}],
         "length": 1 + idx % 3,
         "extra_env_info": {REFERENCE: seed_text(idx, 1), "bad": list(bad)},
         "loss_multiplier": 1.0,
         "idx": idx,
-        "task_name": "task",
+        "task_name": task,
         "prompt": f"prompt {idx}",
     }
 
@@ -43,7 +43,7 @@ def seed_text(idx: int, sample: int) -> str:
 
 @contextmanager
 def pool(
-    environment: EnvironmentConfig | None = None,
+    tasks: Mapping[str, EnvironmentConfig] | None = None,
     *,
     engines: Sequence[Mapping[str, Any]] = ({}, {}),
     generation_timeout_s: float = 60.0,
@@ -54,7 +54,7 @@ def pool(
 
     Engines that are lost are replaced by those of `spare`, the arguments of which are used up from the front.
     """
-    environments = build_environments({"task": environment or EnvironmentConfig(type="addition")})
+    environments = build_environments(tasks or {"task": EnvironmentConfig(type="addition")})
     actor = ray.remote(num_cpus=0)(MadeUpEngine)
     actors, spares = [actor.remote(**arguments) for arguments in engines], list(spare)
 
@@ -186,6 +186,11 @@ class MadeUpEngine:
     async def abort(self, call: str, indices: list[int]) -> None:
         """As `VllmEngine.abort`, but that nothing ends."""
         self.aborted += [(call, index) for index in indices]
+
+    def break_over(self, stuck: Sequence[int] = (), refused: Sequence[int] = ()) -> None:
+        """Fail over more seeds."""
+        self.stuck += stuck
+        self.refused += refused
 
     async def history(self) -> tuple[list[list[int]], list[tuple[str, int]]]:
         """Seeds of every call, and what was aborted."""

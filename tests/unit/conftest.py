@@ -1,24 +1,25 @@
-"""What unit tests share: one thread of torch, and a model and rows that a run could have."""
+"""One thread of torch, a model and rows that a run could have, and recipes that are composed once."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-from megatron_grpo.config import compose
-from megatron_grpo.preflight import engine_checks
-from tests.support.composed_once import compose_with_settings
-from tests.support.config_problems import SMALL, write_weights
 
 COMPOSED_WHOLE = ("test_composed_once.py", "test_job.py", "test_overrides.py")
 """Files whose command lines go through Hydra whole, as a user's do."""
 
-torch.set_num_threads(1)  # on the tests' small tensors, threads that wait for each other take more time than they save
+
+def pytest_collection_finish() -> None:
+    """Compute tests in one thread, which is faster on small tensors."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
+    from tests.support.config_problems import SMALL, write_weights
+
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SMALL))
@@ -43,11 +44,19 @@ def base_overrides(model: Path, rows: Path, tmp_path: Path) -> list[str]:
 @pytest.fixture(autouse=True)
 def as_if_torchvision_were_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recipes of models that need it for vLLM are valid on machines whose index lacks it, too."""
+    from megatron_grpo.preflight import engine_checks
+
     monkeypatch.setattr(engine_checks, "find_spec", lambda name: object())
 
 
 @pytest.fixture(autouse=True)
 def composed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compose a choice of recipe and options once a process, in the other files."""
+    from omegaconf import base
+
+    from megatron_grpo.config import compose
+    from tests.support.composed_once import compose_with_settings, parse_once
+
     if request.path.name not in COMPOSED_WHOLE:
         monkeypatch.setattr(compose, "compose", compose_with_settings)
+        monkeypatch.setattr(base, "parse", parse_once)

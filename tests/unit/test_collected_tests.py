@@ -44,3 +44,10 @@ def test_a_run_that_skips_everything_fails(tmp_path: Path, source: str, workers:
     process = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert process.returncode == code, process.stdout
     assert ("every test was skipped" in process.stdout) is (code != pytest.ExitCode.OK)
+
+
+def test_the_process_that_hands_out_tests_waits_for_no_large_library() -> None:
+    folders = ("tests", "tests.unit", "tests.parity", "tests.integration")
+    code = f"import sys, {', '.join(f'{folder}.conftest' for folder in folders)}; print(*sys.modules)"
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {"torch", "transformers", "megatron.core", "vllm", "hydra"}.isdisjoint(process.stdout.split())

@@ -11,10 +11,7 @@ import pytest
 from transformers import Qwen3MoeConfig
 
 from megatron_grpo.config.schema import LoraConfig, ParallelConfig
-from tests.integration.test_adapter_refit import Case, ray_cluster
-from tests.integration.test_adapter_refit import (
-    test_engines_compute_what_the_policy_does_after_adapters_alone as expect_equal_numbers,
-)
+from tests.integration.test_adapter_refit import Case, check_adapters, ray_cluster, start_pair
 
 __all__ = ["ray_cluster"]  # a fixture of every test here
 
@@ -30,4 +27,5 @@ MIXTURE = replace(DENSE, lora=LoraConfig(rank=8, alpha=16.0), family=mixture)
 
 @pytest.mark.parametrize("case", [DENSE, MIXTURE], ids=["dense", "experts"])
 def test_an_engine_adds_what_the_adapters_of_the_policy_add(case: Case, tmp_path: Path) -> None:
-    expect_equal_numbers(case, tmp_path)
+    with start_pair(case, tmp_path) as pair:
+        check_adapters(pair, case, tmp_path)

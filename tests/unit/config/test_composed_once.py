@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from omegaconf import base
 
 from megatron_grpo.config import compose
-from tests.support.composed_once import compose_with_settings
+from tests.support.composed_once import compose_with_settings, parse_once
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,7 @@ def test_settings_give_what_hydra_gives(overrides: list[str], monkeypatch: pytes
         typed = compose.compose_typed(overrides)
         with monkeypatch.context() as patched:
             patched.setattr(compose, "compose", compose_with_settings)
+            patched.setattr(base, "parse", parse_once)
             compose.compose_typed([*overrides, "grpo.val_batch_size=7"])
             composed = compose.compose_typed(overrides)
         assert (composed.values, composed.problems, composed.config) == (typed.values, typed.problems, typed.config)

@@ -66,9 +66,9 @@ Talk = Callable[[Any], Conversation]
 
 
 @asynccontextmanager
-async def open_endpoint(model: str, **config: Any) -> AsyncIterator[tuple[Endpoint, Talk]]:
+async def open_endpoint(model: str, *, limited: bool = True, **config: Any) -> AsyncIterator[tuple[Endpoint, Talk]]:
     settings = EndpointSettings(
-        host="127.0.0.1", port=0, token=None, tokenizer=model, config=EndpointConfig(**config), limited=True
+        host="127.0.0.1", port=0, token=None, tokenizer=model, config=EndpointConfig(**config), limited=limited
     )
     endpoint = Endpoint(settings)
     await endpoint.start()
@@ -196,7 +196,7 @@ def test_calls_at_the_same_time_begin_no_more_segments_than_others(model: str, c
     """Each is sampled while the others are being read, so none of them counts yet."""
 
     async def rollout() -> tuple[list[int], int]:
-        async with open_endpoint(model, max_segments=3) as (endpoint, talk):
+        async with open_endpoint(model, limited=False, max_segments=3) as (endpoint, talk):
 
             async def read(output: GenerationOutput, text: str, number: int) -> dict[str, Any]:
                 await asyncio.sleep(0.2)
