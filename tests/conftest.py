@@ -4,6 +4,8 @@ The conftest files import torch and the package within their fixtures: the proce
 loads these files, waits for that, and needs nothing of it.
 """
 
+from __future__ import annotations
+
 import gc
 from collections.abc import Generator
 from typing import TYPE_CHECKING

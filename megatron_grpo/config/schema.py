@@ -115,8 +115,11 @@ class Config(Section):
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     def __post_init__(self) -> None:
-        if getattr(self, self.loop_name) is None:
-            setattr(self, self.loop_name, LOOPS[self.loop_name]())
+        # A recorded algorithm may be code that nobody trusts, so it is not imported here: its loop is the one that is set.
+        of_user = next((loop for loop in LOOPS if getattr(self, loop) is not None), "grpo")
+        section = ALGORITHMS[self.algorithm].section if self.algorithm in ALGORITHMS else of_user
+        if getattr(self, section) is None:
+            setattr(self, section, LOOPS[section]())
 
     @property
     def method(self) -> Algorithm:

@@ -117,7 +117,10 @@ def test_a_turn_without_an_end_learns_the_beginning_of_the_next_message(name: st
     """GLM stops where the next message begins: TRL's template for training marks these tokens, the released one not."""
     layout, messages = BY_NAME["glm_4_5"], {**CONVERSATIONS, "middle": MIDDLE}[name]
     marked = layout.oracle.apply_chat_template(
-        messages, chat_template=stored("glm4moe_training"), return_dict=True, return_assistant_tokens_mask=True
+        messages,
+        chat_template=read_released_template("glm4moe_training"),
+        return_dict=True,
+        return_assistant_tokens_mask=True,
     )
     pairs = zip(marked["input_ids"], marked["assistant_masks"], strict=True)
     expected = layout.oracle.decode([token for token, is_learnt in pairs if is_learnt])
