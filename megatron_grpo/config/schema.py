@@ -115,7 +115,7 @@ class Config(Section):
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     def __post_init__(self) -> None:
-        # A recorded algorithm may be code that nobody trusts, so it is not imported here: its loop is the one that is set.
+        # A recorded algorithm may be code that nobody trusts, so it is not imported: its loop is the one that is set.
         of_user = next((loop for loop in LOOPS if getattr(self, loop) is not None), "grpo")
         section = ALGORITHMS[self.algorithm].section if self.algorithm in ALGORITHMS else of_user
         if getattr(self, section) is None:
