@@ -9,7 +9,7 @@
 #                                JSON (PART=torch_only: the part that needs no Ray, vLLM or Transformer Engine; image: the
 #                                rest; OPTIONS: of benchmarks/gpu_check.py)
 #   make gpu-check-dry           the same checks without a GPU, as far as they go: tests the checks
-#   make lock | docs             write requirements/*.lock, docs/configuration.md anew (the locks from the package index)
+#   make lock | docs             write requirements/*.lock (from the package index); docs/configuration.md, the table of models
 # PYTHON chooses the interpreter (3.12 or newer); requirements/find_python.sh looks for one otherwise.
 VENV := .venv
 CUDA_VENV := .venv-cuda
@@ -80,7 +80,7 @@ lock: $(VENV)/.dev
 
 docs: $(VENV)/.runtime
 	$(BIN)/python docs/configuration_page.py > docs/configuration.md
-	$(BIN)/python docs/models_page.py > docs/models.md
+	$(BIN)/python docs/models_page.py
 
 # An environment of an older Python is made anew.
 define make_environment

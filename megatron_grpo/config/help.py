@@ -38,7 +38,7 @@ GRPO and PPO post-training on Megatron-Core and vLLM.
 usage: python -m megatron_grpo.train [+exp=RECIPE] [GROUP=OPTION ...] [KEY=VALUE ...] [job=FILE]
                                     [--check] [--cfg job] [--version] [--help]
 
-  job=FILE    a flat YAML with the fields of GrpoParameters (docs/jobs.md), which the recipe is run with
+  job=FILE    a flat YAML with the fields of GrpoParameters (docs/python.md), which the recipe is run with
   --check     check everything that a start would, files and machine included; say what would run, and stop
   --cfg job   print the configuration with everything filled in, and stop; say on standard error what is wrong with it
   --version   the version

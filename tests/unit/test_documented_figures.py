@@ -9,7 +9,7 @@ import pytest
 from megatron_grpo.config.overrides import list_config_groups
 
 ROOT = Path(__file__).parents[2]
-FP8_PAGE = (ROOT / "docs" / "fp8.md").read_text()
+FP8_PAGE = (ROOT / "docs" / "precision.md").read_text()
 PAGE = (ROOT / "docs" / "algorithms.md").read_text()
 
 
