@@ -51,7 +51,8 @@ Made by `make docs` from what tests and dry runs showed (`benchmarks/model_proof
 
 - *CPU*: a tiny random model of the family in float32, by Megatron-Core, in so many combinations of
   layout and packing; the largest differences of log-probabilities (absolute) and of gradients
-  (relative norm of a tensor) from transformers. Exported weights equal the imported ones bit by bit.
+  (relative norm of a tensor) from transformers. Exported weights equal the imported ones bit by
+  bit.
 - *refit traced*: vLLM's own loaders, run on tensors whose elements are their numbers, put them
   where the trace says; cases.
 - *engine*: vLLM on a CPU serves log-probabilities of transformers before and after refits; cases.
