@@ -1,4 +1,4 @@
-"""Writes llms.txt beside the site, as mkdocs.yml asks: the index of the pages, with their sources for programs to read."""
+"""Writes llms.txt and the sources of the pages beside the site, as mkdocs.yml asks."""
 
 from __future__ import annotations
 
