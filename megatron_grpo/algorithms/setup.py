@@ -62,9 +62,9 @@ from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
     """Start or continue a run; leaving the context ends its processes.
 
-    Yields a GRPORun, for algorithm=ppo a PPORun, for sft a SupervisedRun, for dpo a PreferenceRun, for reward_model a
-    RewardModelRun, for distillation a DistillationRun. With debug.train=false it is a SamplingRun without models,
-    whose engines have the weights of the model folder. Without a `startup` from `open_run` Ray starts and ends here.
+    Yields the run of the algorithm (its type in `algorithms/context.py` and `supervised.py`), or with debug.train=false
+    a SamplingRun without models, whose engines have the weights of the model folder. Without a `startup` from
+    `open_run` Ray starts and ends here.
 
     Raises ConfigError if the run's folder, the checkpoint to start from or a reward function cannot be used, and
     RunError if a process did not start; the message says which.

@@ -25,7 +25,7 @@ from megatron_grpo.config.section import (
 VALIDATION_PREFIX = "val_"
 # Metrics of a validation, without VALIDATION_PREFIX.
 VALIDATION_METRICS = ("accuracy", "reward", "response_length", "truncation_rate")
-# Metric of a validation with algorithm=sft, without VALIDATION_PREFIX.
+# Metric of a validation on rows to learn from, without VALIDATION_PREFIX.
 HELD_OUT_LOSS = "loss"
 
 

@@ -70,8 +70,8 @@ class GRPOConfig(LoopConfig):
     adv_estimator: AdvantageEstimatorConfig = field(default_factory=AdvantageEstimatorConfig)
 
     turn_credit: Literal["response", "turn"] = "response"
-    """Tokens that count a turn's reward. response: all of the rollout, whose reward is the sum over its turns,
-    discounted to the start; turn: those of the turn and of earlier ones; each turn has an advantage
+    """Which tokens a turn's reward reaches. response: all of the rollout, whose reward is the sum over its turns,
+    discounted to the start. turn: those of the turn and of the turns before it, so each turn has its own advantage
     (docs/algorithms.md)."""
 
     turn_discount: PositiveShare = 1.0
