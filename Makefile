@@ -9,10 +9,12 @@
 #                                JSON (PART=torch_only: the part that needs no Ray, vLLM or Transformer Engine; image: the
 #                                rest; OPTIONS: of benchmarks/gpu_check.py)
 #   make gpu-check-dry           the same checks without a GPU, as far as they go: tests the checks
-#   make lock | docs             write requirements/*.lock, docs/configuration.md anew (the locks from the package index)
+#   make lock | docs             write requirements/*.lock (from the package index); docs/configuration.md, the table of models
+#   make docs-site               the docs as a site with search in outputs/docs-site, and its llms.txt
 # PYTHON chooses the interpreter (3.12 or newer); requirements/find_python.sh looks for one otherwise.
 VENV := .venv
 CUDA_VENV := .venv-cuda
+DOCS_VENV := .venv-docs
 BIN := $(VENV)/bin
 EDITABLE := -m pip --disable-pip-version-check --quiet install --no-deps --no-build-isolation --editable .
 PYTEST := $(BIN)/python -m pytest $(if $(CHANGED),-p tests.support.changed)
@@ -32,7 +34,7 @@ SHELL_SCRIPTS := $(wildcard launchers/*.sh launchers/*.sbatch requirements/*.sh)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: quickstart test test-tools test-slow test-unit lint cuda-check gpu-check gpu-check-dry lock docs
+.PHONY: quickstart test test-tools test-slow test-unit lint cuda-check gpu-check gpu-check-dry lock docs docs-site
 
 quickstart: $(VENV)/.runtime
 	$(BIN)/python -m megatron_grpo.train +exp=quickstart
@@ -80,7 +82,11 @@ lock: $(VENV)/.dev
 
 docs: $(VENV)/.runtime
 	$(BIN)/python docs/configuration_page.py > docs/configuration.md
-	$(BIN)/python docs/models_page.py > docs/models.md
+	$(BIN)/python docs/models_page.py
+
+docs-site: $(DOCS_VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs --quiet build --strict
+	@echo "outputs/docs-site/index.html"
 
 # An environment of an older Python is made anew.
 define make_environment
@@ -104,4 +110,10 @@ $(CUDA_VENV)/.installed: requirements/cuda.lock requirements/install_cuda.sh pyp
 	@echo "setting up $(CUDA_VENV): about 10 GB, 5 to 15 minutes the first time; the checks take 5 more"
 	requirements/install_cuda.sh $(CUDA_VENV) quick
 	$(CUDA_VENV)/bin/python $(EDITABLE)
+	@touch $@
+
+$(DOCS_VENV)/.installed: pyproject.toml
+	$(call make_environment,$(DOCS_VENV))
+	requirements/uv_or_pip.sh $(DOCS_VENV) $$($(DOCS_VENV)/bin/python -c 'import tomllib; \
+		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@

@@ -1,4 +1,4 @@
-"""Trains a tiny model of each family for three steps, with vLLM on this CPU; writes JSON for docs/models.md.
+"""Trains a tiny model of each family for three steps, with vLLM on this CPU; writes JSON for docs/layouts.md.
 
     python benchmarks/family_runs.py RESULT.json [FAMILY ...]
 

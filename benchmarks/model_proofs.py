@@ -1,4 +1,4 @@
-"""Runs the tests that speak of model families one by one, and writes what they showed for docs/models.md.
+"""Runs the tests that speak of model families one by one, and writes what they showed for docs/layouts.md.
 
     python benchmarks/model_proofs.py RESULT.json verify trace engine [cuda=REPORT.xml] [--slow]
 

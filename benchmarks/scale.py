@@ -6,7 +6,7 @@
 The cases run one after the other in a process of their own (simulated_run.py). The result has for each what a step
 costs the driver (CPU seconds by thread, memory, calls and bytes), what it costs Ray's other processes, and the seconds
 of the simulated cluster by phase. Cases that the file of --result has are not measured again, so a command that was
-interrupted goes on. Without --result the JSON is printed. docs/scale.md says what is simulated and what is not.
+interrupted goes on. Without --result the JSON is printed. docs/plan.md says what is simulated and what is not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draws the picture of docs/scale.md from a result of scale.py.
+"""Draws the picture of docs/plan.md from a result of scale.py.
 
     python benchmarks/scale_plot.py benchmarks/results/2026-11-25_scale_cpu.json docs/images/scale.png
 

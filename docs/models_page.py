@@ -1,4 +1,4 @@
-"""Prints docs/models.md, the table of model families, from results of tests and dry runs; `make docs` writes it."""
+"""Writes the table of model families in docs/layouts.md from results of tests and dry runs, for `make docs`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from megatron_grpo.models.families import FAMILIES
 from megatron_grpo.models.families.reading import UnknownFamilyError, parse_model_shape
 
 ROOT = Path(__file__).parents[1]
+PAGE, MARK = ROOT / "docs" / "layouts.md", "<!-- models -->"
 RESULTS = ROOT / "benchmarks" / "results"
 PROOFS, DRY_RUNS, ON_GPU = "*_model_proofs.json", "*_dry_recipes*.json", "*_gpu_check_h100_families.json"
 WHOLE_RUNS = "*_family_runs.json"
@@ -44,32 +45,33 @@ RELEASED = {
 """Released models by family."""
 
 _INTRODUCTION = """\
-# Models
+Made by `make docs` from what tests and dry runs showed (`benchmarks/model_proofs.py`,
+`benchmarks/family_runs.py`, `benchmarks/dry_recipes.py`, `make gpu-check`); edit
+`docs/models_page.py`, not this table.
 
-Made by `make docs` from what tests and dry runs showed (`benchmarks/model_proofs.py`, `benchmarks/family_runs.py`,
-`benchmarks/dry_recipes.py`, `make gpu-check`); edit `docs/models_page.py`, not this page.
+- *CPU*: a tiny random model of the family in float32, by Megatron-Core, in so many combinations of
+  layout and packing; the largest differences of log-probabilities (absolute) and of gradients
+  (relative norm of a tensor) from transformers. Exported weights equal the imported ones bit by
+  bit.
+- *refit traced*: vLLM's own loaders, run on tensors whose elements are their numbers, put them
+  where the trace says; cases.
+- *engine*: vLLM on a CPU serves log-probabilities of transformers before and after refits; cases.
+  "-": not run for this table. Delta nets run there in bfloat16 only. MiniMax-M2 and experts without
+  gates (Nemotron 3) have no kernel there.
+- *whole run*: three steps of `megatron_grpo.train` with vLLM on a CPU and all checks of refits as
+  they are by default (all weights after the first step, a canary at every refit), in minutes, and
+  the canary's largest difference. "refused": before the start, since vLLM has no kernel there.
+- *cuda-check*: a refit fills vLLM's class for CUDA, in bfloat16 and FP8, on a device that computes
+  nothing; cases. [gpu.md](gpu.md) lists what else `make cuda-check` holds for every family.
+- *H100*: the same tiny model on one GPU, in float32, by torch's layers; [gpu.md](gpu.md) has more.
+- *recipe (dry run)*: recipes for GPUs, and the memory of the fullest rank in a dry run at true
+  size, in GB of 80.
 
-- *CPU*: a tiny random model of the family in float32, by Megatron-Core, in so many combinations of layout and
-  packing; the largest differences of log-probabilities (absolute) and of gradients (relative norm of a tensor) from
-  transformers. Exported weights equal the imported ones bit by bit.
-- *refit traced*: vLLM's own loaders, run on tensors whose elements are their numbers, put them where the trace says;
-  cases.
-- *engine*: vLLM on a CPU serves log-probabilities of transformers before and after refits; cases. "-": not run for
-  this table. Delta nets run there in bfloat16 only. MiniMax-M2 and experts without gates (Nemotron 3) have no kernel
-  there.
-- *whole run*: three steps of `megatron_grpo.train` with vLLM on a CPU and all checks of refits as they are by default
-  (all weights after the first step, a canary at every refit), in minutes, and the canary's largest difference; or why
-  no such run starts. "refused": before the start, since vLLM has no kernel there.
-- *cuda-check*: a refit fills vLLM's class for CUDA, in bfloat16 and FP8, on a device that computes nothing; cases.
-  [gpu.md](gpu.md) lists what else `make cuda-check` holds for every family.
-- *H100*: the same tiny model on one GPU, in float32, by torch's layers. [gpu.md](gpu.md) says why three failed there,
-  and more on an H200.
-- *recipe (dry run)*: recipes for GPUs, and the memory of the fullest rank in a dry run at true size, in GB of 80.
-
-DeepSeek-V3.2's and GLM-5's sparse attention has no engine on a CPU; [layouts.md](layouts.md#sparse-attention) says how
-it is trained. Not here: Gemma 4 E2B and E4B, and models that read images, of which the text part alone is trained: in
-folders of Qwen3.5, Gemma 3 and 4, Llama 4, Mistral Small 3.1 and Ministral 3.
-Any model is checked by one command, which names the nearest family of a model that has none:
+DeepSeek-V3.2's and GLM-5's sparse attention has no engine on a CPU
+([how it is trained](#sparse-attention)). Not here: Gemma 4 E2B and E4B, and models that read
+images, of which the text part alone is trained: in folders of Qwen3.5, Gemma 3 and 4, Llama 4,
+Mistral Small 3.1 and Ministral 3. Any model is checked by one command, which names the nearest
+family of a model that has none:
 
     python -m megatron_grpo.verify model=FOLDER shrink=true
 
@@ -116,8 +118,8 @@ def find_family(hub_name: str) -> str | None:
         return None
 
 
-def format_page() -> str:
-    """Format the page docs/models.md."""
+def format_table() -> str:
+    """Format the table and what its columns mean."""
     columns, recipes = read_newest(PROOFS).get("columns", {}), list_recipes()
     runs = read_newest(WHOLE_RUNS).get("runs", {})
     on_gpu = read_newest(ON_GPU).get("checks", {}).get("families", {}).get("tests", {})
@@ -130,7 +132,13 @@ def format_page() -> str:
         cases.insert(2, format_run(runs.get(family)))
         cells = [f"`{family}`", RELEASED[family], verified, *cases, gpu, ", ".join(recipes.get(family, ["-"]))]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
+
+
+def format_page() -> str:
+    """Format the page with the table of now between its marks."""
+    before, _, after = PAGE.read_text().split(MARK)
+    return f"{before}{MARK}\n{format_table()}\n{MARK}{after}"
 
 
 def format_cases(entry: dict[str, int] | None) -> str:
@@ -148,4 +156,4 @@ def format_run(run: dict[str, Any] | None) -> str:
 
 
 if __name__ == "__main__":
-    print(format_page(), end="")
+    PAGE.write_text(format_page())

@@ -1,4 +1,4 @@
-"""GRPO and PPO post-training on Megatron-Core; `train` starts a run from a script, as the command line does."""
+"""Post-training on Megatron-Core; `train` starts a run from a script, as the command line does."""
 
 import os
 import sys

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run_task(overrides: Sequence[str], task: str) -> int:
-    """Train, check or show the configuration, as `action` says; return the exit code."""
+    """Train, check or show the configuration, as `task` says; return the exit code."""
     checked = check_overrides(overrides)
     if task == "show" and checked.values:
         print(yaml.safe_dump(hide_values(checked.values), sort_keys=False, allow_unicode=True), end="")

@@ -114,8 +114,9 @@ def _format_diagnosis(run_dir: Path, diagnosis: Diagnosis) -> list[str]:
         lines.append(f"{finding.cause}: {finding.text}")
         if finding.before is not None and finding.after is not None:
             before, after = finding.before.mean, finding.after.mean
-            lines.append(f"    explains {finding.explained:.1%}: {before:.1e} -> {after:.1e} on average")
-        label = "explains nearly as much" if finding.after is not None else "explains a part"
+            means = f"mean {before:.1e} -> {after:.1e} nats"
+            lines.append(f"    removes {finding.explained:.1%} of the difference ({means})")
+        label = "almost as likely" if finding.after is not None else "explains a part"
         lines += [f"    {label}: {cause}" for cause in finding.others]
         lines.append(f"    change: {finding.key}")
     if diagnosis.unseen_rollouts and not diagnosis.findings:

@@ -16,7 +16,7 @@ python -m megatron_grpo.evaluate checkpoint=PATH output=DIR [data.val_path=SET] 
 
 Samples responses with vLLM, scores them as validation does, and writes DIR/results.json and DIR/samples.jsonl.
 
-  checkpoint     RUN_DIR/checkpoints/step_N (or best, newest), evaluated under its run's configuration; or a folder in
+  checkpoint     RUN_DIR/checkpoints/step_N (or best, latest), evaluated under its run's configuration; or a folder in
                  Hugging Face format, whose configuration the command line gives (+exp=RECIPE, env.*, data=gsm8k)
   output         folder to write; must not exist yet
   data.val_path  a file of prompts, a folder or a hub name, or [file,file]; by default all validation sets of the

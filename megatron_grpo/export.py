@@ -31,7 +31,7 @@ from megatron_grpo.run.exports import push_to_hub
 USAGE = """\
 python -m megatron_grpo.export checkpoint=PATH output=PATH [format=hf|peft|quantized] [push_to_hub=NAME]
 
-  checkpoint  folder of one checkpoint: RUN_DIR/checkpoints/step_N; best is the one that the run ranks first, newest the
+  checkpoint  folder of one checkpoint: RUN_DIR/checkpoints/step_N; best is the one that the run ranks first, latest the
               last one
   output      folder to write; must not exist yet
   format      hf: a model in Hugging Face format, adapters merged into its weights (the default);

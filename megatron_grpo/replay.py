@@ -32,8 +32,8 @@ log-probabilities, loss, gradients and the update of the weights: with what the 
 in which keys are changed. Says in which layer, tensor and token they first differ. Exit code 0: they agree; 1: they
 differ; 2: a mistake.
 
-  RUN_DIR        folder of the run; logger.replay_every=N of the run keeps what a replay needs (docs/replay.md)
-  step           number of the step; best or newest: the step that ended with that checkpoint
+  RUN_DIR        folder of the run; logger.replay_every=N of the run keeps what a replay needs (docs/debugging.md)
+  step           number of the step; best (ranked first) or latest: the step that ended with that checkpoint
   section.key    a change, of policy, reference or loss_fn: policy.parallel.tensor=2, policy.precision=float32
   baseline       run: replay the step unchanged too, and compare the changed replay with it; an unchanged step of which
                  the run recorded no figures is replayed twice; record: compare with the record alone, where the run's

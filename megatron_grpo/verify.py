@@ -1,4 +1,4 @@
-"""Proves layouts equal on this machine: python -m megatron_grpo.verify model=tiny:qwen3 layouts=[tp2,pp2,cp2dp2]"""
+"""Proves layouts equal on this machine: python -m megatron_grpo.verify model=tiny:qwen3 'layouts=[tp2,pp2]'"""
 
 from __future__ import annotations
 

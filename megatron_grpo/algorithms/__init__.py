@@ -1,1 +1,1 @@
-"""The steps of GRPO and PPO, as the driver runs them."""
+"""The steps of every algorithm, as the driver runs them."""

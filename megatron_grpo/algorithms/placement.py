@@ -22,10 +22,13 @@ logger = logging.getLogger(__name__)
 class Placement:
     """Moves models and engines into and out of shared devices.
 
-    Device memory holds either the models or the engines; during a refit, the weights of both. It begins with the models
-    there and the engines asleep. The policy is the first of `models`. Without `engines`, which then have devices of
-    their own, every call does nothing. `rollouts`: those that asynchronous sampling leaves in flight while engines
-    sleep, whose deadlines wait for the engines; None: there are none.
+    Device memory holds either the models or the engines; during a refit, the weights of both. At the start models are
+    on the devices and engines asleep.
+
+    Args:
+        engines: that share devices with the models; None: they have devices of their own, and no call does anything.
+        models: the policy first.
+        rollouts: in flight while engines sleep (asynchronous sampling); their deadlines wait. None: there are none.
     """
 
     def __init__(

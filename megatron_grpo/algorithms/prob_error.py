@@ -52,7 +52,7 @@ STALE_FLOOR = 0.05  # the smallest bound, for each update that the tokens are be
 
 @dataclass(frozen=True, slots=True)
 class NoiseBounds:
-    """How far rounding may move the probability error above 1 (docs/metrics.md)."""
+    """How far rounding may move the probability error above 1 (docs/observing.md)."""
 
     first: float  # before the noise is measured
     floor: float  # afterwards the smallest bound, since noise changes with the policy

@@ -216,7 +216,7 @@ def combine_results(results: Sequence[TrainResult], loss_tokens: Sequence[float]
 def publish_and_report(
     run: GRPORun, samples: StepSamples, metrics: Mapping[str, float], learned: TrainResult | None, timer: StepTimer
 ) -> StepReport:
-    """Assess a learnt step with these metrics, publish its weights, and report it.
+    """Publish a step's weights and make its report.
 
     Raises UnpublishedStepError, which has the report, if the engines do not serve the weights.
     """

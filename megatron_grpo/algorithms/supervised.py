@@ -78,7 +78,7 @@ class SupervisedRun(TrainingRun):
         }
 
     def measure_rows(self, rows: Sequence[DatumSpec], count: int) -> dict[str, float]:
-        """Sum figures over the first `count` rows, and their divisor `units`."""
+        """Sum the figures of the first `count` rows; `units` is the divisor."""
         batch, _ = make_batch(self, rows)
         self.policy.add_field(batch, "prev_logprobs")
         sums = self.rollouts.compute(sum_over_sampled, batch, ("sampled", "prev_logprobs"), "prev_logprobs")

@@ -256,7 +256,7 @@ class EnvironmentConfig(Section):
 
     type: Annotated[str, Starts(IMPORTS, is_built_in)] = "math"
     """math, addition, code, format, judge, tools or countdown (docs/environments.md); openenv, reasoning_gym or
-    verifiers (docs/connectors.md); unscored: no rewards, for distillation alone; reward_functions: the functions in
+    verifiers (docs/environments.md); unscored: no rewards, for distillation alone; reward_functions: the functions in
     reward_funcs; package.module:Class: your own."""
 
     options: EnvironmentOptions = field(default_factory=dict)

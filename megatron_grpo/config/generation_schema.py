@@ -310,7 +310,7 @@ class RefitConfig(Section):
 
     prob_error_limit: Annotated[float, Field(gt=1)] | None = 2.0
     """token_mult_prob_error of a step, without its worst token, above which the run saves and ends before learning from
-    it. The default does not apply where both sides differ by intent (docs/metrics.md). null: no limit."""
+    it. The default does not apply where both sides differ by intent (docs/observing.md). null: no limit."""
 
     weight_check_period: Positive | None = 100
     """Steps between two comparisons of all weights, as the engines' kernels hold them, with the policy's. The first two

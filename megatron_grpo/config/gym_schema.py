@@ -18,7 +18,7 @@ class GymTaskConfig(Section):
 
 
 class GymConfig(Section):
-    """Rows of reasoning_gym, which data.train_path=reasoning_gym makes; docs/connectors.md."""
+    """Rows of reasoning_gym, which data.train_path=reasoning_gym makes; docs/environments.md."""
 
     tasks: dict[str, GymTaskConfig] = field(default_factory=dict)
     """The tasks, by their names in the library, such as chain_sum."""

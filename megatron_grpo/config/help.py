@@ -15,7 +15,7 @@ COMMANDS = {
     "evaluate": "answer held-out prompts: checkpoint=RUN_DIR/checkpoints/step_N data.val_path=FILE output=DIR",
     "report": "write the page of a run, or of two side by side: RUN_DIR [OTHER_RUN_DIR]",
     "export": "turn a checkpoint into a Hugging Face folder: checkpoint=RUN_DIR/checkpoints/step_N output=PATH",
-    "verify": "prove on this machine that layouts compute the same: model=tiny:qwen3 layouts=[tp2,pp2,cp2dp2]",
+    "verify": "prove on this machine that layouts compute the same: model=tiny:qwen3 'layouts=[tp2,pp2]'",
     "replay": "do a recorded step again, in another layout or precision: RUN_DIR step=N policy.parallel.tensor=2",
     "doctor": "say why log-probabilities of generation and training differ in a recorded step: RUN_DIR",
     "plan": "tell whether a recipe fits GPUs and how fast it is, without one: +exp=qwen3_8b_8gpu cluster.gpu=h100",
@@ -33,12 +33,12 @@ _COMMON = """
 """
 
 _TEMPLATE = """\
-GRPO and PPO post-training on Megatron-Core and vLLM.
+GRPO, PPO, distillation, SFT, DPO and reward models on Megatron-Core and vLLM.
 
 usage: python -m megatron_grpo.train [+exp=RECIPE] [GROUP=OPTION ...] [KEY=VALUE ...] [job=FILE]
                                     [--check] [--cfg job] [--version] [--help]
 
-  job=FILE    a flat YAML with the fields of GrpoParameters (docs/jobs.md), which the recipe is run with
+  job=FILE    a flat YAML with the fields of GrpoParameters (docs/python.md), which the recipe is run with
   --check     check everything that a start would, files and machine included; say what would run, and stop
   --cfg job   print the configuration with everything filled in, and stop; say on standard error what is wrong with it
   --version   the version
@@ -50,7 +50,7 @@ recipes (+exp=NAME):
 groups (GROUP=OPTION):
 {groups}
 
-common keys (--cfg job shows all; docs/configuration.md explains them; with PPO, ppo.KEY and grpo.KEY are the same):
+common keys (--cfg job shows all; docs/configuration.md explains them; grpo.KEY is a key of any algorithm's loop):
 {keys}
 
 examples:
@@ -64,7 +64,7 @@ examples:
 def format_commands() -> str:
     """Format the list of commands."""
     rows = {f"python -m megatron_grpo.{name}": text for name, text in COMMANDS.items()}
-    headline = f"GRPO and PPO post-training on Megatron-Core and vLLM, {find_version()}."
+    headline = f"GRPO, PPO, distillation, SFT, DPO and reward models on Megatron-Core and vLLM, {find_version()}."
     return f"{headline}\n\n{_format_table(rows)}\n\n--help after any.\n"
 
 

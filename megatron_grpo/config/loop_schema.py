@@ -24,7 +24,7 @@ from megatron_grpo.config.section import (
 VALIDATION_PREFIX = "val_"
 # Metrics of a validation, without VALIDATION_PREFIX.
 VALIDATION_METRICS = ("accuracy", "reward", "response_length", "truncation_rate")
-# Metric of a validation with algorithm=sft, without VALIDATION_PREFIX.
+# Metric of a validation on rows to learn from, without VALIDATION_PREFIX.
 HELD_OUT_LOSS = "loss"
 
 
@@ -181,8 +181,8 @@ class GRPOConfig(SampledLoopConfig):
     adv_estimator: AdvantageEstimatorConfig = field(default_factory=AdvantageEstimatorConfig)
 
     turn_credit: Literal["response", "turn"] = "response"
-    """Tokens that count a turn's reward. response: all of the rollout, whose reward is the sum over its turns,
-    discounted to the start; turn: those of the turn and of earlier ones; each turn has an advantage
+    """Which tokens a turn's reward reaches. response: all of the rollout, whose reward is the sum over its turns,
+    discounted to the start. turn: those of the turn and of the turns before it, so each turn has its own advantage
     (docs/algorithms.md)."""
 
     turn_discount: PositiveShare = 1.0

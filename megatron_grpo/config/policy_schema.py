@@ -30,7 +30,7 @@ class OptimizerConfig(Section):
     """The optimizer and its learning-rate schedule."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """adamw; muon: the layers' matrices by Muon, and embeddings, head, norms and biases by AdamW (docs/muon.md)."""
+    """adamw; muon: the layers' matrices by Muon, embeddings, head, norms and biases by AdamW (docs/algorithms.md)."""
 
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
@@ -239,7 +239,7 @@ class Fp8Config(Section):
 
     recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
     """Values that share a scale. tensorwise: a tensor; delayed: a tensor, scaled as in earlier steps; blockwise: 128,
-    or 128 x 128 weights (compute capability 9.0); mxfp8: 32 (10.0). The first two need 8.9 (docs/fp8.md)."""
+    or 128 x 128 weights (compute capability 9.0); mxfp8: 32 (10.0). The first two need 8.9 (docs/precision.md)."""
 
     parameters: bool = False
     """Keep the layers' matrices only in FP8. Needs optimizer.distributed, whose copy is float32; not with mxfp8."""
@@ -299,7 +299,7 @@ class PolicyConfig(Section):
 
     quantization: QuantizationFormat | None = None
     """Quantisation-aware training: modelopt rounds the operands of the layers' products to int8 or E4M3 (fp8), for the
-    export command's format=quantized (docs/quantization.md). null: off."""
+    export command's format=quantized (docs/precision.md). null: off."""
 
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations; gradients are accumulated and reduced in float32."""

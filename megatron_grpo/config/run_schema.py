@@ -134,7 +134,7 @@ class LoggerConfig(Section):
     """Reports and trackers; metrics.jsonl, summary.json and the plot are always written."""
 
     report: bool = True
-    """Write run_dir/report.html when the run ends or fails: curves, configuration, trajectories (docs/report.md)."""
+    """Write run_dir/report.html when the run ends or fails: curves, configuration, trajectories (docs/observing.md)."""
 
     tensorboard: bool = True
     """Write TensorBoard events to run_dir/tensorboard."""
@@ -166,7 +166,7 @@ class LoggerConfig(Section):
 
     replay_every: Positive | None = None
     """With N, `python -m megatron_grpo.replay` can repeat steps N, 2N, ...: the run keeps the checkpoint before each of
-    them, whatever checkpointing.keep_top_k deletes, all of its rollouts and its results (docs/replay.md). null: off."""
+    them, whatever checkpointing.keep_top_k deletes, all of its rollouts and results (docs/debugging.md). null: off."""
 
     level: Literal["debug", "info", "warning"] = "info"
     """Level of the logs of all processes in run_dir/logs."""

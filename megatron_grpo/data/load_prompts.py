@@ -80,7 +80,7 @@ class PromptData:
     stops: special_tokens.StopConditions
     notes: list[str]  # remarks about the files for the user
     tokenizer: Any = None  # tokenizer of the prompts, from transformers; None: a recording replaces the prompts
-    val_rows: list[DatumSpec] = field(default_factory=list)  # rows of the held-out loss, with algorithm=sft
+    val_rows: list[DatumSpec] = field(default_factory=list)  # of the held-out loss, where rows are learnt from
 
 
 def load_prompt_data(config: Config, model: Path, tokenizer: Any = None, rows: Any = None) -> PromptData:

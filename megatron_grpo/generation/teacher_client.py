@@ -21,7 +21,7 @@ from megatron_grpo.data.tokenizer import encode_text, load_tokenizer, make_sampl
 from megatron_grpo.generation.server import CONNECT_S, ROUNDING, read_answer
 
 IN_FLIGHT = 64  # requests of a step that a server has at once
-# A teacher's probabilities are float32 numbers, whose sum says nothing about a smaller rest.
+# float32 probabilities cannot tell a smaller tail from rounding.
 LEAST_TAIL = 1e-7
 _BYTES_PER_ENTRY = 1024  # of an answer, at most; a token with its text takes about a hundred
 _MORE_BYTES = 2**20

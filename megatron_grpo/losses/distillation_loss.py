@@ -18,8 +18,8 @@ class DistillationLossFn(ClippedPGLossFn):
 
     Both terms have one average (`loss.loss_share`). The divergence of a token is that of whole next-token distributions
     (`megatron_grpo_kernels.divergence`), so its gradient is exact at the sampled prefix; the choice of the prefix
-    itself has none (Agarwal et al. 2024, section 3). It is not weighted by importance: the prefix of an earlier policy
-    is a prefix like any other. With policy_loss_weight=0 advantages and rewards are not needed.
+    itself has none (Agarwal et al. 2024, section 3). The divergence has no importance weight, since a prefix that an
+    older policy sampled is as good a prefix as any. With policy_loss_weight=0 advantages and rewards are not needed.
     """
 
     field_names = (*ClippedPGLossFn.field_names, "teacher_outputs")

@@ -182,9 +182,13 @@ def _find_range(entry: WeightEntry, index: int, sizes: Mapping[str, int], rank: 
 def map_rows(table: str) -> Iterator[WeightEntry]:
     """Read the rows of a table.
 
-    A row is `kind: parameter [axes] = tensor [axes]`, and goes on in lines that begin with `=`, `+` or `[`. Layers of
-    this kind have the parameter, whose name is that in the torch layers. Behind `+` follow further tensors that it
-    holds. Names of tensors are those behind "model.layers.{layer}."; without axes they have the parameter's.
+    A row is `kind: parameter [axes] = tensor [axes] + tensor [axes] ...`, over as many lines as it takes. For instance
+
+        dense: mlp.linear_fc1.weight [gate * ffn | up * ffn, hidden]
+            = mlp.gate_proj.weight [gate * ffn, hidden] + mlp.up_proj.weight [up * ffn, hidden]
+
+    Layers of the kind `dense` have this parameter (its name in the torch layers), which holds both tensors, rows of the
+    first before those of the second. Names of tensors follow "model.layers.{layer}."; axes default to the parameter's.
     """
     for line in filter(str.strip, re.sub(r"\s*\n\s*([=+[])", r" \1", table).splitlines()):
         row, tensors = line.split(" = ")

@@ -35,7 +35,7 @@ def write_summary(
     train_s: float | None = None,
     startup_parts_s: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Write summary.json (docs/metrics.md lists its entries), and return its contents.
+    """Write summary.json (docs/observing.md lists its entries), and return its contents.
 
     `startup_s`: seconds until all processes were up; None: the start-up failed. `train_s`: seconds after that,
     including validations and checkpoints; None: not known.

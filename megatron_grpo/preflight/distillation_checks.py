@@ -74,7 +74,8 @@ def _check_teachers(config: Config) -> Iterator[Rule]:
         temperature = config.generation.temperature
         text = f"gives probabilities at temperature 1; needs generation.temperature=1, not {temperature:g}"
         yield temperature not in (0.0, 1.0), subject, text
-        yield path is not None, f"{section}.model.path={path}", f"and {section}.server_url say the same; give one"
+        text = f"and {section}.server_url both name a teacher; give one"
+        yield path is not None, f"{section}.model.path={path}", text
 
 
 def _check_shares(config: Config) -> Iterator[Rule]:

@@ -6,7 +6,7 @@ A check is a function that yields rules. A rule is a tuple (is it broken?, subje
 
 Nothing is raised: the broken rules of all checks become one message, with a line "SUBJECT  TEXT" for each. A subject
 that ends in = is a key, and gets its value (`grpo.early_stop.enabled=True`). In subjects and texts LOOP stands for the
-section of the algorithm that runs (grpo or ppo), and PASSES for its key of the passes over a step's samples.
+section of the loop that runs (grpo, ppo, sft, ...), and PASSES for its key of the passes over a step's samples.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ class RolloutPool(TokenStore):
         return groups
 
     def wait_for_groups(self, batches: Sequence[PendingBatch], since: float) -> None:
-        """Wait until `list_complete` may return a prompt; deadlines count from `since`."""
+        """Wait until a call of a worker ends; raise SamplingError `generation_timeout_s` after `since`."""
         streams = {stream: worker for batch in batches for stream, worker in batch.streams.items()}
         self._wait_for_call(streams, since, self.generation_timeout_s + GRACE_S + self._scoring_s, "generation")
 

@@ -4,12 +4,12 @@ Weights that arrived intact may still be wrong where they are used. Before the c
 weights are compared as the kernels hold them. After the commit and before engines serve, the canary compares
 log-probabilities. A failed check is not repeated, because such a fault does not heal by itself.
 
-Neither check finds an adapter that is missing in the weights which the policy publishes. The fingerprints of both sides
-are then the base model's, since both are taken of published weights. The canary compares what the policy computes, with
-its adapters, but allows what rounding may explain, and adapters move log-probabilities by less for many steps, in
-bfloat16 perhaps for ever. So at every refit the policy's ranks compare the weights that they publish with what their
-layers compute (`models/adapter_check.py`); weights of engines are compared until adapters have moved, since before they
-equal the base model's; and the canary also detects an engine that is nearer to the base model than to the policy.
+Adapters that are missing in the published weights escape both: fingerprints of both sides are of published weights, and
+what adapters change stays below the canary's allowance for rounding for many steps. So
+
+1. at every refit ranks compare what they publish with what their layers compute (`models/adapter_check.py`);
+2. weights of engines are compared until adapters have moved, since before that they equal the base model's;
+3. the canary also fails when an engine is nearer to the base model than to the policy.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "environments.md"
 @pytest.mark.slow  # tests/unit/environments/test_documented_environment.py runs the page's code with every `make test`
 def test_an_environment_of_the_working_folder_runs_under_the_launcher(tmp_path: Path) -> None:
     """The page's own, on the quickstart's sums: each prompt has a number to guess."""
-    (source,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    (source,) = re.findall(r"## One of your own.*?```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     (tmp_path / "guessing.py").write_text(source)
     rows = "".join(f'{{"prompt": "{10 + row}+10=", "number": {row}}}\n' for row in range(64))
     (tmp_path / "rows.jsonl").write_text(rows)

@@ -84,7 +84,7 @@ def _words(line: str) -> tuple[str, ...]:
     return tuple(words)
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+METRICS = (ROOT / "docs" / "observing.md").read_text().partition("\n## Metrics\n")[2].partition("\n## Evaluation\n")[0]
 
 
 def undocumented(metrics: Iterable[str]) -> set[str]:
@@ -95,8 +95,8 @@ def undocumented(metrics: Iterable[str]) -> set[str]:
 
 def _patterns() -> set[str]:
     """First columns of the tables: whole names, with NAME for any name, and endings of the name before them."""
-    patterns = {name.replace("NAME", r"\w+") for name in re.findall(r"`(val_[\w/]+)`", PAGE.read_text())}
-    for cell in re.findall(r"^\| (`.*?) \|", PAGE.read_text(), flags=re.MULTILINE):
+    patterns = {name.replace("NAME", r"\w+") for name in re.findall(r"`(val_[\w/]+)`", METRICS)}
+    for cell in re.findall(r"^\| (`.*?) \|", METRICS, flags=re.MULTILINE):
         first_name = ""
         for name in re.findall(r"`([\w/]+)`", cell):
             if not name.startswith("_"):

@@ -337,7 +337,7 @@ def score_rollouts(
 
 
 def consistency(rollouts: Sequence[Trajectory], trained: Sequence[NDArray[np.float32]]) -> dict[str, float]:
-    """The metrics of a step that compare engine and trainer (docs/metrics.md), with numpy, in float64."""
+    """The metrics of a step that compare engine and trainer (docs/observing.md), with numpy, in float64."""
     prev = np.concatenate(list(trained)).astype(np.float64)
     generation = np.concatenate([rollout.logprobs for rollout in rollouts]).astype(np.float64)
     removed = np.isneginf(prev)  # tokens that a filter removes in training count as agreement

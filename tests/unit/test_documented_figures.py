@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from megatron_grpo.config.overrides import list_config_groups
 
 ROOT = Path(__file__).parents[2]
-FP8_PAGE = (ROOT / "docs" / "fp8.md").read_text()
+FP8_PAGE = (ROOT / "docs" / "precision.md").read_text()
 PAGE = (ROOT / "docs" / "algorithms.md").read_text()
 
 
@@ -45,12 +46,13 @@ def test_with_minibatches_they_learn_too() -> None:
 def test_what_is_said_of_the_critic() -> None:
     (ppo,) = (run for run in newest("*_variants_cpu.json")["runs"] if run["name"] == "ppo")
     explained = ppo["explained_variance"]
-    assert f"{explained['mean']:.2f} on average, {explained['max']:.2f} at most" in PAGE
+    assert f"{explained['mean']:.2f} on average, {explained['max']:.2f} at most" in " ".join(PAGE.split())
 
 
 def test_what_fp8_does_to_logprobs() -> None:
     result = newest("*_fp8_logprobs_cpu.json")
-    assert f"Measured {result['date']} on a CPU ({result['machine']}), {result['layers']} layers" in FP8_PAGE
+    origin = f"Measured {result['date']} on a CPU ({result['machine']}), {result['layers']} layers"
+    assert origin in " ".join(FP8_PAGE.split())
     rows = {name: row for name, row in result.items() if isinstance(row, dict) and "kl" in row}
     assert len(rows) == 7
     for name, row in rows.items():
@@ -91,3 +93,27 @@ def test_what_plans_of_published_rl_steps_are_worth() -> None:
         for word in ("Median", "Worst"):
             cells = " | ".join(f"{100 * summary[f'{name}_{key}'][word.lower()]:.0f}%" for name in names)
             assert f"| **{word}**, {title} | | | | {cells} |" in page
+
+
+def test_the_numbers_of_the_readme() -> None:
+    page = " ".join((ROOT / "README.md").read_text().split())
+    refit = newest("*_refit_306mb_cpu.json")
+    assert (
+        f"{refit['bytes'] / 1e6:.0f} MB move between unlike layouts in {refit['refit_ms']['median'] / 1e3:.2f} s"
+        in page
+    )
+    proofs = newest("*_model_proofs.json")["columns"]["verify"]
+    cases, error = sum(row["passed"] for row in proofs.values()), max(row["logprob"] for row in proofs.values())
+    assert f"{len(proofs)} families agree in {cases} combinations" in page
+    assert f"to {error:.1e} in log-probabilities" in page
+    assert not any(row["failed"] for row in proofs.values())
+    plans = newest("*_plan_rl_rows.json")["summary"]["step_all"]
+    assert f"Plans of {plans['rows']} published RL steps" in page
+    assert f"{100 * plans['median']:.0f}% off in the median" in page
+
+
+def test_the_picture_of_the_readme_is_of_its_command() -> None:
+    with Image.open(ROOT / "docs" / "images" / "quickstart.png") as picture:
+        title = picture.text["Title"]
+    assert title.startswith("quickstart: 400 steps, held-out accuracy ")
+    assert f"![{title}](docs/images/quickstart.png)" in (ROOT / "README.md").read_text()

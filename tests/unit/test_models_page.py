@@ -1,4 +1,4 @@
-"""docs/models.md is what docs/models_page.py makes of the results in the repository."""
+"""The table of models is what docs/models_page.py makes of the results in the repository."""
 
 import importlib.util
 from pathlib import Path
@@ -25,7 +25,7 @@ def load_page() -> Any:
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert (DOCS / "models.md").read_text() == load_page().format_page(), "run make docs"
+    assert (DOCS / "layouts.md").read_text() == load_page().format_page(), "run make docs"
 
 
 def test_every_family_has_a_row_with_its_released_models() -> None:
@@ -36,7 +36,8 @@ def test_the_page_says_what_whole_runs_showed() -> None:
     page = load_page()
     runs = page.read_newest(page.WHOLE_RUNS)["runs"]
     assert FAMILIES.keys() <= runs.keys(), "benchmarks/family_runs.py runs every family"
-    rows = {line.split("`")[1]: line.split(" | ") for line in page.format_page().splitlines() if line.startswith("| `")}
+    lines = [line for line in page.format_table().splitlines() if line.startswith("| `")]
+    rows = {line.split("`")[1]: line.split(" | ") for line in lines}
     for family in FAMILIES:
         run, cell = runs[family], rows[family][5]
         assert cell == (f"{run['minutes']:.1f}: {run['canary']:.0e}" if run["verdict"] == "passed" else run["verdict"])

@@ -16,7 +16,7 @@ GREEDY = 1e-5
 
 
 LARGEST = 40.0
-"""Differences are clipped to this size, as in the metrics of a step (docs/metrics.md)."""
+"""Differences are clipped to this size, as in the metrics of a step (docs/observing.md)."""
 
 
 def compute_residual(recorded: Tensor, predicted: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from megatron_grpo.verification.replay.replayed_step import replay_step
 
 ERROR = "token_mult_prob_error"
 FIGURES = (ERROR, f"{ERROR}_max", "canary_logprob_error", "canary_limit", f"{ERROR}_off")
-"""Metrics of a step (docs/metrics.md), in the order of the fields of `RecordedFigures`."""
+"""Metrics of a step (docs/observing.md), in the order of the fields of `RecordedFigures`."""
 AGREEMENT_FACTOR = 5.0
 """Recorded and computed excess over 1 agree up to this factor: they are means over different tokens."""
 SUSPICIOUS_FACTOR = 10.0

@@ -52,7 +52,7 @@ TOLERANCES: dict[str, dict[Quantity, float]] = {
         "update": 1.0,
     },
 }
-"""Largest differences that count as rounding, by the coarsest precision of the sides (docs/replay.md has reasons)."""
+"""Largest differences that count as rounding, by the coarser precision of the sides (reasons: docs/debugging.md)."""
 SMALL = 1e-3
 """A tensor's difference is taken relative to its norm, or to this share of the norm of all tensors if that is larger:
 some gradients are zero but for rounding, such as those of the biases of keys."""

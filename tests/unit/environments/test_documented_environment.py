@@ -17,7 +17,7 @@ from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "environments.md").read_text()
+PAGE = (ROOT / "docs" / "environments.md").read_text().partition("## Environments of other libraries")[0]
 
 
 def read_block(language: str) -> str:
