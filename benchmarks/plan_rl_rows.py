@@ -39,7 +39,7 @@ HERE = Path(__file__).parent
 def build_config(row: Mapping[str, Any]) -> Config:
     """Build the configuration of a row's run."""
     config, layout, engines = Config(), dict(row["layout"]), row["engines"]
-    policy, generation, loop = config.policy, config.generation, config.grpo
+    policy, generation, loop = config.policy, config.generation, config.sampled_loop
     parts = layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("context", 1)
     policy.parallel = ParallelConfig(**layout, data=row["gpus"] // parts, sequence=layout.get("tensor", 1) > 1)
     policy.max_total_sequence_length = policy.microbatch_tokens = row["longest"]

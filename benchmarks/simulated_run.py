@@ -219,9 +219,9 @@ def _bring_up(config: Config, case: Case, stack: ExitStack) -> GRPORun:
     loader = _loader(case)
     settings = SamplingSettings(max_new_tokens=config.generation.max_new_tokens)
     buffer = None
-    if config.training_loop.async_grpo.enabled:
-        kind = OrderedBuffer if config.training_loop.async_grpo.oversampling_factor is None else Oversampling
-        buffer = kind(rollouts, loader, config.training_loop, settings, 0)
+    if config.async_sampling.enabled:
+        kind = OrderedBuffer if config.async_sampling.oversampling_factor is None else Oversampling
+        buffer = kind(rollouts, loader, config.sampled_loop, settings, 0)
     _publish_first(transport, placement)
     logger = RunLogger(run_dir, config)
     stack.callback(logger.close)
@@ -260,7 +260,7 @@ def _generation(config: Config, folder: Path, stack: ExitStack) -> VllmGeneratio
         config=config.generation,
         precision=config.policy.precision,
         max_total_sequence_length=config.policy.max_total_sequence_length,
-        in_flight=config.training_loop.async_grpo if config.training_loop.async_grpo.enabled else None,
+        in_flight=config.async_sampling if config.async_sampling.enabled else None,
     )
     timeout_s = config.cluster.startup_timeout_s
     generation = VllmGeneration(settings, actor_options=lambda engine: {}, startup_timeout_s=timeout_s)

@@ -106,7 +106,7 @@ def measure(steps: int, overrides: Sequence[str]) -> dict[str, object]:
                     for name, value in report.timing.items():
                         phases[name].append(value)
     medians = {name: statistics.median(values) for name, values in phases.items()}
-    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    samples = config.samples_per_step
     totals = phases["total"]
     # Of each step, not of the medians: those of the phases need not be of one step.
     overhead = [
