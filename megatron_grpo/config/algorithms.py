@@ -36,7 +36,7 @@ def _has_penalty(config: Config) -> bool:
     return config.loss_fn.reference_policy_kl_penalty > 0
 
 
-def _reports_distance(config: Config) -> bool:
+def _needs_distance(config: Config) -> bool:
     return config.ppo is not None and not config.ppo.skip_reference_policy_logprobs_calculation
 
 
@@ -99,7 +99,7 @@ class Algorithm:
 
 def is_among(key: str, names: frozenset[str]) -> bool:
     """True if a key, or a section that it is in, is named."""
-    return any(key.startswith(name) if name.endswith(".") else key == name for name in names)
+    return any(key == name or key.startswith(f"{name.removesuffix('.')}.") for name in names)
 
 
 _OWN = "megatron_grpo.algorithms"
@@ -121,7 +121,7 @@ ALGORITHMS = {
             section="ppo",
             models=frozenset({"value"}),
             # The distance to the reference is reported even without a penalty.
-            needs_reference=lambda config: _reports_distance(config) or _has_penalty(config),
+            needs_reference=lambda config: _needs_distance(config) or _has_penalty(config),
             reads=frozenset({"ppo.", "value.", "value_loss_fn."}) | (_LOSS - _DIVERGENCE),
             metrics=frozenset(
                 {"value_loss", "value_grad_norm", "value_learning_rate", "value_mean", "return_mean"}
@@ -217,6 +217,12 @@ def find_algorithm(name: str) -> Algorithm:
             raise ValueError(f"has section={algorithm.section}; a loop is one of {', '.join(sorted(sections))}")
         _IMPORTED[name] = algorithm
     return algorithm
+
+
+def find_known_section(name: str) -> str | None:
+    """Find the section of an algorithm's loop; None: it would have to be imported."""
+    algorithm = ALGORITHMS.get(name) or _IMPORTED.get(name)
+    return None if algorithm is None else algorithm.section
 
 
 def choose_imported(name: object) -> str:

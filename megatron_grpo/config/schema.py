@@ -13,7 +13,13 @@ from typing import Annotated, Literal, TypeVar
 
 from annotated_types import Predicate
 
-from megatron_grpo.config.algorithms import ALGORITHMS, Algorithm, find_algorithm, is_algorithm_name
+from megatron_grpo.config.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    find_algorithm,
+    find_known_section,
+    is_algorithm_name,
+)
 from megatron_grpo.config.data_schema import (
     DataConfig,
     EnvironmentConfig,
@@ -116,8 +122,8 @@ class Config(Section):
 
     def __post_init__(self) -> None:
         # A recorded algorithm may be code that nobody trusts, so it is not imported: its loop is the one that is set.
-        of_user = next((loop for loop in LOOPS if getattr(self, loop) is not None), "grpo")
-        section = ALGORITHMS[self.algorithm].section if self.algorithm in ALGORITHMS else of_user
+        recorded = next((loop for loop in LOOPS if getattr(self, loop) is not None), "grpo")
+        section = find_known_section(self.algorithm) or recorded
         if getattr(self, section) is None:
             setattr(self, section, LOOPS[section]())
 

@@ -171,6 +171,9 @@ def compare_with_last_start(folder: Path, config: Config) -> list[str]:
     values = build_values(config)
     before = dict(flatten({section: value for section, value in recorded.items() if section in values}))
     now = dict(flatten(values))
+    # Keys that an earlier version did not have were at their defaults.
+    defaults = dict(flatten(build_values(Config(algorithm=config.algorithm))))
+    before |= {key: value for key, value in now.items() if key not in before and defaults.get(key) == value}
     changed_keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     key = next((key for key in IDENTITY if key in changed_keys and key in before), None)  # not in older runs
     reason = None if key is None else f"its {key} is {before.get(key)}, this one's is {now[key]}"

@@ -94,7 +94,7 @@ def train_on_fakes(config: Config, folder: Path) -> Any:
     loop.val_period = min(loop.val_period, 1)
     if not method.rows:
         loop.num_generations_per_prompt = max(2, min(loop.num_generations_per_prompt, 4))
-    loop.async_grpo.enabled = False  # its buffer is made by the set-up
+    config.async_sampling.enabled = False  # its buffer is made by the set-up
     config.checkpointing.enabled = False
     config.policy.train_global_batch_samples = config.value.train_global_batch_samples = None
     run = make_run(config, folder, FakeRollouts(answer), SHAPE, [])

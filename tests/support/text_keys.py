@@ -12,7 +12,7 @@ from megatron_grpo.run.directory import override_values
 
 def can_hold_text(key: str) -> bool:
     kinds = read_keys()[key].type.removeprefix("list of ").split(" or ")
-    plain = re.compile(r"int\b.*|float\b.*|null|true|false|one of .*|0 \(greedy\)|-1")
+    plain = re.compile(r"int\b.*|float\b.*|null|true|false|one of .*|module\.function|0 \(greedy\)|-1")
     return read_keys()[key].type == FREE_TYPE or not all(map(plain.fullmatch, kinds))
 
 

@@ -131,7 +131,7 @@ class Examination:
         timeout_s: float,
     ) -> None:
         self._run_dir, self._config, self._model, self._weights = run_dir, config, model, weights
-        self._evidence, self._figures, self._timeout_s = evidence, figures, timeout_s
+        self.evidence, self._figures, self._timeout_s = evidence, figures, timeout_s
         self.can_score_more = not evidence.is_whole
         """Whether rollouts of the step were not read, to save time."""
         self.diagnosis = Diagnosis(evidence.step, evidence.version, rollouts=0, tokens=0)
@@ -155,17 +155,17 @@ class Examination:
 
     def _leave_out_ties(self) -> None:
         """Leave out tokens for which rounding may have chosen other experts."""
-        before = self._evidence.rollouts
-        ties = self._causes.load_oracle(self._evidence.version).find_first_ties(self._evidence.tokens)
+        before = self.evidence.rollouts
+        ties = self._causes.load_oracle(self.evidence.version).find_first_ties(self.evidence.tokens)
         after = [rollout.keep_up_to(tie) for rollout, tie in zip(before, ties, strict=True)]
         self._score_fewer(after, "two experts of an earlier token have equal scores")
 
     def _score_fewer(self, after: list[Rollout], reason: str) -> None:
         """Score fewer tokens and say why, unless none would remain."""
-        before = self._evidence.rollouts
+        before = self.evidence.rollouts
         omitted = sum(len(rollout.indices) for rollout in before) - sum(len(rollout.indices) for rollout in after)
         if omitted and any(len(rollout.indices) for rollout in after):
-            self._evidence = replace(self._evidence, rollouts=[rollout for rollout in after if len(rollout.indices)])
+            self.evidence = replace(self.evidence, rollouts=[rollout for rollout in after if len(rollout.indices)])
             self.diagnosis.remarks.append(f"{omitted} tokens were left out: {reason}")
 
     @phase("the trainer's log-probabilities")
@@ -174,7 +174,7 @@ class Examination:
 
         They are [tokens], float32. Tokens that a filter removes in training are left out of the evidence.
         """
-        evidence, version = self._evidence, self._evidence.step - 1
+        evidence, version = self.evidence, self.evidence.step - 1
         recorded = evidence.read_column("prev_logprobs")
         # Step N trains version N - 1. If its weights are gone, the trainer computes with those that sampled.
         if version not in self._weights.versions:
@@ -195,7 +195,7 @@ class Examination:
         """Examine the rollouts, the prompts, the engine and the trainer."""
         version, recorded = self._compute_trainer_logprobs()
         self._trainer_version = version
-        diagnosis, evidence, config = self.diagnosis, self._evidence, self._config
+        diagnosis, evidence, config = self.diagnosis, self.evidence, self._config
         scored = evidence.rollouts
         diagnosis.rollouts, diagnosis.tokens = len(scored), sum(len(rollout.indices) for rollout in scored)
         stop_strings = bool(self._ends.strings)
@@ -228,8 +228,8 @@ class Examination:
 
     def _is_confirmed(self) -> bool:
         """True if the run computed the record's error itself."""
-        error = self._evidence.recorded_error
-        if error is None and self._is_comparable and self._evidence.is_whole:
+        error = self.evidence.recorded_error
+        if error is None and self._is_comparable and self.evidence.is_whole:
             error = self.diagnosis.error
         if error is None or self._recorded.error is None or not math.isfinite(self._recorded.error):
             return False
@@ -237,17 +237,17 @@ class Examination:
 
     def _find_wrong_checkpoint(self, engine: Side) -> Finding | None:
         """Find that the loaded weights did not sample."""
-        if self._trainer_version != self._evidence.version or not self._is_comparable:
+        if self._trainer_version != self.evidence.version or not self._is_comparable:
             return None
         base = engine.predict()
         distance = Distance.measure(engine.recorded, base)
-        limit = self._causes.measure_rounding(engine, base, self._config.engine_dtype, self._evidence.version)
+        limit = self._causes.measure_rounding(engine, base, self._config.engine_dtype, self.evidence.version)
         excess = float(compute_residual(engine.recorded, base).exp().mean()) - 1
-        if self._evidence.recorded_error is not None:
+        if self.evidence.recorded_error is not None:
             agreed = self.diagnosis.gap.mean < distance.mean / 10
         else:
             # The run's error is a mean over all tokens, of which the scored ones may differ most.
-            tokens = sum(len(row["logprobs"]) for row in self._evidence.rows)
+            tokens = sum(len(row["logprobs"]) for row in self.evidence.rows)
             share = len(base) / max(tokens, 1)
             agreed = self._recorded.error is not None and is_beyond(excess * share, self._recorded.excess, limit.mean)
         apart = find_rollouts_apart(engine, base, limit)
@@ -256,14 +256,10 @@ class Examination:
             return None
         return self._causes.describe_wrong_checkpoint(engine, distance, limit, self._recorded.error)
 
-    @property
-    def evidence(self) -> Evidence:
-        return self._evidence
-
     def list_unseen_versions(self) -> list[int]:
         """List the versions of rollouts that have no token of the examined version."""
-        rows = [[version for *_, version in row["spans"]] for row in self._evidence.rows]
-        return sorted({versions[0] for versions in rows if self._evidence.version not in versions})
+        rows = [[version for *_, version in row["spans"]] for row in self.evidence.rows]
+        return sorted({versions[0] for versions in rows if self.evidence.version not in versions})
 
     def add_engine_of(self, version: int, further: Examination) -> None:
         """Add what the engine's record shows at the tokens of another version."""
@@ -274,14 +270,14 @@ class Examination:
         ]
         diagnosis.findings = drop_repetitions(diagnosis.findings)
         names = {(rollout.row["group"], rollout.row["sample"]) for rollout in evidence.rollouts}
-        unseen = [row for row in evidence.rows if self._evidence.version not in {span[2] for span in row["spans"]}]
+        unseen = [row for row in evidence.rows if self.evidence.version not in {span[2] for span in row["spans"]}]
         scored = sum((row["group"], row["sample"]) in names for row in unseen)
         diagnosis.unseen_rollouts -= scored
         diagnosis.remarks.append(f"{len(side.recorded)} tokens of version {version} were scored for the engine alone")
 
     def examine_engine(self, version: int) -> tuple[Side, list[Finding]]:
         """Compare the engine's record with a version of the weights."""
-        recorded = self._evidence.read_column("logprobs")
+        recorded = self.evidence.read_column("logprobs")
         side = self._build_side("engine", version, recorded, build_engine_law(self._config))
         return side, list(self._reach_verdict(side, self._config.engine_dtype, version))
 
@@ -301,7 +297,7 @@ class Examination:
 
     def _build_side(self, name: SideName, version: int, recorded: Tensor | None, law: Law) -> Side:
         assert recorded is not None, "generation always records its log-probabilities"
-        rollouts, tokens = self._evidence.rollouts, self._evidence.tokens
+        rollouts, tokens = self.evidence.rollouts, self.evidence.tokens
         return Side(name, self._causes.load_oracle(version), rollouts, tokens, law, recorded)
 
     def _reach_verdict(self, side: Side, dtype: str, version: int) -> Iterator[Finding]:
@@ -314,7 +310,7 @@ class Examination:
         if distance.is_within(rounding):
             return
         if side.name == "engine":
-            stop = find_unsampled_stops(self._evidence, side.recorded, base, self._stops, rounding)
+            stop = find_unsampled_stops(self.evidence, side.recorded, base, self._stops, rounding)
             if stop is not None:
                 yield stop
                 return
@@ -332,8 +328,8 @@ class Examination:
 
         It cannot if the trainer's weights are gone, or if some tokens of the step are of another version.
         """
-        versions = {version for row in self._evidence.rows for _, _, version in row["spans"]}
-        return self._trainer_version == self._evidence.step - 1 and len(versions) == 1
+        versions = {version for row in self.evidence.rows for _, _, version in row["spans"]}
+        return self._trainer_version == self.evidence.step - 1 and len(versions) == 1
 
     @property
     def _is_off(self) -> bool:
@@ -346,7 +342,7 @@ class Examination:
         if self._recorded.error is None:
             return False
         # If the step recorded both sides' log-probabilities, its error follows from them without any model.
-        error = self._evidence.recorded_error
+        error = self.evidence.recorded_error
         if error is not None:
             return is_beyond(self._recorded.excess, error - 1, self._rounding)
         if not self._is_comparable:
@@ -363,7 +359,7 @@ class Examination:
 
         `suspicious`: steps whose recorded figures are far from those of the others.
         """
-        diagnosis, step, config = self.diagnosis, self._evidence.step, self._config
+        diagnosis, step, config = self.diagnosis, self.evidence.step, self._config
         if self._recorded.error is None:
             diagnosis.remarks.append(f"the run recorded no {ERROR} of step {step}")
         elif self.shows_less_than_recorded:
@@ -375,7 +371,7 @@ class Examination:
             )
             key = "checkpointing.save_period=1 keeps the weights of every step, which the other tokens need"
             diagnosis.findings.append(Finding("recorded_error", "layout", text, key))
-        version = self._evidence.version
+        version = self.evidence.version
         of_refit = self._figures.get(version, RecordedFigures())
         if of_refit.canary_failed:
             text = (
@@ -401,11 +397,11 @@ class Examination:
 
     def _explain_record(self) -> Finding:
         """Explain a recorded error that one rank does not compute."""
-        diagnosis, config, step = self.diagnosis, self._config, self._evidence.step
+        diagnosis, config, step = self.diagnosis, self._config, self.evidence.step
         measured = (
             f"the run recorded {ERROR} {self._recorded.error:.6g} (largest {self._recorded.worst or math.nan:.6g})"
         )
-        error = self._evidence.recorded_error
+        error = self.evidence.recorded_error
         if error is not None:
             text = (
                 f"{measured} at step {step}, and the log-probabilities that it recorded have {error:.6g}: "

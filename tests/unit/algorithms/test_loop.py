@@ -357,7 +357,9 @@ def test_an_interruption_and_a_full_disk_name_the_last_checkpoint(tmp_path: Path
     goes_on = "checkpoints/step_2 is the last one: the run goes on from there when it is started again"
     with pytest.raises(KeyboardInterrupt) as interrupted:
         Run(tmp_path).train(steps=3, error=KeyboardInterrupt())  # type: ignore[arg-type]
-    assert interrupted.value.__notes__ == [goes_on]
+    assert interrupted.value.__notes__ == [
+        f"{goes_on}; `touch {tmp_path / 'stop'}` would have ended it after a step, saved"
+    ]
     full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "metrics.jsonl"))
     with pytest.raises(RunError, match=f"metrics.jsonl cannot be written: No space left on device; {goes_on}"):
         Run(tmp_path).train(steps=3, error=full)

@@ -32,7 +32,7 @@ def test_a_shared_key_is_known_under_both_names_and_listed_once() -> None:
     loop_keys = {
         name for loop, section in LOOPS.items() for name, _ in flatten(dataclasses.asdict(section()), f"{loop}.")
     }
-    in_sections = {name for name in read_keys() if name.partition(".")[0] in LOOPS}
+    in_sections = {name for name in read_keys() if name.partition(".")[0] in LOOPS and "<" not in name}
     assert in_sections == {translate_key("grpo", name) for name in loop_keys}
     assert is_section("ppo.early_stop")
     assert [group.name for group in read_sections()].count("grpo.early_stop") == 1

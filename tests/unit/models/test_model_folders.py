@@ -205,7 +205,11 @@ def test_what_is_no_tokenizer_has_none(content: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", PREPARED_MODELS)
 def test_token_ids_of_prepared_models_are_those_of_their_vocabulary(name: str) -> None:
-    ids = source.VOCABULARY if name.startswith(("addition", "distillation")) else source.CONVERSATION_VOCABULARY
+    ids = (
+        source.VOCABULARY
+        if name.startswith(("addition", "distillation", "preference"))
+        else source.CONVERSATION_VOCABULARY
+    )
     config = PREPARED_MODELS[name]
     numbers = [config[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")]
     assert numbers == [len(ids), ids[source.EOS], ids[source.PAD]]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call, create_autospec
 
@@ -15,6 +16,7 @@ import torch
 
 from megatron_grpo.config.loop_schema import AsyncGRPOConfig
 from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfig
+from megatron_grpo.models.heads import LOGITS
 from megatron_grpo.trainer import model_ranks, step_record
 from megatron_grpo.trainer.actor import RankActor
 from megatron_grpo.trainer.checkpoint import RankCheckpoint
@@ -59,7 +61,7 @@ def test_ranks_share_the_cores_of_their_machine_with_engines_that_sample_meanwhi
 
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setattr(model_ranks.ray, "remote", lambda _: Actor)
-    shape: Any = None
+    shape: Any = SimpleNamespace(head=LOGITS)
     settings = RankSettings(
         config=PolicyConfig(
             model=ModelConfig(path="none"), parallel=ParallelConfig(data=ranks), threads=configured_threads
