@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_grpo.batch.packing import TOKEN_COST, Cost, make_packer
 from megatron_grpo.batch.trajectory import Outcome
+from megatron_grpo.config.loop_schema import SampledLoopConfig
 from megatron_grpo.config.schema import Config
 
 StoredArray = Any  # Ray's ObjectRef to an array; losses import this module without Ray
@@ -61,8 +62,9 @@ class StepBatch:
         The loss leaves out rollouts without a reward (no reward function gave one, or they failed), those whose loss
         multiplier is 0 and, with overlong_filtering, those that were cut off. Distillation alone needs no reward.
         """
-        needs_reward = config.uses_rewards
-        overlong, nll_weight = config.sampled_loop.overlong_filtering, config.loss_fn.positive_example_nll_weight
+        needs_reward, loop = config.uses_rewards, config.training_loop
+        overlong = isinstance(loop, SampledLoopConfig) and loop.overlong_filtering
+        nll_weight = config.loss_fn.positive_example_nll_weight
         # A multiplier of 0 leaves the rollout out by `in_loss`: its weight is 1, so that equal weights remain None.
         weights = np.array([outcome.loss_multiplier or 1.0 for outcome in outcomes], dtype=np.float32)
         in_loss = np.array(

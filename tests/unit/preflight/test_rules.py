@@ -21,7 +21,7 @@ import megatron_grpo
 from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.config.compose import compose_typed
 from megatron_grpo.config.keys import find_key, is_section, read_keys
-from megatron_grpo.config.loop_schema import SampledLoopConfig
+from megatron_grpo.config.loop_schema import GRPOConfig, SampledLoopConfig
 from megatron_grpo.config.schema import Config, LossConfig
 from megatron_grpo.losses.loss import GlobalCounts, make_loss
 from megatron_grpo.preflight.config_checks import find_problems
@@ -156,6 +156,11 @@ def is_read(key: str, config: Config, changed: Config, folder: Path) -> bool:
         )
     if name == config.training_loop.passes_name and not config.method.rows:
         return changed.passes_per_step != config.passes_per_step
+    # The function of the advantages gets its keys by the names of its parameters (test_formulas.py).
+    loop = config.training_loop
+    entry = loop.adv_estimator.entry if isinstance(loop, GRPOConfig) else None
+    if entry is not None and name.rpartition(".")[2] in entry.reads:
+        return True
     own_names = type(config.training_loop).__dataclass_fields__.keys() - SampledLoopConfig.__dataclass_fields__.keys()
     is_own = name.partition(".")[0] in own_names
     return key in list_read_keys(changed, folder) or (not is_own and name.rpartition(".")[2] in list_attributes())

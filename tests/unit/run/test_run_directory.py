@@ -54,7 +54,8 @@ def test_a_folder_of_an_earlier_version_goes_on(
     recorded = yaml.safe_load(file.read_text())
     foreign_loops = {"grpo", "ppo", "sft", "dpo", "reward_model"} - {algorithm}
     assert foreign_loops.isdisjoint(recorded)
-    assert set(values) - set(recorded) == foreign_loops | (set() if algorithm == "ppo" else {"value", "value_loss_fn"})
+    of_value = set() if algorithm == "ppo" else {"value", "value_loss_fn"}
+    assert set(values) - set(recorded) == foreign_loops | of_value | {"distillation", "teacher", "teachers"}
     assert load_run_config(tmp_path, [], is_trusted=True) == changed
 
 
