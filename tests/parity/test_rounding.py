@@ -143,7 +143,7 @@ def test_missing_and_infinite_results_fail(tmp_path: Path) -> None:
     truth = compute_truth(folder, BATCH)
     logprobs = dict(enumerate(truth.logprobs.float().split(BATCH.lengths)))
     gradients = {name: tensor.float() for name, tensor in truth.gradients.items()}
-    exact = RankResults(logprobs=logprobs, weights=truth.weights, gradients=gradients, losses=[0.0])
+    exact = RankResults(logprobs=logprobs, weights=truth.weights, gradients=gradients, losses=[truth.loss])
     assert compare_layout("tp1", True, [exact], truth, BATCH, None).passed
     lacking = replace(exact, gradients={name: value for name, value in gradients.items() if "norm" not in name})
     assert not compare_layout("tp1", True, [lacking], truth, BATCH, None).passed
