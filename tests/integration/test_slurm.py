@@ -153,7 +153,7 @@ def test_a_cancelled_job_leaves_nothing_behind(slurm: Slurm, tmp_path: Path) -> 
 
 def test_a_mistake_ends_the_job_with_the_message(slurm: Slurm, tmp_path: Path) -> None:
     job = submit(slurm, tmp_path, "+exp=quickstart", "grpo.max_num_step=2")
-    state = slurm.wait(job, 120)
+    state = slurm.wait(job, 300)
     output = (tmp_path / f"slurm-{job}.out").read_text()
     assert state == "FAILED"
     assert "did you mean grpo.max_num_steps?" in output
