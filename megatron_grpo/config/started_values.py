@@ -69,7 +69,8 @@ def find_untrusted_values(
             "or this key yourself",
         )
         for started in list_started_values(config)
-        if started.key.startswith(tuple(sections))
+        # Every command asks the algorithm, of the user's own folder too, what a run has.
+        if started.key.startswith(("algorithm", *sections))
         and not any(started.path[: len(key)] == key for key in command_line_keys)
     ]
 

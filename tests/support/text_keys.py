@@ -12,8 +12,15 @@ from megatron_grpo.run.directory import override_values
 
 def can_hold_text(key: str) -> bool:
     kinds = read_keys()[key].type.removeprefix("list of ").split(" or ")
-    plain = re.compile(r"int\b.*|float\b.*|null|true|false|one of .*|module\.function|0 \(greedy\)|-1")
+    if names_code(key):
+        return True
+    plain = re.compile(r"int\b.*|float\b.*|null|true|false|one of .*|0 \(greedy\)|-1")
     return read_keys()[key].type == FREE_TYPE or not all(map(plain.fullmatch, kinds))
+
+
+def names_code(key: str) -> bool:
+    """True if a key takes an import path beside names that are built in."""
+    return "module" in read_keys()[key].type
 
 
 def fit_text(kind: str, text: str) -> Any:
@@ -30,4 +37,6 @@ def name_key(key: str) -> str:
 
 def set_key(key: str, value: Any) -> Config:
     """The default configuration with one more value."""
+    if key == "algorithm":  # which no command exchanges in a recorded configuration
+        return Config(algorithm=value)
     return override_values(asdict(Config()), [f"{name_key(key)}={json.dumps(value)}"], "file", is_trusted=True)

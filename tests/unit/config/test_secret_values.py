@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sys
@@ -17,6 +18,7 @@ import yaml
 
 from megatron_grpo import command, doctor, evaluate, export, replay
 from megatron_grpo.cluster.process_log import RecordFormatter
+from megatron_grpo.config.conversion import convert_values
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.hiding import hide_secrets
 from megatron_grpo.config.keys import build_values, read_keys
@@ -26,7 +28,7 @@ from megatron_grpo.observability.page.write import render_report
 from megatron_grpo.observability.trackers import MlflowTracker, SwanlabTracker, TensorBoardTracker, WandbTracker
 from megatron_grpo.preflight import load
 from megatron_grpo.run.directory import override_values
-from tests.support.text_keys import can_hold_text, fit_text, name_key
+from tests.support.text_keys import can_hold_text, fit_text, name_key, names_code
 
 SECRET = "s3cr3tvalue"
 ADDRESSES = [
@@ -42,7 +44,7 @@ PROSE = {
     *("generation.structured.choice", "generation.structured.regex", "generation.structured.json_schema"),
 }
 """Keys with texts that the model reads or writes, which may speak of addresses."""
-TEXTS = {key: read_keys()[key].type for key in filter(can_hold_text, read_keys())}
+TEXTS = {key: read_keys()[key].type for key in filter(can_hold_text, read_keys()) if not names_code(key)}
 OPTIONS = {
     "env.judge.options.url": "{}",
     "env.openenv.options.url": "{}",
@@ -75,6 +77,17 @@ def test_every_text_with_a_secret_is_refused_and_hidden(text: str) -> None:
             assert SECRET not in problem.subject + problem.text
         missed += [] if problems else [name]
     assert set(missed) == {name_key(key) for key in PROSE}
+
+
+@pytest.mark.parametrize("key", filter(names_code, read_keys()))
+@pytest.mark.parametrize("text", [*ADDRESSES, *TOKENS])
+def test_an_import_path_holds_no_secret(key: str, text: str) -> None:
+    values: dict[str, Any] = build_values(Config())
+    *sections, last = key.split(".")
+    functools.reduce(dict.__getitem__, sections, values)[last] = text
+    _, (problem,) = convert_values(values, "grpo")
+    assert problem.key == key
+    assert SECRET not in str(problem)
 
 
 @pytest.fixture

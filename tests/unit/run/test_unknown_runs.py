@@ -18,6 +18,9 @@ EVIL = f"open({MARK!r}, 'w')\ndef act(**columns): ...\n"
 SHELL = ["/bin/sh", "-c", f"id > {MARK}; exit 1"]
 RUN = "attacker"
 STARTED = {
+    "algorithm": "evil:act",
+    "loss_fn.objective": "evil.act",
+    "grpo.adv_estimator.name": "evil.act",
     "data.processor": "evil.act",
     "data.chat_template": "evil.jinja",
     "policy.megatron": {"fp8_quantizer_factory": "evil.act"},
@@ -65,17 +68,17 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], list[str], set[str]]] 
     "evaluate": (
         evaluate.main,
         [f"checkpoint={RUN}/checkpoints/step_1", "output=out"],
-        {key for key in STARTED if not key.startswith("logger.")},
+        {key for key in STARTED if not key.startswith(("logger.", "loss_fn.", "grpo."))},
     ),
     "doctor": (
         doctor.main,
         [RUN],
-        {"data.processor", "data.chat_template", "policy.megatron", "generation.engine_args"},
+        {"algorithm", "data.processor", "data.chat_template", "policy.megatron", "generation.engine_args"},
     ),
-    "replay": (replay.main, [RUN, "step=1"], {"policy.megatron"}),
+    "replay": (replay.main, [RUN, "step=1"], {"algorithm", "loss_fn.objective", "policy.megatron"}),
     "train": (command.main, [f"run_dir={RUN}"], set(STARTED)),
     "check": (command.main, [f"run_dir={RUN}", "--check"], set(STARTED)),
-    "plan": (plan.main, ["calibrate", RUN], {"policy.megatron", "generation.engine_args"}),
+    "plan": (plan.main, ["calibrate", RUN], {"algorithm", "policy.megatron", "generation.engine_args"}),
 }
 
 
