@@ -151,7 +151,8 @@ def _fit_profile(words: Sequence[str], file: Path | None) -> int:
     for override in overrides:
         if override.partition("=")[0] not in ("cluster.gpu", "policy.model.path"):
             raise ValueError(f"{override}: calibrate takes cluster.gpu, policy.model.path and trust_run")
-    config = load_run_config(run_dir, overrides, is_trusted=is_trusted, sections=("policy.", "generation.engine_args."))
+    sections = ("policy.", "loss_fn.", "generation.engine_args.")  # what a dry run imports
+    config = load_run_config(run_dir, overrides, is_trusted=is_trusted, sections=sections)
     # With the lengths that the run recorded, plan and run differ by the profile alone.
     config.plan.lengths_from = str(run_dir)
     shape, path = find_model_shape(config), config.policy.model.path

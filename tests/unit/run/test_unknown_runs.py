@@ -78,7 +78,11 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], list[str], set[str]]] 
     "replay": (replay.main, [RUN, "step=1"], {"algorithm", "loss_fn.objective", "policy.megatron"}),
     "train": (command.main, [f"run_dir={RUN}"], set(STARTED)),
     "check": (command.main, [f"run_dir={RUN}", "--check"], set(STARTED)),
-    "plan": (plan.main, ["calibrate", RUN], {"algorithm", "policy.megatron", "generation.engine_args"}),
+    "plan": (
+        plan.main,
+        ["calibrate", RUN],
+        {"algorithm", "loss_fn.objective", "policy.megatron", "generation.engine_args"},
+    ),
 }
 
 
