@@ -27,7 +27,7 @@ def describe_run(run_dir: Path) -> str:
 
 
 def take_picture(run_dir: Path) -> None:
-    """Store the curves with what they are of, in the file and in the README."""
+    """Store the curves; picture and README say which run they show."""
     information, text = PngInfo(), describe_run(run_dir)
     information.add_text("Title", text)
     with Image.open(run_dir / "curves.png") as picture:

@@ -20,7 +20,7 @@ OF_GPUS = re.compile(
     r"|\b(?:has|have) run\b[^.|:]{0,30}|\bran )\bon (?:a |an |any |one )?(?:GPUs?|H100|H200)\b",
     flags=re.IGNORECASE,
 )
-"""Sentences that say what has run on GPUs, or has not."""
+"""Sentences about runs on GPUs, which stand in docs/gpu.md alone."""
 UNQUOTED = re.compile(r"(?:^|\s)[\w.+~]*=?[^\s'\"]*[\[*?]|\s~\w")
 """What zsh takes for a pattern or a home outside of quotes."""
 

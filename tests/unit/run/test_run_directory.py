@@ -38,7 +38,7 @@ def test_what_a_run_was_started_with_and_what_changed_since(tmp_path: Path) -> N
 def test_a_folder_of_an_earlier_version_goes_on(
     algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its config.yaml has the sections of all algorithms; the run has those of its own, and the same settings."""
+    """An old config.yaml with the sections of all algorithms is read with equal settings."""
     monkeypatch.setenv("HOME", "/home/user")
     arguments, values = RECORDED[algorithm]["arguments"], RECORDED[algorithm]["config"]
     file, config = tmp_path / "config.yaml", compose_config(arguments)

@@ -43,7 +43,7 @@ from tests.support.refit_models import DENSE as DENSE_CONFIG
 def test_beside_each_other_nothing_comes_from_further_than_it_must(
     training: dict[str, int], generation: dict[str, int]
 ) -> None:
-    """Rank n of policy and engines share a device: what it has is not sent by another."""
+    """An engine rank keeps weights that the policy rank on its device holds; no other rank sends them."""
     shape = parse_model_shape(DENSE)
     sources = split_policy(ParallelConfig(**training), shape)
     engine = table_boxes(GenerationParallelConfig(**generation), shape)
