@@ -200,15 +200,16 @@ def is_algorithm_name(name: str) -> bool:
     return name in ALGORITHMS or re.fullmatch(r"\w+(\.\w+)*[:.]\w+", name) is not None
 
 
-def find_algorithm(name: str) -> Algorithm:
+def find_algorithm(name: str, run_dir: str | None = None) -> Algorithm:
     """Find an algorithm by its name, or import it by its path.
 
-    ValueError: it cannot be imported, or is no `Algorithm`; the text continues a message of the setting.
+    `run_dir` is the folder of a trusted run, whose code may have the module. ValueError: it cannot be imported, or is
+    no `Algorithm`; the text continues a message of the setting.
     """
     algorithm = ALGORITHMS.get(name) or _IMPORTED.get(name)
     if algorithm is None:
         module, _, attribute = re.sub(r"\.(\w+)$", r":\1", name).partition(":")
-        make_importable(list_import_folders())
+        make_importable(list_import_folders(run_dir, [module]))
         algorithm = import_object(module, attribute)
         if not isinstance(algorithm, Algorithm):
             raise ValueError("is not a megatron_grpo.config.algorithms.Algorithm")

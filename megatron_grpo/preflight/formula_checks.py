@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from megatron_grpo.config.errors import Problem, RunError
 from megatron_grpo.config.formulas import ADVANTAGES, OBJECTIVES
 from megatron_grpo.config.keys import list_changes
-from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.config.schema import Config, GRPOConfig
+from megatron_grpo.config.started_values import list_code_folders
 from megatron_grpo.losses.named_formula import NamedFormula
 
 
@@ -30,7 +30,7 @@ def _find_objective_problems(config: Config) -> Iterator[Problem]:
 
     subject = f"loss_fn.objective={config.loss_fn.objective}"
     try:
-        objective = make_objective(config.loss_fn, list_import_folders(config.run_dir))
+        objective = make_objective(config.loss_fn, list_code_folders(config))
     except RunError as error:
         yield Problem(subject, str(error))
         return
@@ -46,7 +46,7 @@ def _find_estimator_problems(config: Config, loop: GRPOConfig) -> Iterator[Probl
 
     subject = f"grpo.adv_estimator.name={loop.adv_estimator.name}"
     try:
-        estimator = make_estimator(loop, list_import_folders(config.run_dir))
+        estimator = make_estimator(loop, list_code_folders(config))
     except RunError as error:
         yield Problem(subject, str(error))
         return
