@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -40,6 +39,7 @@ from megatron_grpo.prepare.models import prepare
 from megatron_grpo.rollouts.engine_replacer import RestoreEngines, refuse_to_restore
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.checkpoint_files import STATE_FILE, CheckpointError, read_loader_state, read_state
+from megatron_grpo.run.checkpoints import read_by_ranks
 from megatron_grpo.run.directory import ENGINES_FILE, POLICY_FOLDER, VALUE_FOLDER, record_start
 from megatron_grpo.run.exports import export_checkpoint_model
 from megatron_grpo.run.launch import Models, restore_from_folder, start_engines, start_models, start_rollouts
@@ -178,17 +178,17 @@ class _Progress:
 
 def _resume(config: Config, startup: Startup, models: Models, loader: BatchLoader) -> _Progress:
     """Load the checkpoint to start from, if there is one, into models and loader."""
-    if not startup.start_from.done():
-        text = "waiting until all files of the checkpoint to start from are read and verified"
-        print(text, file=sys.stderr, flush=True)
     path, progress = startup.start_from.result(), _Progress()
+    by_folder = {POLICY_FOLDER: models.policy} | ({} if models.value is None else {VALUE_FOLDER: models.value})
+    if path is not None:
+        # Only now can ranks read what they will load; in damaged checkpoints they find what the driver did not.
+        path = startup.checkpointer.find_start(read_contents=read_by_ranks(by_folder))
     startup.checkpointer.remove_leftovers()
     if path is not None:
         progress = _read_progress(config, path)
         loader.load_state_dict(read_loader_state(path))
-        models.policy.load_checkpoint(str(path / POLICY_FOLDER))
-        if models.value is not None:
-            models.value.load_checkpoint(str(path / VALUE_FOLDER))
+        for name, model in by_folder.items():
+            model.load_checkpoint(str(path / name))
     if isinstance(loader, RecordedSteps):
         loader.require_start(progress.state["total_steps"] + 1)
     return progress

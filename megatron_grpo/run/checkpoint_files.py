@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
@@ -19,14 +19,13 @@ from xxhash import xxh3_128
 
 from megatron_grpo.config.errors import RunError, select_first_line, to_text
 from megatron_grpo.config.outside_files import parse_file_json, read_bytes, require_regular
+from megatron_grpo.observability.file_digests import CHECKSUM_KEY, FileRecord, FileRecords, IsCancelled, record_file
 from megatron_grpo.observability.run_files import sync, write_atomically, write_text
 from megatron_grpo.run.directory import POLICY_FOLDER
 
 MANIFEST_FILE = "manifest.json"
 _FORMAT = 1
-CHECKSUM_KEY = "xxh3_128"  # the hash is fast and detects accidents; it does not protect against forgery
 _CHECKSUM_LINE = re.compile(rb'\{"xxh3_128": "([0-9a-f]{32})",\n')
-_READ_BYTES = 8 * 2**20
 _THREADS = 8  # one thread hashes faster than a local disk reads, but network file systems need many readers
 
 STATE_FILE = "state.json"
@@ -35,8 +34,10 @@ LOADER_FILE = "dataloader.pt"
 _MODEL_FILES = (".metadata", "common.pt", "metadata.json")
 
 T = TypeVar("T")
-FileRecord = dict[str, int | str]  # size and digest of a file: "bytes" and CHECKSUM_KEY
-IsCancelled = Callable[[], bool]  # true: stop reading, because the result is no longer needed
+
+
+ReadContents = Callable[[Path, Mapping[Path, FileRecord]], Mapping[Path, FileRecord]]
+"""Given a checkpoint and its manifest's records, returns records of (some of) the files as they are now."""
 
 
 class CheckpointError(RunError):
@@ -84,15 +85,8 @@ def _describe_damage(path: Path) -> str:
 
 
 def _make_record(path: Path, is_cancelled: IsCancelled) -> FileRecord:
-    digest, size = xxh3_128(), 0
-    buffer = memoryview(bytearray(_READ_BYTES))
-    with missing_file_errors(path), path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            if is_cancelled():
-                raise CancelledError
-            digest.update(buffer[:count])
-            size += count
-    return {"bytes": size, CHECKSUM_KEY: digest.hexdigest()}
+    with missing_file_errors(path):
+        return record_file(path, is_cancelled)
 
 
 def _map_in_threads(function: Callable[[Path, IsCancelled], T], paths: Sequence[Path], stop: Event) -> list[T]:
@@ -108,21 +102,37 @@ def _map_in_threads(function: Callable[[Path, IsCancelled], T], paths: Sequence[
         pool.shutdown(cancel_futures=True)
 
 
-def write_driver_files(folder: Path, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> None:
+def write_driver_files(
+    folder: Path,
+    step: int,
+    state: Mapping[str, Any],
+    loader_state: Mapping[str, Any],
+    written: FileRecords | None = None,
+) -> None:
     """Add the driver's files to those of the models, and sync all.
 
-    `folder`: the checkpoint, perhaps under a temporary name; `step`: training steps before it; `state`: progress
-    ("save_state"), metrics and the rest that the driver needs to continue (JSON).
+    Args:
+        folder: the checkpoint, perhaps under a temporary name.
+        step: training steps before it.
+        state: progress ("save_state"), metrics and the rest that the driver needs to continue (JSON).
+        loader_state: that of the training data.
+        written: records by the ranks of the files that they wrote and synced; this process reads the others.
+
+    CheckpointError: this process does not see a file of the ranks, or sees another size.
     """
     import torch  # imported here: a command that only verifies a checkpoint starts at once
 
     torch.save(dict(loader_state), folder / LOADER_FILE)
     write_with_checksum(folder / STATE_FILE, state)
+    expected = {folder / name: record for name, record in (written or {}).items()}
+    _require_sizes(expected)
     paths = sorted(folder.rglob("*"))
     # The state has its own digest instead of one in the manifest, so that it can be replaced without a new manifest.
     files = [path for path in paths if path.is_file() and path != folder / STATE_FILE]
 
     def sync_and_record(path: Path, is_cancelled: IsCancelled) -> FileRecord:
+        if path in expected:
+            return expected[path]
         sync(path)
         return _make_record(path, is_cancelled)
 
@@ -134,6 +144,16 @@ def write_driver_files(folder: Path, step: int, state: Mapping[str, Any], loader
     write_with_checksum(folder / MANIFEST_FILE, {"format": _FORMAT, "step": step, "files": by_name})
 
 
+def _require_sizes(expected: Mapping[Path, FileRecord]) -> None:
+    """Require that files have the sizes that were written, without reading them."""
+    for path, record in expected.items():
+        with missing_file_errors(path):
+            require_regular(path)
+            size = path.stat().st_size
+        if size != record["bytes"]:
+            raise CheckpointError(f"{path} is damaged: it has {size} bytes, and {record['bytes']} were written")
+
+
 def replace_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Atomically replace the driver's state in a checkpoint."""
     if (folder / MANIFEST_FILE).exists():
@@ -142,10 +162,11 @@ def replace_state(folder: Path, state: Mapping[str, Any]) -> None:
         write_text(folder / STATE_FILE, json.dumps(dict(state)))
 
 
-def verify_checkpoint(folder: Path, stop: Event | None = None) -> str | None:
-    """Read all files of a checkpoint and compare them with its manifest.
+def verify_checkpoint(folder: Path, stop: Event | None = None, read_contents: ReadContents | None = None) -> str | None:
+    """Compare all files of a checkpoint with its manifest.
 
     Returns a remark for the user about an intact checkpoint, or None. Setting `stop` raises CancelledError early.
+    `read_contents` computes the digests of files elsewhere, for example on the ranks; None: this process reads all.
 
     Raises:
         CheckpointError: a file is missing or damaged; the message names it.
@@ -156,23 +177,25 @@ def verify_checkpoint(folder: Path, stop: Event | None = None) -> str | None:
         return _verify_without_manifest(folder)
     step, expected = _read_manifest(folder)
     # Sizes first: reading them costs nothing, and finds most interrupted copies.
-    for path, record in expected.items():
-        with missing_file_errors(path):
-            require_regular(path)
-            size = path.stat().st_size
-        if size != record["bytes"]:
-            raise CheckpointError(f"{path} is damaged: it has {size} bytes, and {record['bytes']} were written")
+    _require_sizes(expected)
     recorded_step = read_state(folder)["save_state"]["total_steps"]
     if recorded_step != step:
         text = f"is that of another checkpoint: of step {recorded_step}, not {step}"
         raise CheckpointError(f"{folder / STATE_FILE} {text}")
+    elsewhere = {} if read_contents is None else read_contents(folder, expected)
 
     def compare(path: Path, is_cancelled: IsCancelled) -> None:
-        if _make_record(path, is_cancelled) != expected[path]:
+        record = elsewhere[path] if path in elsewhere else _make_record(path, is_cancelled)
+        if record != expected[path]:
             raise CheckpointError(_describe_damage(path))
 
     _map_in_threads(compare, list(expected), stop or Event())
     return None
+
+
+def leave_models_unread(folder: Path, expected: Mapping[Path, FileRecord]) -> Mapping[Path, FileRecord]:
+    """Trust the manifest about files of models, which ranks will read."""
+    return {path: record for path, record in expected.items() if path.parent != folder}
 
 
 def _read_manifest(folder: Path) -> tuple[int, dict[Path, FileRecord]]:

@@ -9,9 +9,8 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from megatron_grpo.config.conversion import convert_values
 from megatron_grpo.config.errors import ConfigError, ModelLostError, Problem, RunError
 from megatron_grpo.config.schema import CheckpointingConfig, Config, LoraConfig
 from megatron_grpo.data.identity import find_training_difference, identify, read_identity
+from megatron_grpo.observability.file_digests import FileRecord, FileRecords
 from megatron_grpo.observability.run_files import VALIDATION_FILE, read_metrics, read_steps, sync
 from megatron_grpo.run import checkpoint_files as files
 from megatron_grpo.run.directory import CONFIG_FILE, DATA_FILE, VALUE_FOLDER, read_config_file
@@ -41,10 +41,14 @@ class PendingSave:
     folder: Path
     state: Mapping[str, Any]
     loader_state: Mapping[str, Any]
-    writers: Sequence[ModelRanks]  # models whose ranks write in the background
+    writers: Mapping[str, ModelRanks]  # models whose ranks write in the background, by folder
     began: float  # time.monotonic() when the save began
-    driver_files: Future[None] | None = None
-    """The thread of `write_driver_files`; None: it has not begun, because ranks are, or may be, still writing."""
+    records: dict[str, FileRecord] = field(default_factory=dict)
+    """Of the files that ranks have written, by their path in the checkpoint."""
+
+    def add(self, name: str, records: FileRecords) -> None:
+        """Add the records of a model's folder."""
+        self.records |= {f"{name}/{file}": record for file, record in records.items()}
 
 
 class Checkpointer:
@@ -62,10 +66,11 @@ class Checkpointer:
         self.note: Callable[[str], None] = lambda text: None  # takes messages for the user about saved checkpoints
         self.pending: PendingSave | None = None
 
-    def find_start(self, stop: Event | None = None) -> Path | None:
+    def find_start(self, stop: Event | None = None, read_contents: files.ReadContents | None = None) -> Path | None:
         """Find the checkpoint to start from (checkpointing.resume), and verify its files.
 
-        Damaged checkpoints are renamed (set aside), and standard error says which and why.
+        `stop` and `read_contents` are those of `verify_checkpoint`. Damaged checkpoints are renamed (set aside), and
+        standard error says which and why.
 
         Raises:
             ConfigError: the named folder is not an intact checkpoint, no checkpoint of the run directory is intact, or
@@ -77,10 +82,10 @@ class Checkpointer:
         is_foreign = path is not None and path.parent != self.folder.resolve()
         # A run that began with another run's checkpoint goes on from its own: a job queued again has the same command.
         if resume == "auto" or (is_foreign and (steps or self._list_set_aside())):
-            return self._find_newest_intact(stop)
+            return self._find_newest_intact(stop, read_contents)
         start_step = 0
         if path is not None:
-            self._require_intact(path, stop)
+            self._require_intact(path, stop, read_contents)
             start_step = 0 if is_foreign else files.read_state(path)["save_state"]["total_steps"]
         if steps and steps[-1] > start_step:
             later = f"{self.folder} has later checkpoints, up to step {steps[-1]}"
@@ -123,27 +128,15 @@ class Checkpointer:
         with self._writing(step, folder):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
+            pending = PendingSave(step, folder, state, loader_state, models if background else {}, began)
             for name, model in models.items():
                 (folder / name).mkdir()
-                model.save_checkpoint(str(folder / name), background=background)
-        writers = list(models.values()) if background else []
-        self.pending = PendingSave(step, folder, state, loader_state, writers, began)
+                pending.add(name, model.save_checkpoint(str(folder / name), background=background))
+        self.pending = pending
 
     def advance(self) -> None:
-        """Advance the pending checkpoint as far as possible without waiting."""
-        pending = self.pending
-        if pending is None:
-            return
-        if pending.driver_files is None:
-            if all(model.is_checkpoint_written() for model in pending.writers):
-                with self._writing(pending.step, pending.folder):
-                    for model in pending.writers:
-                        model.finish_checkpoint()
-                pool = ThreadPoolExecutor(1, "checkpoint-digests")
-                arguments = (pending.folder, pending.step, pending.state, pending.loader_state)
-                pending.driver_files = pool.submit(files.write_driver_files, *arguments)
-                pool.shutdown(wait=False)
-        elif pending.driver_files.done():
+        """Complete the pending checkpoint if its ranks have written."""
+        if self.pending is not None and all(model.is_checkpoint_written() for model in self.pending.writers.values()):
             self.finish()
 
     def finish(self) -> None:
@@ -155,12 +148,9 @@ class Checkpointer:
         if pending is None:
             return
         with self._writing(pending.step, pending.folder):
-            if pending.driver_files is None:
-                for model in pending.writers:
-                    model.finish_checkpoint()
-                files.write_driver_files(pending.folder, pending.step, pending.state, pending.loader_state)
-            else:
-                pending.driver_files.result()
+            for name, model in pending.writers.items():
+                pending.add(name, model.finish_checkpoint())
+            files.write_driver_files(pending.folder, pending.step, pending.state, pending.loader_state, pending.records)
             self._remove(pending.step)
             pending.folder.rename(self.locate(pending.step))
             sync(self.folder)
@@ -199,12 +189,12 @@ class Checkpointer:
             for path in self.folder.glob(pattern):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _find_newest_intact(self, stop: Event | None) -> Path | None:
+    def _find_newest_intact(self, stop: Event | None, read_contents: files.ReadContents | None) -> Path | None:
         """Find the newest intact checkpoint, and set later ones aside; None: there are none."""
         damaged: dict[int, files.CheckpointError] = {}
         for step in reversed(self.list_steps()):
             try:
-                remark = files.verify_checkpoint(self.locate(step), stop)
+                remark = files.verify_checkpoint(self.locate(step), stop, read_contents)
             except files.CheckpointError as error:
                 damaged[step] = error
                 continue
@@ -227,12 +217,12 @@ class Checkpointer:
         text = f"finds no intact checkpoint in {self.folder}, and will not begin anew over what this run has written"
         raise self._make_refusal(f"{text}: {'; '.join(faults)}. Put intact files back, or begin in another run_dir")
 
-    def _require_intact(self, path: Path, stop: Event | None) -> None:
+    def _require_intact(self, path: Path, stop: Event | None, read_contents: files.ReadContents | None) -> None:
         """Check the checkpoint that checkpointing.resume names."""
         try:
             if not (path / files.STATE_FILE).is_file() and not (path / files.MANIFEST_FILE).is_file():
                 raise self._make_refusal(f"is not a checkpoint: it has no {files.STATE_FILE}")
-            remark = files.verify_checkpoint(path, stop)
+            remark = files.verify_checkpoint(path, stop, read_contents)
         except files.CheckpointError as error:
             raise self._make_refusal(f"cannot be started from: {error}; name another checkpoint") from None
         except OSError as error:
@@ -293,13 +283,19 @@ def _print_warning(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # flushed, so that a start that fails later does not rename in silence
 
 
-def find_start_checkpoint(checkpointer: Checkpointer, config: Config, stop: Event | None = None) -> Path | None:
+def find_start_checkpoint(
+    checkpointer: Checkpointer,
+    config: Config,
+    stop: Event | None = None,
+    read_contents: files.ReadContents | None = None,
+) -> Path | None:
     """Find the checkpoint to start from, and check it against the run.
 
-    Raises ConfigError if checkpointing.resume selects no usable checkpoint, one without the value model of PPO, or one
-    of a run with other adapters or data, and RunError if a file cannot be read.
+    `stop` and `read_contents` are those of `verify_checkpoint`. Raises ConfigError if checkpointing.resume selects
+    no usable checkpoint, one without the value model of PPO, or one of a run with other adapters or data, and
+    RunError if a file cannot be read.
     """
-    path, subject = checkpointer.find_start(stop), f"checkpointing.resume={config.checkpointing.resume}"
+    path, subject = checkpointer.find_start(stop, read_contents), f"checkpointing.resume={config.checkpointing.resume}"
     if path is None:
         return None
     if config.value_model is not None and not (path / VALUE_FOLDER).is_dir():
@@ -325,6 +321,23 @@ def find_start_checkpoint(checkpointer: Checkpointer, config: Config, stop: Even
         raise ConfigError([Problem(subject, f"{text} (python -m megatron_grpo.export) and give policy.model.path")])
     _require_figures(checkpointer.folder.parent, subject)
     return path
+
+
+def read_by_ranks(models: Mapping[str, ModelRanks]) -> files.ReadContents:
+    """Make a reader that lets ranks read what they will load.
+
+    `models`: by their folder in a checkpoint.
+    """
+
+    def read(folder: Path, expected: Mapping[Path, FileRecord]) -> Mapping[Path, FileRecord]:
+        contents: dict[Path, FileRecord] = {}
+        for name, model in models.items():
+            paths = sorted(path for path in expected if path.parent == folder / name)
+            records = model.record_files(str(folder / name), [path.name for path in paths])
+            contents |= {path: records[path.name] for path in paths}
+        return contents
+
+    return read
 
 
 def _require_figures(run_dir: Path, subject: str) -> None:

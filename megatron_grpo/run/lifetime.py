@@ -27,6 +27,7 @@ from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.schema import Config
 from megatron_grpo.observability.run_files import SUMMARY_FILE
 from megatron_grpo.observability.summary import RunEnd, make_killed_run_command, write_summary
+from megatron_grpo.run.checkpoint_files import leave_models_unread
 from megatron_grpo.run.checkpoints import Checkpointer, find_start_checkpoint
 from megatron_grpo.run.directory import CONFIG_FILE, compare_with_last_start, lock_run_directory
 from megatron_grpo.run.user_objects import UserObjects
@@ -71,7 +72,7 @@ class Startup:
 
     run_dir: Path
     checkpointer: Checkpointer
-    start_from: Future[Path | None]  # the checkpoint to start from, when it is verified; None: the run begins anew
+    start_from: Future[Path | None]  # the checkpoint to start from, not yet read by ranks; None: the run begins anew
     changes: list[str]  # differences from the configuration of the previous start in this folder, a line each
     cluster: RayCluster
     user_objects: UserObjects
@@ -119,7 +120,8 @@ def open_run(config: Config, user_objects: UserObjects | None = None, began: flo
         changes = compare_with_last_start(run_dir, config)
         is_one_machine = config.cluster.ray_address is None
         stack.enter_context(driver_log(run_dir, config.logger.level, one_machine=is_one_machine))
-        search = stack.enter_context(in_background(lambda stop: find_start_checkpoint(checkpointer, config, stop)))
+        find_start = partial(find_start_checkpoint, checkpointer, config, read_contents=leave_models_unread)
+        search = stack.enter_context(in_background(find_start))
         cluster = RayCluster(config.cluster)
         samples, report = config.samples_per_step, config.logger.report
         summary = partial(write_summary, run_dir, samples_per_step=samples)

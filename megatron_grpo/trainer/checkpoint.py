@@ -7,8 +7,11 @@ import pickle
 import queue
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +26,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoraConfig
 from megatron_grpo.models.hf_weights import is_adapter_parameter
+from megatron_grpo.observability.file_digests import FileRecord, FileRecords, record_file
+from megatron_grpo.observability.run_files import sync
 from megatron_grpo.platform.device import detect_platform, environment
 from megatron_grpo.trainer.plain_pickles import check_layer_state, describe_refusal, open_checkpoint
 
@@ -79,6 +85,37 @@ class ResultsFile:
                 raise queue.Empty from None
 
 
+@dataclass(frozen=True, slots=True)
+class _PendingWrite:
+    folder: str
+    completions: Sequence[Callable[[], None]]
+    """Collective calls that complete the checkpoint when all ranks have written."""
+    records: ResultsFile  # of the files that this rank wrote
+
+
+def _write_and_record(write: Callable[..., None], records: ResultsFile, rank: int, buckets: Any, results: Any) -> None:
+    """Write this rank's files and compute their digests.
+
+    They are read back at once, while the system has them in memory.
+    """
+    write(rank, buckets, results)
+    paths = [
+        path for bucket in buckets if (path := Path(bucket[0])).exists()
+    ]  # `results` tells why one was not written
+    with ThreadPoolExecutor(len(buckets)) as pool:
+        records.put(dict(zip((path.name for path in paths), pool.map(record_file, paths), strict=True)))
+
+
+def _take_records(folder: str, records: ResultsFile) -> FileRecords:
+    """Take the records of a rank's files; the first rank adds metadata."""
+    by_name: dict[str, FileRecord] = records.get_nowait()
+    if dist.get_rank() == 0:
+        for path in (path for path in Path(folder).iterdir() if path.suffix != DEFAULT_SUFFIX):
+            sync(path)
+            by_name[path.name] = record_file(path)
+    return by_name
+
+
 # Optimizer state is stored per parameter, in the parameter's own shape, so that another layout can load it. With this
 # value Megatron-Core calls the methods of its optimizer that `trainer.optimizer.replace_state_methods` replaces.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -89,12 +126,17 @@ class RankCheckpoint:
 
     def __init__(self, rank: ModelRank) -> None:
         self._rank = rank
-        self._completions: list[Callable[[], None]] | None = None  # calls that complete a checkpoint in the background
+        self._pending: _PendingWrite | None = None  # in the background
         self._writer = TemporalAsyncCaller()
+        # Megatron-Core can compare all ranks' entries, which every rank receives. Their layout never changes.
+        self._is_compared = False
 
-    def save(self, folder: str, background: bool = False) -> None:
-        """Write to an existing, empty folder; in the background `finish` has to follow."""
-        assert self._completions is None, "one checkpoint is written at a time"
+    def save(self, folder: str, background: bool = False) -> FileRecords:
+        """Write to an existing, empty folder; in the background `finish` has to follow.
+
+        Returns records of the files that this rank wrote, by name; in the background `finish` does.
+        """
+        assert self._pending is None, "one checkpoint is written at a time"
         rank = self._rank
         with errors_in_one_line(f"{folder} cannot be written"):
             filesystem_async.get_write_results_queue = ResultsFile
@@ -110,31 +152,50 @@ class RankCheckpoint:
                 state,
                 folder,
                 strategy,
-                async_sharded_save=background,
+                validate_access_integrity=not self._is_compared,
+                async_sharded_save=True,  # it returns calls that write, and that complete the checkpoint
                 content_metadata=dict(_METADATA),
                 async_strategy="mcore",  # Megatron-Core's own writer; the default needs a package for GPUs
             )
-            if request is not None:
-                self._completions = request.finalize_fns
-                # A forked process sees host tensors as they were at the fork. Tensors on a GPU are copied to the host
-                # before it, and the copies are held until the process has ended.
-                self._writer.schedule_async_call(request)
-                if self._writer.process is not None:
-                    logger.info("process %d writes this rank's part of the checkpoint", self._writer.process.pid)
+            self._is_compared = True
+            records = ResultsFile()
+            if request.async_fn is None:  # this rank has nothing to write
+                records.put({})
+            else:
+                request = request._replace(async_fn=partial(_write_and_record, request.async_fn, records))
+            if not background:
+                request.execute_sync()
+                return _take_records(folder, records)
+            self._pending = _PendingWrite(folder, request.finalize_fns, records)
+            # A forked process sees host tensors as they were at the fork. Tensors on a GPU are copied to the host
+            # before it, and the copies are held until the process has ended.
+            self._writer.schedule_async_call(request)
+            if self._writer.process is not None:
+                logger.info("process %d writes this rank's part of the checkpoint", self._writer.process.pid)
+            return {}
 
     def is_written(self) -> bool:
         """True once the background process has ended."""
         return self._writer.process is None or not self._writer.process.is_alive()
 
-    def finish(self) -> None:
-        """Wait until all ranks have written, else raise a RunError; then write the metadata."""
-        assert self._completions is not None, "no checkpoint is written in the background"
-        completions, self._completions = self._completions, None
+    def finish(self) -> FileRecords:
+        """Wait until all ranks have written, else raise a RunError; then write the metadata.
+
+        Returns records of the files that this rank wrote, by name.
+        """
+        assert self._pending is not None, "no checkpoint is written in the background"
+        pending, self._pending = self._pending, None
         with errors_in_one_line("a checkpoint cannot be written"):
             self._writer.close()  # without a deadline: the driver has one, and names the ranks that are overdue
             dist.barrier()
-            for finish in completions:
-                finish()
+            for complete in pending.completions:
+                complete()
+            return _take_records(pending.folder, pending.records)
+
+    def record_files(self, folder: str, names: Sequence[str]) -> FileRecords:
+        """Read this rank's share of files in a folder; returns their records."""
+        with errors_in_one_line(f"{folder} cannot be read"):
+            return {name: record_file(Path(folder, name)) for name in names[dist.get_rank() :: dist.get_world_size()]}
 
     def load(self, folder: str) -> None:
         """Load a folder that `save` wrote; RunError: optimizer.distributed or policy.lora differ."""
@@ -158,7 +219,10 @@ class RankCheckpoint:
             replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
             strategy = fully_parallel.FullyParallelLoadStrategyWrapper(default, replicas)
             weights = {name: state.pop(name) for name in ("model", "reference") if name in state}
-            loaded = dist_checkpointing.load(weights, folder, strategy) | dist_checkpointing.load(state, folder)
+            compare = {"validate_access_integrity": not self._is_compared}
+            loaded = dist_checkpointing.load(weights, folder, strategy, **compare)
+            loaded |= dist_checkpointing.load(state, folder, **compare)
+            self._is_compared = True
             load_weights(rank.chunks, loaded["model"])
             if "reference" in loaded:
                 assert rank.reference is not None

@@ -22,6 +22,7 @@ from megatron_grpo.cluster.actor_calls import Method, call_actor
 from megatron_grpo.cluster.futures import find_lost_calls, gather, join_names
 from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics
+from megatron_grpo.observability.file_digests import FileRecords
 from megatron_grpo.trainer.actor import RankActor
 from megatron_grpo.trainer.messages import ForwardResult, RankReport, RankSettings, RankTrainResult
 from megatron_grpo.trainer.microbatch_schedule import (
@@ -85,6 +86,10 @@ class RefusedStepError(RunError):
     def __init__(self, metrics: Mapping[str, float]) -> None:
         super().__init__(f"token_mult_prob_error is {metrics['token_mult_prob_error']:g}")
         self.metrics = metrics
+
+
+def _join(by_rank: Sequence[FileRecords]) -> FileRecords:
+    return {name: record for records in by_rank for name, record in records.items()}
 
 
 class ModelRanks:
@@ -181,17 +186,29 @@ class ModelRanks:
         """Floating-point operations of a sequence's forward pass."""
         return derive_cost(self.settings.shape)
 
-    def save_checkpoint(self, folder: str, *, background: bool = False) -> None:
-        """Write all state to an empty folder; in the background, `finish_checkpoint` has to follow."""
-        self._ask("save checkpoint", lambda rank: rank.checkpoint.save(folder, background), "checkpoint")
+    def save_checkpoint(self, folder: str, *, background: bool = False) -> FileRecords:
+        """Write all state to an empty folder; returns records of the files, by name.
+
+        In the background, `finish_checkpoint` has to follow, and returns them.
+        """
+        return _join(self._ask("save checkpoint", lambda rank: rank.checkpoint.save(folder, background), "checkpoint"))
 
     def is_checkpoint_written(self) -> bool:
         """True once every rank has written its part."""
         return all(self._ask("check checkpoint", lambda rank: rank.checkpoint.is_written(), "checking the checkpoint"))
 
-    def finish_checkpoint(self) -> None:
-        """Complete a checkpoint in the background, else raise a RunError."""
-        self._ask("finish checkpoint", lambda rank: rank.checkpoint.finish(), "completing a checkpoint")
+    def finish_checkpoint(self) -> FileRecords:
+        """Complete a checkpoint in the background; returns records of its files.
+
+        RunError: it could not be written.
+        """
+        return _join(self._ask("finish checkpoint", lambda rank: rank.checkpoint.finish(), "completing a checkpoint"))
+
+    def record_files(self, folder: str, names: Sequence[str]) -> FileRecords:
+        """Read files in a folder, each on one rank; returns their records."""
+        return _join(
+            self._ask("record files", lambda rank: rank.checkpoint.record_files(folder, names), "reading a checkpoint")
+        )
 
     def load_checkpoint(self, folder: str) -> None:
         """Read what `save_checkpoint` wrote, also in another layout."""

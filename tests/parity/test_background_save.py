@@ -1,6 +1,7 @@
 """Checkpoints that all replicas write, beside training or not; a writer that is killed leaves none."""
 
 import gc
+import os
 import time
 import weakref
 from pathlib import Path
@@ -8,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.observability.file_digests import FileRecords
 from megatron_grpo.trainer.checkpoint import ResultsFile
 from tests.parity.on_rank import expect_close, load_on_rank
 from tests.parity.policy_training import make_engine, train_arguments
@@ -59,6 +62,39 @@ def test_every_replica_writes_its_part_while_training_goes_on(
         actual = merge(run_on_ranks(layout, load_on_rank, model, folder, {}))
         assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
     expect_close(merge(run_on_ranks(Layout(), load_on_rank, model, folder, {})), expected)
+
+
+def record_on_rank(layout: Layout, model: TinyModel, folders: dict[bool, Path]) -> dict[bool, list[FileRecords]]:
+    """A rank's records of what it wrote, in the background or not, and of its share of all files."""
+    engine = make_engine(layout, model)
+    engine.train(*train_arguments(layout))
+    records: dict[bool, list[FileRecords]] = {}
+    for background, folder in folders.items():
+        written = engine.checkpoint.save(str(folder), background=background)
+        if background:
+            assert not written
+            written = engine.checkpoint.finish()
+        torch.distributed.barrier()
+        records[background] = [written, engine.checkpoint.record_files(str(folder), sorted(os.listdir(folder)))]
+    return records
+
+
+def test_ranks_record_what_they_write_and_share_what_is_read(tiny_models: dict[str, TinyModel], tmp_path: Path) -> None:
+    folders = {background: tmp_path / str(background) for background in (False, True)}
+    for folder in folders.values():
+        folder.mkdir()
+    by_rank = run_on_ranks(Layout(data=2), record_on_rank, tiny_models["qwen3_tied"], folders)
+    for background, folder in folders.items():
+        expected = {
+            path.name: {"bytes": path.stat().st_size, "xxh3_128": xxhash.xxh3_128_hexdigest(path.read_bytes())}
+            for path in folder.iterdir()
+        }
+        assert {".metadata", "metadata.json", "__0_0.distcp", "__1_0.distcp"} <= expected.keys()
+        for index in (0, 1):  # written, read
+            first, second = (records[background][index] for records in by_rank)
+            assert not first.keys() & second.keys()
+            assert dict(first) | dict(second) == expected
+        assert all(name.startswith("__1_") for name in by_rank[1][background][0])
 
 
 def copies_on_rank(layout: Layout, model: TinyModel, folder: Path) -> tuple[bool, bool]:

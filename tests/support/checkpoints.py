@@ -14,9 +14,10 @@ MODELS = ("megatron", "megatron_value")
 def fake_models(step: int, *folders: str) -> Any:
     """Models by folder that write some bytes which tell the step."""
 
-    def write(folder: str, background: bool) -> None:
+    def write(folder: str, background: bool) -> dict[str, Any]:
         for name in (".metadata", "common.pt", "metadata.json", "__0_0.distcp"):
             Path(folder, name).write_bytes(f"{name} of step {step}".encode() * 20)
+        return {}
 
     return {folder: SimpleNamespace(save_checkpoint=write) for folder in folders}
 

@@ -61,7 +61,7 @@ class Run:
         self.callbacks = Callbacks()
         self.write: Callable[[Path], None] = lambda _: None
         """What writes the model of a checkpoint into its folder."""
-        model = SimpleNamespace(save_checkpoint=lambda folder, background: self.write(Path(folder)))
+        model = SimpleNamespace(save_checkpoint=lambda folder, background: self.write(Path(folder)) or {})
         self.models: dict[str, Any] = {"megatron": model}
         self.report = StepReport(SOUND, {}, {}, [])
 

@@ -24,7 +24,7 @@ def make_run(folder: Path, steps: list[int]) -> tuple[Run, list[str]]:
     model = SimpleNamespace(
         begin_profile=lambda: run.logged.append("begin"),
         end_profile=lambda where: run.logged.append(f"end in {Path(where).name}"),
-        save_checkpoint=lambda *_, **__: None,
+        save_checkpoint=lambda *_, **__: {},
     )
     run.config.logger.profile_steps = steps
     run.logger.run_dir = folder

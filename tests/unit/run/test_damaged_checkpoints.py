@@ -5,14 +5,16 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import CheckpointingConfig
+from megatron_grpo.observability.file_digests import record_file
 from megatron_grpo.run import checkpoint_files
-from megatron_grpo.run.checkpoint_files import read_with_checksum, write_with_checksum
-from megatron_grpo.run.checkpoints import Checkpointer
+from megatron_grpo.run.checkpoint_files import leave_models_unread, read_with_checksum, write_with_checksum
+from megatron_grpo.run.checkpoints import Checkpointer, read_by_ranks
 from tests.support.checkpoints import save
 from tests.support.damage import DAMAGES, delete, every_kill, files_of, flip
 
@@ -139,11 +141,46 @@ def test_a_later_version_is_not_set_aside(tmp_path: Path) -> None:
     assert names(checkpointer) == ["step_2", "step_4"]
 
 
+class FileReader:
+    """A model whose ranks read files, and that tells which."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def record_files(self, folder: str, names: list[str]) -> dict[str, Any]:
+        self.asked += names
+        return {name: record_file(Path(folder, name)) for name in names}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_ranks_find_in_what_they_load_what_the_driver_left_unread(
+    damage: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpointer = save(tmp_path, 2, 4, 6)
+    damage(checkpointer.locate(6) / "megatron" / "__0_0.distcp")
+    is_seen = checkpointer.find_start(read_contents=leave_models_unread) == checkpointer.locate(4)
+    assert is_seen == (damage.__name__ not in ("flip", "replace_content"))
+    model: Any = FileReader()
+    assert checkpointer.find_start(read_contents=read_by_ranks({"megatron": model})) == checkpointer.locate(4)
+    assert set(model.asked) == {".metadata", "common.pt", "metadata.json", "__0_0.distcp"}
+    assert "__0_0.distcp is" in capsys.readouterr().err
+    assert names(checkpointer) == ["damaged_step_6", "step_2", "step_4"]
+
+
+def test_exchanged_files_are_found_by_ranks(tmp_path: Path) -> None:
+    checkpointer = save(tmp_path, 2, 4)
+    newest, older = (checkpointer.locate(step) / "megatron" / "__0_0.distcp" for step in (4, 2))
+    newest.write_bytes(older.read_bytes())
+    assert checkpointer.find_start(read_contents=leave_models_unread) == checkpointer.locate(4)
+    model: Any = FileReader()
+    assert checkpointer.find_start(read_contents=read_by_ranks({"megatron": model})) == checkpointer.locate(2)
+
+
 def test_what_cannot_be_read_now_is_not_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that is away for a moment must not cost a run its newest steps."""
     checkpointer = save(tmp_path, 2, 4)
 
-    def fail(path: Path, _: object) -> None:
+    def fail(path: Path, *_: object) -> None:
         raise OSError(errno.EIO, "Input/output error", str(path / "weights"))
 
     monkeypatch.setattr(checkpoint_files, "verify_checkpoint", fail)

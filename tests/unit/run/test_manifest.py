@@ -13,7 +13,8 @@ import pytest
 import xxhash
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.run import checkpoint_files as manifest
+from megatron_grpo.observability import file_digests
+from megatron_grpo.observability.file_digests import record_file
 from megatron_grpo.run.checkpoint_files import (
     LOADER_FILE,
     MANIFEST_FILE,
@@ -54,7 +55,7 @@ def test_the_manifest_has_every_file_with_its_size_and_digest(folder: Path) -> N
 
 
 def test_files_larger_than_one_read_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "_READ_BYTES", 4096)
+    monkeypatch.setattr(file_digests, "_READ_BYTES", 4096)
     for size in (4095, 4096, 4097, 3 * 4096 + 1):
         (tmp_path / str(size)).write_bytes(os.urandom(size))
     write_driver_files(tmp_path, 3, STATE, {"epoch": 0})
@@ -118,3 +119,29 @@ def test_reading_ends_when_it_is_told_to(folder: Path) -> None:
     stop.set()
     with pytest.raises(CancelledError):
         verify_checkpoint(folder, stop)
+
+
+def count_read_bytes() -> int:
+    """Bytes that this process has read, from disks or the system's memory."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_the_driver_reads_nothing_of_what_ranks_wrote(folder: Path) -> None:
+    (folder / MANIFEST_FILE).unlink()
+    weights = folder / "megatron" / "__0_0.distcp"
+    weights.write_bytes(os.urandom(64 * 2**20))
+    names = ["a", *(f"megatron/{name}" for name in (".metadata", "b", "deeper/c", "__0_0.distcp"))]
+    records = {name: record_file(folder / name) for name in names}
+    before = count_read_bytes()
+    write_driver_files(folder, 3, STATE, {"epoch": 0}, records)
+    assert count_read_bytes() - before < 2**20
+    assert verify_checkpoint(folder) is None
+    assert count_read_bytes() - before > 64 * 2**20, "this count sees what is read"
+
+
+def test_a_file_of_ranks_that_the_driver_does_not_see_is_named(folder: Path) -> None:
+    record = record_file(folder / "megatron" / "b")
+    with pytest.raises(CheckpointError, match=r"megatron/elsewhere is missing"):
+        write_driver_files(folder, 3, STATE, {}, {"megatron/elsewhere": record})
+    with pytest.raises(CheckpointError, match=r"megatron/b is damaged: it has 5000 bytes, and 5001 were written"):
+        write_driver_files(folder, 3, STATE, {}, {"megatron/b": record | {"bytes": 5001}})
