@@ -19,9 +19,10 @@ from megatron_grpo.batch.generation_requests import EngineCounts, GenerationRequ
 from megatron_grpo.cluster.actor_calls import Arguments, Method
 from megatron_grpo.cluster.allocators import choose_pinned_settings
 from megatron_grpo.cluster.futures import wrap_for_pickling
+from megatron_grpo.cluster.machines import prepare_network
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log, choose_library_level
-from megatron_grpo.cluster.ray_cluster import list_assigned_gpus
+from megatron_grpo.cluster.ray_cluster import find_node_address, list_assigned_gpus
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.generation import vllm_requests
@@ -67,6 +68,7 @@ def prepare_processes(settings: VllmSettings, name: str) -> None:
 
 
 def _prepare_gpu_processes(settings: VllmSettings) -> None:
+    prepare_network(find_node_address())
     # NCCL reads both when a process makes its first communicator. Ranks of the policy have the first one too, so that
     # both ends of a refit make their buffers alike. The second one turns multicast off, which fails to start in engines
     # over several machines ("transport/nvls.cc ... invalid argument").

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from megatron_grpo.cluster.allocators import choose_cuda_settings
+from megatron_grpo.cluster.machines import prepare_network
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.cluster.ray_cluster import find_node_address, list_assigned_gpus
@@ -51,6 +52,7 @@ class RankActor:
 
     def __init__(self, name: str, rank: int, threads: int) -> None:
         begin_process_log(name)
+        prepare_network(find_node_address())
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, in `import_packages`
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # read when CUDA starts (`initialize_parallel`)
         os.environ.setdefault("PYTORCH_ALLOC_CONF", choose_cuda_settings())

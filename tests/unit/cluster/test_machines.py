@@ -10,12 +10,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
 from megatron_grpo.cluster import machines as gpus
 from megatron_grpo.cluster import ray_cluster
-from megatron_grpo.cluster.machines import check_address, check_machines, check_reachable, fill_in_gpus
+from megatron_grpo.cluster.machines import (
+    check_address,
+    check_machines,
+    check_reachable,
+    fill_in_gpus,
+    find_interface,
+)
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import check_url, is_loopback
@@ -339,3 +346,16 @@ def test_a_cluster_that_wants_a_token_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(RunError, match=r"wants a token, and RAY_AUTH_MODE=disabled; set RAY_AUTH_MODE=token"):
         RayCluster(ClusterConfig(gpus_per_node=0, ray_address="auto")).start()
+
+
+def test_gloo_takes_the_interface_of_the_nodes_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = {
+        "lo": [SimpleNamespace(address="127.0.0.1"), SimpleNamespace(address="::1")],
+        "ib0": [SimpleNamespace(address="10.1.0.7"), SimpleNamespace(address="fe80::1%ib0")],
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
+    monkeypatch.setattr(gpus.os, "environ", {})
+    assert [find_interface(address) for address in ("10.1.0.7", "fe80::1", "10.1.0.70")] == ["ib0", "ib0", None]
+    gpus.prepare_network("10.1.0.7")
+    gpus.prepare_network("127.0.0.1")  # what is set stays
+    assert gpus.os.environ == {"RES_OPTIONS": "timeout:1 attempts:1", "GLOO_SOCKET_IFNAME": "ib0"}
