@@ -146,7 +146,7 @@ class SamplingRun:
         """Message for the end of the prompts or recorded steps."""
         if isinstance(self.loader, RecordedSteps):
             return self.loader.end_of_data
-        return f"the data is used up: {self.config.training_loop.max_num_epochs} epoch(s)"
+        return f"the data is used up: {self.config.loop.max_num_epochs} epoch(s)"
 
     @property
     def models(self) -> dict[str, ModelRanks]:

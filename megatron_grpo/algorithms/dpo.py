@@ -53,7 +53,7 @@ class PreferenceRun(SupervisedRun):
         their number. `weights`: [pairs].
         """
         policy, reference = outputs
-        loop = self.config.training_loop
+        loop = self.config.loop
         assert isinstance(loop, DPOConfig)
         return compute_preference_loss(policy, reference, tokens, weights, loop)
 

@@ -28,7 +28,7 @@ class RewardModelRun(PreferenceRun):
     ) -> PreferenceLoss:
         """Compute the loss of pairs of scores."""
         margins = torch.tensor([row.get("margin", 0.0) for row in rows], dtype=torch.float64)
-        loop = self.config.training_loop
+        loop = self.config.loop
         assert isinstance(loop, RewardTrainingConfig)
         return compute_score_loss(outputs[0], margins, weights, loop.center_rewards_coefficient)
 

@@ -33,7 +33,7 @@ _UNCOUNTED_STEPS = 2**31 - 1
 
 def summarize_run(config: Config, start_from: Path | None) -> str:
     """Describe a run in one sentence; `start_from`: its checkpoint, None: step 1."""
-    loop, generation = config.training_loop, config.generation.parallel
+    loop, generation = config.loop, config.generation.parallel
     algorithm = ("asynchronous " if config.async_sampling.enabled else "") + config.method.name.upper()
     samples = f"{loop.num_prompts_per_step} prompts x {loop.num_generations_per_prompt} samples"
     samples = f"{loop.num_prompts_per_step} rows" if config.method.rows else samples
@@ -152,8 +152,8 @@ def _check_settings(composed: ComposedConfig) -> None:
     if config is not None:
         fill_in_address(config.cluster)
         fill_in_gpus(config.cluster)
-        if config.training_loop.max_num_steps == -1:
-            config.training_loop.max_num_steps = _UNCOUNTED_STEPS
+        if config.loop.max_num_steps == -1:
+            config.loop.max_num_steps = _UNCOUNTED_STEPS
         # A wrong value has been replaced by its default, whose problems are not the user's.
         composed.problems += [
             problem
@@ -180,7 +180,7 @@ def _check_machine(checked: ComposedConfig, rewards: Mapping[str, Callable[..., 
         from megatron_grpo.preflight.environment_checks import find_user_code_problems
 
         checked.add_problems(find_user_code_problems(config, rewards))
-    loop = config.training_loop
+    loop = config.loop
     if not checked.problems and loop.max_num_steps == _UNCOUNTED_STEPS:
         if not config.reads_prompts:
             loop.max_num_steps = read_recorded_max_num_steps(config)

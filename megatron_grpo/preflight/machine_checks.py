@@ -231,7 +231,7 @@ def find_package_problems(config: Config) -> Iterator[Rule]:
     cannot_compile = uses_triton and not has_gpus and os.environ.get("TRITON_INTERPRET") != "1"
     yield cannot_compile and not (is_local and not _is_installed("triton")), "policy.logprob_kernel=", text
     text = "the driver estimates advantages, and this machine, where it runs, has no CUDA GPU; use false"
-    loop = config.training_loop
+    loop = config.loop
     is_on_gpu = isinstance(loop, PPOConfig) and loop.calculate_advantages_on_gpu
     yield is_on_gpu and not count_visible_gpus(), "ppo.calculate_advantages_on_gpu=", text
 

@@ -30,7 +30,7 @@ def find_adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[
     yield not lora.target_modules, targets, "leaves nothing to train; name a layer, or set policy.lora.rank=0"
     text = f"with policy.lora.rank={lora.rank} the reference policy is the base model itself, which does not move; use"
     text += " false, or train all weights with policy.lora.rank=0"
-    loop = config.training_loop
+    loop = config.loop
     yield isinstance(loop, SampledLoopConfig) and loop.sync_ref_model, "LOOP.sync_ref_model=", text
     if config.refit.adapters == "alone":
         text = "sends no weights, which refit.fp8_blocks=true would round; use merged, or refit.fp8_blocks=false"

@@ -26,7 +26,7 @@ def count_routed_bytes(config: Config, shape: ModelShape | None, tokens_per_samp
     They are those of a step that trains. `tokens_per_sample`: of prompt and response together.
     """
     asynchronous, parallel = config.async_sampling, config.policy.parallel
-    samples = config.training_loop.num_generations_per_prompt
+    samples = config.loop.num_generations_per_prompt
     # A step's rollouts, and those of the steps that are sampled ahead.
     batches = 1 + (asynchronous.max_trajectory_age_steps if asynchronous.enabled else 0)
     rollouts = batches * config.prompts_per_generation_batch * samples
