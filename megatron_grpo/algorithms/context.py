@@ -39,7 +39,7 @@ class EarlyStopState(TypedDict):
 
 
 class EpisodeState(TypedDict):
-    """An episode of steps in which training and generation disagree (error_episodes.py)."""
+    """An episode of steps in which training and generation disagree (prob_error.py)."""
 
     first_step: int
     last_step: int  # beyond the bound

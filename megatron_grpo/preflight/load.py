@@ -20,9 +20,8 @@ from megatron_grpo.platform.hardware import find_hardware
 from megatron_grpo.preflight.config_checks import find_problems
 from megatron_grpo.preflight.data_checks import count_training_rows, read_recorded_max_num_steps
 from megatron_grpo.preflight.machine_checks import examine_machine
-from megatron_grpo.preflight.refit_memory import find_refit_remarks
+from megatron_grpo.preflight.refit_memory import find_refit_remarks, find_routed_remarks
 from megatron_grpo.preflight.remarks import find_remarks
-from megatron_grpo.preflight.routed_memory import find_routed_remarks
 from megatron_grpo.run.checkpoints import Checkpointer, resolve_checkpoint
 from megatron_grpo.run.directory import CONFIG_FILE, is_composition, load_run_config
 
