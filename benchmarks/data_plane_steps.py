@@ -205,7 +205,7 @@ def _policy(config: Config, stack: ExitStack) -> MegatronPolicy:
         folder=config.policy.model.path,
         temperature=config.generation.temperature,
         decay_steps=config.decay_steps,
-        seed=config.training_loop.seed,
+        seed=config.loop.seed,
     )
     with patch("megatron_grpo.trainer.model_ranks.RankActor", IdleRank):
         policy = MegatronPolicy(settings, lambda rank: {"num_cpus": 0}, config.cluster.startup_timeout_s)

@@ -276,7 +276,7 @@ def _policy(config: Config, folder: Path, stack: ExitStack) -> MegatronPolicy:
         folder=str(folder),
         temperature=config.generation.temperature,
         decay_steps=config.decay_steps,
-        seed=config.training_loop.seed,
+        seed=config.loop.seed,
     )
     policy = MegatronPolicy(settings, lambda rank: {}, config.cluster.startup_timeout_s)
     stack.callback(policy.shutdown)

@@ -39,7 +39,7 @@ class EarlyStopState(TypedDict):
 
 
 class EpisodeState(TypedDict):
-    """An episode of steps in which training and generation disagree (error_episodes.py)."""
+    """An episode of steps in which training and generation disagree (prob_error.py)."""
 
     first_step: int
     last_step: int  # beyond the bound
@@ -146,7 +146,7 @@ class SamplingRun:
         """Message for the end of the prompts or recorded steps."""
         if isinstance(self.loader, RecordedSteps):
             return self.loader.end_of_data
-        return f"the data is used up: {self.config.training_loop.max_num_epochs} epoch(s)"
+        return f"the data is used up: {self.config.loop.max_num_epochs} epoch(s)"
 
     @property
     def models(self) -> dict[str, ModelRanks]:

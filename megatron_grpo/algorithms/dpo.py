@@ -1,4 +1,5 @@
-"""Direct Preference Optimization (Rafailov et al. 2023): the policy learns pairs of a better and a worse response.
+"""Algorithms that learn pairs of a better and a worse response: Direct Preference Optimization (Rafailov et al. 2023),
+and the training of a reward model, which scores them (Ouyang et al. 2022).
 
 A step first computes the outputs of all responses: their log-probabilities under the policy and the reference, or a
 reward model's scores. They determine the loss and its derivative by each response, so the gradient is that of a sum
@@ -19,12 +20,12 @@ from megatron_grpo.algorithms.step_report import StepReport
 from megatron_grpo.algorithms.supervised import SupervisedRun, make_batch, make_report, take_batch, train_on_rows
 from megatron_grpo.algorithms.token_functions import sum_over_sampled
 from megatron_grpo.batch.step_batch import StepBatch
-from megatron_grpo.config.loop_schema import HELD_OUT_LOSS, DPOConfig
+from megatron_grpo.config.loop_schema import HELD_OUT_LOSS, DPOConfig, RewardTrainingConfig
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.losses.preference import PreferenceLoss, compute_preference_loss
+from megatron_grpo.losses.preference import PreferenceLoss, compute_preference_loss, compute_score_loss
 from megatron_grpo.observability.timing import StepTimer
 
-__all__ = ["PreferenceRun", "dpo_step", "dpo_train"]
+__all__ = ["PreferenceRun", "RewardModelRun", "dpo_step", "dpo_train", "reward_model_train"]
 
 
 class PreferenceRun(SupervisedRun):
@@ -53,7 +54,7 @@ class PreferenceRun(SupervisedRun):
         their number. `weights`: [pairs].
         """
         policy, reference = outputs
-        loop = self.config.training_loop
+        loop = self.config.loop
         assert isinstance(loop, DPOConfig)
         return compute_preference_loss(policy, reference, tokens, weights, loop)
 
@@ -94,3 +95,24 @@ def compare_pairs(run: PreferenceRun, rows: Sequence[DatumSpec], batch: StepBatc
         torch.from_numpy(weights * batch.in_loss).view(-1, 2)[:, 0].double(),
         rows,
     )
+
+
+class RewardModelRun(PreferenceRun):
+    """A run that trains a reward model, whose ranks are in the policy's place."""
+
+    outputs: ClassVar = ("values",)  # the score, which only the last token of a conversation has
+    held_out_metrics: ClassVar = ("accuracy", "margin")
+
+    def compute_loss(
+        self, outputs: Sequence[Tensor], tokens: Tensor, weights: Tensor, rows: Sequence[DatumSpec]
+    ) -> PreferenceLoss:
+        """Compute the loss of pairs of scores."""
+        margins = torch.tensor([row.get("margin", 0.0) for row in rows], dtype=torch.float64)
+        loop = self.config.loop
+        assert isinstance(loop, RewardTrainingConfig)
+        return compute_score_loss(outputs[0], margins, weights, loop.center_rewards_coefficient)
+
+
+def reward_model_train(run: RewardModelRun) -> None:
+    """Train until a limit, early stopping or the end of the data."""
+    train_steps(run, dpo_step)

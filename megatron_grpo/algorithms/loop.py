@@ -32,7 +32,7 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
         ModelLostError: a rank of a model is gone, and all training since the last checkpoint is lost.
         RunError: a step failed, or a file of the run cannot be written; the message says which.
     """
-    limits, state = run.config.training_loop, run.state
+    limits, state = run.config.loop, run.state
     with saves.complete_files(run):
         _share_progress(run)
         run.callbacks.notify("on_start", state["total_steps"], run.run_dir)
@@ -77,7 +77,7 @@ def _count_step(run: SamplingRun, report: StepReport) -> None:
 
 def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
     """Validate if due, log the step, save if due; returns its metrics."""
-    step, loop, metrics = run.state["total_steps"], run.config.training_loop, dict(report.metrics)
+    step, loop, metrics = run.state["total_steps"], run.config.loop, dict(report.metrics)
     # The validation comes first: the step's line has its metrics. If it fails, the models have learnt from the step all
     # the same, so the step is logged and saved before the run ends.
     try:
@@ -106,7 +106,7 @@ def _finish_training(run: SamplingRun, metrics: dict[str, float]) -> None:
     run.checkpointer.finish()
     step, saved_steps = run.state["total_steps"], run.checkpointer.list_steps()
     validation: dict[str, float] = {}
-    if run.config.training_loop.val_at_end and run.state.get("val_step") != step and not _has_stop_file(run):
+    if run.config.loop.val_at_end and run.state.get("val_step") != step and not _has_stop_file(run):
         try:
             validation = _validate(run)
         except SamplingError:
@@ -123,7 +123,7 @@ def _finish_training(run: SamplingRun, metrics: dict[str, float]) -> None:
 def _catch_up_on_validation(run: SamplingRun) -> None:
     # A step whose validation failed was saved, so a resumed run owes that validation.
     step = run.state["total_steps"]
-    is_due = run.config.training_loop.val_at_start if step == 0 else _is_validation_due(run)
+    is_due = run.config.loop.val_at_start if step == 0 else _is_validation_due(run)
     if not is_due or run.state.get("val_step") == step:
         return
     validation = _validate(run)
@@ -132,7 +132,7 @@ def _catch_up_on_validation(run: SamplingRun) -> None:
 
 
 def _is_validation_due(run: SamplingRun) -> bool:
-    loop, step = run.config.training_loop, run.state["total_steps"]
+    loop, step = run.config.loop, run.state["total_steps"]
     return loop.val_period > 0 and step % loop.val_period == 0 and step >= loop.val_delay
 
 
@@ -143,14 +143,14 @@ def _validate(run: SamplingRun) -> dict[str, float]:
     if metrics:
         run.state["val_step"] = step
         run.state["val_reward"], run.state["val_accuracy"] = metrics.get("val_reward"), metrics.get("val_accuracy")
-        update_early_stop(run.state["early_stop"], metrics, run.config.training_loop.early_stop)
+        update_early_stop(run.state["early_stop"], metrics, run.config.loop.early_stop)
         run.logger.log_validation(step, metrics, timer.seconds)
         run.callbacks.notify("on_validation", step, metrics)
     return metrics
 
 
 def _should_stop_early(run: SamplingRun) -> bool:
-    reason = find_stop_reason(run.state["early_stop"], run.config.training_loop.early_stop)
+    reason = find_stop_reason(run.state["early_stop"], run.config.loop.early_stop)
     if reason is None and run.callbacks.wants_stop:
         reason = "a callback asked for it"
     if reason is None and _has_stop_file(run):
@@ -167,7 +167,7 @@ def _has_stop_file(run: SamplingRun) -> bool:
 
 def _share_progress(run: SamplingRun) -> None:
     # Rollout workers hand the progress to reward functions, which may depend on it.
-    limits, state = run.config.training_loop, run.state
+    limits, state = run.config.loop, run.state
     run.rollouts.trainer_state = TrainerState(
         global_step=state["total_steps"],
         max_steps=limits.max_num_steps,

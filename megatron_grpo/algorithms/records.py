@@ -101,7 +101,7 @@ class RolloutDumps:
 
 def describe_run(config: Config, folder: Path) -> files.RunFacts:
     """Describe a run, with the model in `folder`, for its files of rollouts."""
-    loop = config.training_loop
+    loop = config.loop
     return files.RunFacts(
         prompts_per_step=loop.num_prompts_per_step,
         samples_per_prompt=loop.num_generations_per_prompt,

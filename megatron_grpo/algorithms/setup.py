@@ -196,7 +196,7 @@ def _resume(config: Config, startup: Startup, models: Models, loader: BatchLoade
 
 def _read_progress(config: Config, path: Path) -> _Progress:
     """Read the progress in a checkpoint; CheckpointError if no run wrote it."""
-    state, loop = read_state(path), config.training_loop
+    state, loop = read_state(path), config.loop
     try:
         groups = [[Trajectory.from_row(row) for row in group] for group in state["batch_cache"]]
         if lacking := make_save_state().keys() - state["save_state"].keys():

@@ -114,7 +114,7 @@ def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
 def _find_reward(config: Config, outcome: Outcome) -> float:
     if outcome.reward is None:
         return math.nan
-    loop = config.training_loop
+    loop = config.loop
     discount = loop.turn_discount if isinstance(loop, GRPOConfig) else 1.0
     if discount == 1.0 or not outcome.turn_rewards:
         return outcome.reward
@@ -154,7 +154,7 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
     in_penalty = (choose_policy_logprobs(config), "reference_logprobs") if config.loss_fn.use_kl_in_reward else ()
     fields = ("sampled", *in_penalty)
     is_finite: NDArray[np.bool_]
-    loop = config.training_loop
+    loop = config.loop
     if isinstance(loop, PPOConfig):
         in_loss = np.repeat(batch.in_loss, batch.response_tokens)
         arguments, fields = (*arguments, in_loss), (*fields, "values")

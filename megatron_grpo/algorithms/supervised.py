@@ -60,7 +60,7 @@ class SupervisedRun(TrainingRun):
         """Measure means over the held-out rows (`measure_rows`), of all and of each named set."""
         self.placement.offload_engines(timer)
         totals: defaultdict[str | None, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-        size, replicas = self.config.training_loop.val_batch_size, self.config.policy.parallel.data
+        size, replicas = self.config.loop.val_batch_size, self.config.policy.parallel.data
         with timer.phase("held_out"):
             for name in dict.fromkeys(row.get("dataset") for row in self.val_rows):
                 of_set = [row for row in self.val_rows if row.get("dataset") == name]

@@ -38,7 +38,7 @@ def compute_token_advantages(
 
     Returns advantages; and [sequences], bool: whether all of a sequence's advantages are finite.
     """
-    loop, response_lengths = config.training_loop, response_tokens.tolist()
+    loop, response_lengths = config.loop, response_tokens.tolist()
     assert isinstance(loop, GRPOConfig)
     penalty, tokens = compute_kl_penalty(config, arrays), torch.from_numpy(response_tokens).view_as(rewards)
     if loop.adv_estimator.by_token:
@@ -80,7 +80,7 @@ def compute_ppo_token_advantages(
     Arguments and results are those of `compute_token_advantages`, with values in `arrays` and returns beside the
     advantages, which are normalised over the sampled tokens `in_loss`: [sampled tokens], bool.
     """
-    ppo = config.training_loop
+    ppo = config.loop
     assert isinstance(ppo, PPOConfig)
     device = torch.device("cuda" if ppo.calculate_advantages_on_gpu else "cpu")
     sampled, response_lengths = arrays["sampled"], response_tokens.tolist()

@@ -35,7 +35,7 @@ def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, floa
     run.placement.wake_engines(timer)
     # An asynchronous run has begun responses of the next step, whose figures must not count validation.
     run.counts_before_validation = run.take_engine_counts()
-    loop = run.config.training_loop
+    loop = run.config.loop
     settings = replace(run.settings, temperature=loop.val_temperature)
     batches = sample_responses(
         run.rollouts, run.val_prompts, 1, settings, seed=loop.seed, size=loop.val_batch_size, timer=timer

@@ -62,7 +62,7 @@ class StepBatch:
         The loss leaves out rollouts without a reward (no reward function gave one, or they failed), those whose loss
         multiplier is 0 and, with overlong_filtering, those that were cut off. Distillation alone needs no reward.
         """
-        needs_reward, loop = config.uses_rewards, config.training_loop
+        needs_reward, loop = config.uses_rewards, config.loop
         overlong = isinstance(loop, SampledLoopConfig) and loop.overlong_filtering
         nll_weight = config.loss_fn.positive_example_nll_weight
         # A multiplier of 0 leaves the rollout out by `in_loss`: its weight is 1, so that equal weights remain None.

@@ -172,8 +172,8 @@ ALGORITHMS = {
                 {"accuracy", "margin", "mean_reward", "min_reward", "max_reward"}
                 | {"rewards_chosen_mean", "rewards_rejected_mean"}
             ),
-            train=f"{_OWN}.reward_training:reward_model_train",
-            run=f"{_OWN}.reward_training:RewardModelRun",
+            train=f"{_OWN}.dpo:reward_model_train",
+            run=f"{_OWN}.dpo:RewardModelRun",
             loss=_PAIRS,
         ),
         Algorithm(

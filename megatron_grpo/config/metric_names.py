@@ -43,7 +43,7 @@ def _list_conditions(config: Config) -> Iterator[tuple[bool, str, str]]:
         yield algorithm is config.method, " ".join(algorithm.metrics), f"algorithm={algorithm.name}"
     needs = "algorithm=distillation and loss_fn.policy_loss_weight above 0"
     yield bool(config.named_teachers) and config.uses_rewards, "policy_loss", needs
-    loop, loss, name = config.training_loop, config.loss_fn, config.loop_name
+    loop, loss, name = config.loop, config.loss_fn, config.loop_name
     yield loop.num_generations_per_prompt > 1, "groups_without_signal", f"{name}.num_generations_per_prompt above 1"
     if isinstance(loop, SampledLoopConfig):
         yield from _list_of_sampling(loop, name)

@@ -133,7 +133,7 @@ class Config(Section):
         return find_algorithm(self.algorithm, self.run_dir)
 
     @property
-    def training_loop(self) -> LoopConfig:
+    def loop(self) -> LoopConfig:
         """The loop of the run, which has the section of its algorithm."""
         section = getattr(self, self.loop_name)
         assert isinstance(section, LoopConfig), "every run has the loop of its algorithm"
@@ -142,14 +142,14 @@ class Config(Section):
     @property
     def sampled_loop(self) -> SampledLoopConfig:
         """The loop of a run that learns from samples."""
-        loop = self.training_loop
+        loop = self.loop
         assert isinstance(loop, SampledLoopConfig), f"algorithm={self.algorithm} learns from rows"
         return loop
 
     @property
     def async_sampling(self) -> AsyncGRPOConfig:
         """Sampling while a step trains; off in a run that learns from rows."""
-        loop = self.training_loop
+        loop = self.loop
         return loop.async_grpo if isinstance(loop, SampledLoopConfig) else AsyncGRPOConfig()
 
     @property
@@ -198,14 +198,14 @@ class Config(Section):
     @property
     def most_sampled_tokens(self) -> int:
         """Most tokens that the model may sample in a rollout, over its turns."""
-        turns = self.training_loop.max_rollout_turns
+        turns = self.loop.max_rollout_turns
         longest = self.generation.max_new_tokens
         return longest if turns == 1 else min(turns * longest, self.policy.max_total_sequence_length)
 
     @property
     def needs_generation(self) -> bool:
         """True if responses are sampled, for steps or only for validation."""
-        return self.reads_prompts and getattr(self.training_loop, "val_rewards", True)
+        return self.reads_prompts and getattr(self.loop, "val_rewards", True)
 
     @property
     def reads_prompts(self) -> bool:
@@ -263,7 +263,7 @@ class Config(Section):
     @property
     def ranked_checkpointing(self) -> CheckpointingConfig:
         """Settings of checkpoints, ranked by reward where the run lacks the default."""
-        settings, loop = self.checkpointing, self.training_loop
+        settings, loop = self.checkpointing, self.loop
         validates = self.data.validation_sets and (loop.val_period or loop.val_at_start or loop.val_at_end)
         is_default = settings.metric_name == CheckpointingConfig().metric_name
         if is_default and self.method.rows and not self.needs_generation:
@@ -312,12 +312,12 @@ class Config(Section):
     @property
     def samples_per_step(self) -> int:
         """Responses that one step trains on."""
-        return self.training_loop.num_prompts_per_step * self.training_loop.num_generations_per_prompt
+        return self.loop.num_prompts_per_step * self.loop.num_generations_per_prompt
 
     @property
     def prompts_per_generation_batch(self) -> int:
         """Prompts that are sampled together."""
-        loop = self.training_loop
+        loop = self.loop
         # In decimal fractions, because 100 * 1.15 is below 115 in floating point.
         multiplier = Fraction(str(loop.batch_multiplier)) if isinstance(loop, SampledLoopConfig) else 1
         return int(loop.num_prompts_per_step * multiplier)
@@ -335,7 +335,7 @@ class Config(Section):
     @property
     def passes_per_step(self) -> int:
         """Passes of the optimizer over the samples of a step."""
-        loop = self.training_loop
+        loop = self.loop
         return 1 if self.method.rows else int(getattr(loop, loop.passes_name))
 
     @property
@@ -351,19 +351,19 @@ class Config(Section):
     @property
     def steps_without_policy(self) -> int:
         """Steps at the beginning in which the policy does not learn."""
-        return self.training_loop.policy_training_start_step if isinstance(self.training_loop, PPOConfig) else 0
+        return self.loop.policy_training_start_step if isinstance(self.loop, PPOConfig) else 0
 
     @property
     def decay_steps(self) -> int:
         """Optimizer steps of the policy's learning-rate schedule."""
         # Steps that train only the value model take nothing from the policy's schedule.
-        steps = max(self.training_loop.max_num_steps - self.steps_without_policy, 1)
+        steps = max(self.loop.max_num_steps - self.steps_without_policy, 1)
         return self.policy.optimizer.decay_steps or steps * self.optimizer_steps_per_step
 
     @property
     def value_decay_steps(self) -> int:
         """Optimizer steps of the value model's learning-rate schedule."""
-        steps = self.training_loop.max_num_steps * self.value_optimizer_steps_per_step
+        steps = self.loop.max_num_steps * self.value_optimizer_steps_per_step
         return self.value.optimizer.decay_steps or steps
 
     def _count_optimizer_steps(self, batch_samples: int | None) -> int:

@@ -154,12 +154,12 @@ class PromptReader:
             [len(dataset) for dataset in datasets],
             [training_set.weight for training_set in sets.values()],
             shuffle=config.data.shuffle,
-            seed=config.training_loop.seed,
+            seed=config.loop.seed,
         )
         return PromptLoader(prompts, prompts_per_batch=per_batch, order=order)
 
     def _find_unfinished_schedules(self, steps_per_epoch: int) -> Iterator[str]:
-        config, loop, name = self.config, self.config.training_loop, self.config.loop_name
+        config, loop, name = self.config, self.config.loop, self.config.loop_name
         steps = steps_per_epoch * loop.max_num_epochs
         optimizers = {"policy": config.policy.optimizer}
         optimizers |= {"value": config.value.optimizer} if config.method.has_value_model else {}
@@ -179,7 +179,7 @@ class PromptReader:
             levels = read_levels(rows, str(config.column))
         except ValueError as error:
             raise ConfigError([Problem(f"data.curriculum.column={config.column}", str(error))]) from None
-        per_batch, seed = self.config.prompts_per_generation_batch, self.config.training_loop.seed
+        per_batch, seed = self.config.prompts_per_generation_batch, self.config.loop.seed
         return CurriculumLoader(prompts, levels, config, prompts_per_batch=per_batch, seed=seed)
 
     def make_stream(self, rows: Any) -> StreamLoader:
@@ -199,16 +199,14 @@ class PromptReader:
             environments=self.config.environment_types,
             prompts=self._make_prompts(training_set, [], trains=True),
             prompts_per_batch=config.prompts_per_generation_batch,
-            seed=config.training_loop.seed,
+            seed=config.loop.seed,
         )
 
     def read_validation(self, *, trains: bool = False) -> Iterator[DatumSpec]:
         """Read at most max_val_samples prompts, or rows to learn, of each validation set."""
         for key, validation_set in self.config.data.validation_sets.items():
             is_named = key != "data.val_path"
-            for prompt in self.read_held_out(key, validation_set, trains=trains)[
-                : self.config.training_loop.max_val_samples
-            ]:
+            for prompt in self.read_held_out(key, validation_set, trains=trains)[: self.config.loop.max_val_samples]:
                 yield {**prompt, "dataset": key.split(".")[2]} if is_named else prompt
 
     def read_held_out(self, key: str, config: DatasetConfig, *, trains: bool = False) -> list[DatumSpec]:

@@ -16,10 +16,8 @@ from megatron_grpo.cluster.process_log import OncePerMessage
 from megatron_grpo.config.errors import RunError, select_first_line
 from megatron_grpo.config.hiding import hide_secrets
 from megatron_grpo.config.section import Positive, Seconds
-from megatron_grpo.environments.mcp_access import MESSAGE_BYTES, open_url, read_variables
-from megatron_grpo.environments.mcp_results import format_result
+from megatron_grpo.environments.mcp_access import MESSAGE_BYTES, format_result, log_output, open_url, read_variables
 from megatron_grpo.environments.process_guard import wrap_command
-from megatron_grpo.environments.program_output import log_output
 
 PROBE_S = 5.0  # in which a server that was late with a result has to show that it lives
 MAX_TOOLS = 1000  # of a server

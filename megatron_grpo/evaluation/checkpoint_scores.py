@@ -77,7 +77,7 @@ def evaluate(request: EvaluationRequest) -> dict[str, Any]:
         "checkpoint": str(request.checkpoint),
         "samples": request.samples,
         "temperature": request.temperature,
-        "seed": config.training_loop.seed,
+        "seed": config.loop.seed,
         "interval": "95%, percentiles of 10,000 bootstrap resamples of prompts",
         "sets": sets,
         "timing": timer.seconds,
@@ -98,10 +98,10 @@ def _sample_set(
     file: TextIO,
 ) -> AnsweredSet:
     config, answered = request.config, AnsweredSet(held_out, [], [])
-    size = max(1, config.training_loop.val_batch_size // request.samples)
+    size = max(1, config.loop.val_batch_size // request.samples)
     prompts = iter(held_out)
     for groups in sample_responses(
-        rollouts, held_out, request.samples, sampling, seed=config.training_loop.seed, size=size, timer=timer
+        rollouts, held_out, request.samples, sampling, seed=config.loop.seed, size=size, timer=timer
     ):
         for group, trajectories, prompt in zip(groups, rollouts.fetch(groups), prompts, strict=False):
             answered.outcomes.append(group.outcomes)

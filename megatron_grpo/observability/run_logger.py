@@ -106,7 +106,7 @@ class RunLogger:
             self._trackers.append(MlflowTracker(self.run_dir, config))
         if config.logger.swanlab.enabled:
             self._trackers.append(SwanlabTracker(self.run_dir, config))
-        self._progress = ProgressDisplay(config.training_loop.max_num_steps, live=config.logger.progress)
+        self._progress = ProgressDisplay(config.loop.max_num_steps, live=config.logger.progress)
         self._usual_s = 0.0  # seconds of the last step
         self._notices = WaitNotices(lambda text: self._progress.print_line(f"waiting: {text}"))
         self._noted_kinds: set[str] = set()

@@ -107,5 +107,5 @@ def _time_share(config: Config, shape: ModelShape, hardware: Hardware) -> float:
     lengths, room = find_lengths(config), find_room(config, size_engine(config, shape, hardware))
     # Responses are in the order of their lengths, so every data-th one makes a typical share of an engine.
     share = lengths.responses[:: config.generation.parallel.data]
-    copies = config.training_loop.num_generations_per_prompt
+    copies = config.loop.num_generations_per_prompt
     return simulate_generation(build_decoder(config, shape, hardware), lengths.prompt, share, room, copies).seconds

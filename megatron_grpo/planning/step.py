@@ -352,7 +352,7 @@ def _time_generation(
             f"an engine of generation.parallel.tensor={generation.parallel.tensor} has no room for a sequence: weights "
             f"{size.weight_bytes / 2**30:.1f} GiB on each GPU of {hardware.memory_gib:g} GiB; use more ranks"
         )
-    decoder, copies = build_decoder(config, shape, hardware), config.training_loop.num_generations_per_prompt
+    decoder, copies = build_decoder(config, shape, hardware), config.loop.num_generations_per_prompt
     engines, room = generation.parallel.data, find_room(config, size)
     # The step waits for the fullest engine, so its share of the responses begins with the longest. Its responses start
     # in random order, because nobody knows their lengths.

@@ -24,8 +24,7 @@ from megatron_grpo.planning.step import StepTimes, build_step_times
 from megatron_grpo.planning.trace import PendingTrace, RankTrace, submit_traces
 from megatron_grpo.platform.hardware import Hardware, find_hardware, list_profiles
 from megatron_grpo.preflight.layout_checks import count_gpus
-from megatron_grpo.preflight.refit_memory import estimate_open_bytes, list_refit_parts
-from megatron_grpo.preflight.routed_memory import count_token_bytes
+from megatron_grpo.preflight.refit_memory import count_token_bytes, estimate_open_bytes, list_refit_parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ def check_recording(config: Config) -> tuple[list[Problem], list[Problem]]:
     if text is not None:
         return [Problem(subject, text)], []
     steps = find_recorded_steps(config.debug.rollouts_from)
-    last, planned = max(steps), config.training_loop.max_num_steps
+    last, planned = max(steps), config.loop.max_num_steps
     for step, file in steps.items():
         problems = list(_find_file_problems(config, subject, file)) if step <= planned else []
         if problems:  # other steps likely have the same problems
@@ -202,7 +202,7 @@ def _find_file_problems(config: Config, subject: str, file: Path) -> Iterator[Ru
         yield True, subject, f"{file} {text}; {_RECORD}"
         return
     run, step = recorded.record.run, recorded.record.step
-    loop, has_equal_sizes = config.training_loop, True
+    loop, has_equal_sizes = config.loop, True
     for name, recorded_size in (
         ("num_prompts_per_step", run.prompts_per_step),
         ("num_generations_per_prompt", run.samples_per_prompt),

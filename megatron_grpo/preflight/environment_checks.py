@@ -87,7 +87,7 @@ def _find_class_problems(config: Config, task: str) -> Iterator[Problem]:
     if environment_class.agent and not config.generation.endpoint.enabled:
         text = "has an agent, which calls the model at the endpoint; give generation.endpoint.enabled=true"
         yield Problem(f"{section}.type={environment.type}", text)
-    if environment_class.multi_turn and config.training_loop.max_rollout_turns == 1:
+    if environment_class.multi_turn and config.loop.max_rollout_turns == 1:
         text = f"{section}.type={environment.type} takes several turns; give how many the model may have at most"
         yield Problem(f"{config.loop_name}.max_rollout_turns=1", text)
 

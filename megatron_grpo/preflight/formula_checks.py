@@ -14,7 +14,7 @@ from megatron_grpo.losses.named_formula import NamedFormula
 
 def find_formula_problems(config: Config) -> Iterator[Problem]:
     """Find problems of the user's functions; without any, nothing is imported."""
-    loop = config.training_loop
+    loop = config.loop
     if config.method.rows or not config.uses_rewards or not config.debug.train:
         return
     if config.loss_fn.objective_entry is None:

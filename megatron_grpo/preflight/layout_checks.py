@@ -167,7 +167,7 @@ def find_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[R
         yield layout.sequence and layout.tensor == 1, f"{section}.parallel.sequence=", text
     yield from check_devices(config, count_gpus(config), trained)
     # Only ranks that train need equally many samples: prompts go to whichever engine has the least to do.
-    generations, prompts = config.training_loop.num_generations_per_prompt, config.training_loop.num_prompts_per_step
+    generations, prompts = config.loop.num_generations_per_prompt, config.loop.num_prompts_per_step
     samples = f"{prompts} prompts x {generations} generations = {prompts * generations} samples"
     for section, layout in trained:
         multiple = layout.data // math.gcd(layout.data, generations)

@@ -20,9 +20,8 @@ from megatron_grpo.platform.hardware import find_hardware
 from megatron_grpo.preflight.config_checks import find_problems
 from megatron_grpo.preflight.data_checks import count_training_rows, read_recorded_max_num_steps
 from megatron_grpo.preflight.machine_checks import examine_machine
-from megatron_grpo.preflight.refit_memory import find_refit_remarks
+from megatron_grpo.preflight.refit_memory import find_refit_remarks, find_routed_remarks
 from megatron_grpo.preflight.remarks import find_remarks
-from megatron_grpo.preflight.routed_memory import find_routed_remarks
 from megatron_grpo.run.checkpoints import Checkpointer, resolve_checkpoint
 from megatron_grpo.run.directory import CONFIG_FILE, is_composition, load_run_config
 
@@ -33,7 +32,7 @@ _UNCOUNTED_STEPS = 2**31 - 1
 
 def summarize_run(config: Config, start_from: Path | None) -> str:
     """Describe a run in one sentence; `start_from`: its checkpoint, None: step 1."""
-    loop, generation = config.training_loop, config.generation.parallel
+    loop, generation = config.loop, config.generation.parallel
     algorithm = ("asynchronous " if config.async_sampling.enabled else "") + config.method.name.upper()
     samples = f"{loop.num_prompts_per_step} prompts x {loop.num_generations_per_prompt} samples"
     samples = f"{loop.num_prompts_per_step} rows" if config.method.rows else samples
@@ -152,8 +151,8 @@ def _check_settings(composed: ComposedConfig) -> None:
     if config is not None:
         fill_in_address(config.cluster)
         fill_in_gpus(config.cluster)
-        if config.training_loop.max_num_steps == -1:
-            config.training_loop.max_num_steps = _UNCOUNTED_STEPS
+        if config.loop.max_num_steps == -1:
+            config.loop.max_num_steps = _UNCOUNTED_STEPS
         # A wrong value has been replaced by its default, whose problems are not the user's.
         composed.problems += [
             problem
@@ -180,7 +179,7 @@ def _check_machine(checked: ComposedConfig, rewards: Mapping[str, Callable[..., 
         from megatron_grpo.preflight.environment_checks import find_user_code_problems
 
         checked.add_problems(find_user_code_problems(config, rewards))
-    loop = config.training_loop
+    loop = config.loop
     if not checked.problems and loop.max_num_steps == _UNCOUNTED_STEPS:
         if not config.reads_prompts:
             loop.max_num_steps = read_recorded_max_num_steps(config)

@@ -27,8 +27,8 @@ from megatron_grpo.preflight.rules import Rule, format_value, list_trained_model
 def check_loop(config: Config) -> Iterator[Rule]:
     """Check optimizer steps, reference, early stop, checkpoints and schedules."""
     yield from _check_optimizer_steps(config)
-    if isinstance(config.training_loop, SampledLoopConfig):
-        yield from _check_sampling(config, config.training_loop)
+    if isinstance(config.loop, SampledLoopConfig):
+        yield from _check_sampling(config, config.loop)
     yield from _check_data(config)
     yield from _check_early_stop(config)
     is_settled = bool(config.method.rows) or not config.has_correctness
@@ -41,7 +41,7 @@ def check_loop(config: Config) -> Iterator[Rule]:
 
 
 def _check_early_stop(config: Config) -> Iterator[Rule]:
-    loop, stop = config.training_loop, config.training_loop.early_stop
+    loop, stop = config.loop, config.loop.early_stop
     if not stop.enabled:
         return
     yield from _check_validation_metric(config, "LOOP.early_stop.metric_name=", stop.metric_name)
@@ -213,8 +213,8 @@ def check_read_keys(config: Config) -> Iterator[Rule]:
 
 def check_algorithm(config: Config) -> Iterator[Rule]:
     """Check settings of the algorithm against each other."""
-    if isinstance(config.training_loop, PPOConfig):
-        yield from _check_ppo(config, config.training_loop)
+    if isinstance(config.loop, PPOConfig):
+        yield from _check_ppo(config, config.loop)
     if config.method.rows:
         yield from _check_rows(config)
         if config.method.has_pairs:
@@ -252,7 +252,7 @@ def _check_ppo(config: Config, ppo: PPOConfig) -> Iterator[Rule]:
 
 def _check_rows(config: Config) -> Iterator[Rule]:
     data, name = config.data, config.algorithm
-    generations, per_row = config.training_loop.num_generations_per_prompt, 2 if config.method.has_pairs else 1
+    generations, per_row = config.loop.num_generations_per_prompt, 2 if config.method.has_pairs else 1
     text = f"counts samples of a prompt, and a row is {'a pair' if config.method.has_pairs else 'one sequence'};"
     text += f" use {per_row}"
     yield generations != per_row, "LOOP.num_generations_per_prompt=", text
@@ -285,14 +285,14 @@ def _check_pairs(config: Config) -> Iterator[Rule]:
     yield is_scored and config.policy.lora.rank > 0, "policy.lora.rank=", text
     text = "is for engines that sample, and nothing samples with a reward model; use null"
     yield is_scored and config.policy.quantization is not None, "policy.quantization=", text
-    loop, text = config.training_loop, "is for dpo.loss_type=sigmoid; use 0"
+    loop, text = config.loop, "is for dpo.loss_type=sigmoid; use 0"
     is_ipo = isinstance(loop, DPOConfig) and loop.loss_type == "ipo" and loop.label_smoothing != 0
     yield is_ipo, "dpo.label_smoothing=", text
 
 
 def check_debug_modes(config: Config) -> Iterator[Rule]:
     """Check settings that need the part of the run which is left out."""
-    loop, data = config.training_loop, config.data
+    loop, data = config.loop, config.data
     text = "needs the rollouts to be written; set logger.rollouts to sample or all"
     yield config.logger.log_completions and config.logger.rollouts == "off", "logger.log_completions=", text
     if config.reads_prompts:

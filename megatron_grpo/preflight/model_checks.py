@@ -11,7 +11,6 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.models.adapter_names import is_adapted
 from megatron_grpo.models.families import FAMILIES, build_weight_map
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.preflight.node_checks import read_gpu_capability
 from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_trained_models
 
 # Modules that Megatron-Core can recompute only with functions of Transformer Engine.
@@ -30,7 +29,7 @@ def find_adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[
     yield not lora.target_modules, targets, "leaves nothing to train; name a layer, or set policy.lora.rank=0"
     text = f"with policy.lora.rank={lora.rank} the reference policy is the base model itself, which does not move; use"
     text += " false, or train all weights with policy.lora.rank=0"
-    loop = config.training_loop
+    loop = config.loop
     yield isinstance(loop, SampledLoopConfig) and loop.sync_ref_model, "LOOP.sync_ref_model=", text
     if config.refit.adapters == "alone":
         text = "sends no weights, which refit.fp8_blocks=true would round; use merged, or refit.fp8_blocks=false"
@@ -111,21 +110,6 @@ def _check_fp8_settings(config: Config) -> Iterator[Rule]:
     yield not policy.optimizer.distributed, "policy.fp8.parameters=", text
     text = "is not supported with recipe=mxfp8, which needs two copies of each weight; use false"
     yield fp8.recipe == "mxfp8", "policy.fp8.parameters=", text
-
-
-@evaluate_rules
-def find_fp8_machine_problems(config: Config) -> Iterator[Rule]:
-    """Check that the GPUs of this machine support the recipe of FP8."""
-    fp8 = config.policy.fp8
-    if not fp8.is_on_device or config.cluster.gpus == 0:
-        return
-    capability = read_gpu_capability()
-    if capability is not None and capability < fp8.least_capability:
-        least, lowest = (".".join(map(str, pair)) for pair in (fp8.least_capability, capability))
-        advice = "off" if capability < (8, 9) else "recipe=tensorwise"
-        text = f"recipe={fp8.recipe} needs GPUs of compute capability {least}, and this machine has {lowest};"
-        text += f" use {advice}"
-        yield True, "policy.fp8.format=", text
 
 
 def _check_fp8_sizes(config: Config, shape: ModelShape) -> Iterator[Rule]:

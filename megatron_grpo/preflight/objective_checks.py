@@ -45,7 +45,7 @@ def check_objective(config: Config) -> Iterator[Rule]:
         text = f"is for a function of your own; loss_fn.objective={loss.chosen_objective} reads {names or 'no key'}"
         for name, value in loss.objective_options.items():
             yield True, f"loss_fn.objective_options.{name}={to_text(value)}", text
-    loop = config.training_loop
+    loop = config.loop
     if isinstance(loop, GRPOConfig) and loop.adv_estimator.entry is not None:
         text = f"is for a function of your own, and grpo.adv_estimator.name={loop.adv_estimator.name} is none"
         for name, value in loop.adv_estimator.options.items():

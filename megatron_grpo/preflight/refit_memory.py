@@ -1,4 +1,4 @@
-"""Memory that a refit takes on an engine's GPU, beside vLLM's share of it."""
+"""Memory beside weights and caches: of a refit on an engine's GPU, of recorded experts in the host."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+import psutil
+
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.adapter_names import choose_slot_rank, measure_adapters
 from megatron_grpo.models.families import build_weight_map
+from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import WeightEntry, can_travel_in_fp8, list_experts
 from megatron_grpo.platform.hardware import Hardware
@@ -128,3 +131,40 @@ def find_refit_remarks(config: Config, shape: ModelShape | None, gpu: Hardware |
 def find_largest_share(needed: float, memory: float) -> float:
     """Find the largest gpu_memory_utilization, in hundredths, that leaves these bytes."""
     return int(100 * (1 - needed / memory)) / 100
+
+
+def count_token_bytes(config: Config, shape: ModelShape | None) -> int:
+    """Count bytes of a token's recorded experts; 0: nothing is recorded."""
+    is_recorded = config.policy.moe.replay_routing and config.needs_generation and config.debug.train
+    if not is_recorded or shape is None or shape.experts is None:
+        return 0
+    return RoutedForm.from_shape(shape).token_bytes
+
+
+def count_routed_bytes(config: Config, shape: ModelShape | None, tokens_per_sample: float) -> float:
+    """Count bytes of recorded experts in host memory, over all nodes.
+
+    They are those of a step that trains. `tokens_per_sample`: of prompt and response together.
+    """
+    asynchronous, parallel = config.async_sampling, config.policy.parallel
+    samples = config.loop.num_generations_per_prompt
+    # A step's rollouts, and those of the steps that are sampled ahead.
+    batches = 1 + (asynchronous.max_trajectory_age_steps if asynchronous.enabled else 0)
+    rollouts = batches * config.prompts_per_generation_batch * samples
+    # The step's sequences once more as partitions, and on ranks: those of a pipeline stage have their own layers, and
+    # the others of a replica have all of its tokens.
+    copies = (1 + parallel.tensor * parallel.context) * config.samples_per_step
+    return float(count_token_bytes(config, shape) * tokens_per_sample * (rollouts + copies))
+
+
+@evaluate_rules
+def find_routed_remarks(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+    """Check that recorded experts fit the machine of a run on one."""
+    needed = count_routed_bytes(config, shape, config.policy.max_total_sequence_length)
+    memory = psutil.virtual_memory().total
+    text = (
+        f"keeps up to {needed / 2**30:.0f} GiB of recorded experts in host memory ({count_token_bytes(config, shape)} "
+        f"bytes a token, if all are of policy.max_total_sequence_length), and this machine has {memory / 2**30:.0f} GiB"
+        "; lower the age of samples, prompts of a step, or the length"
+    )
+    yield config.cluster.num_nodes == 1 and needed > memory, "policy.moe.replay_routing=", text

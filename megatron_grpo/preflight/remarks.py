@@ -43,7 +43,7 @@ def _check_samples(config: Config) -> Iterator[Rule]:
     """Remark on samples that teach nothing, or are of other weights."""
     text = "is greedy: all samples of a prompt are the same and teach nothing"
     yield config.generation.temperature == 0, "generation.temperature=", text
-    loop = config.training_loop
+    loop = config.loop
     if not isinstance(loop, SampledLoopConfig) or not loop.async_grpo.can_sample_ahead:
         return
     text = "puts no limit on the importance weights of samples from earlier versions of the policy;"
@@ -55,7 +55,7 @@ def _check_samples(config: Config) -> Iterator[Rule]:
 
 
 def _check_checkpoints(config: Config) -> Iterator[Rule]:
-    checkpointing, period = config.ranked_checkpointing, config.training_loop.val_period
+    checkpointing, period = config.ranked_checkpointing, config.loop.val_period
     if not config.has_checkpoints or checkpointing.keep_top_k is None:
         return
     name = checkpointing.metric_name
@@ -70,7 +70,7 @@ def _check_checkpoints(config: Config) -> Iterator[Rule]:
 
 
 def _check_warmups(config: Config) -> Iterator[Rule]:
-    steps = config.training_loop.max_num_steps
+    steps = config.loop.max_num_steps
     policy_steps = max(steps - config.steps_without_policy, 0) * config.optimizer_steps_per_step
     models = [("policy", config.policy.optimizer, policy_steps)]
     if config.method.has_value_model:
@@ -84,7 +84,7 @@ def _check_warmups(config: Config) -> Iterator[Rule]:
 
 
 def _check_threshold(config: Config) -> Iterator[Rule]:
-    stop = config.training_loop.early_stop
+    stop = config.loop.early_stop
     if not stop.enabled or stop.threshold is None:
         return
     # A threshold outside the metric's range would run to max_num_steps, or stop after the first validation.
@@ -100,7 +100,7 @@ def _check_threshold(config: Config) -> Iterator[Rule]:
 
 def _find_bounds(config: Config) -> tuple[float, float]:
     """Find the least and greatest value of the metric of early stopping."""
-    name = config.training_loop.early_stop.metric_name.removeprefix(VALIDATION_PREFIX)
+    name = config.loop.early_stop.metric_name.removeprefix(VALIDATION_PREFIX)
     if name == "response_length":
         return 0.0, math.inf if config.generation.endpoint.enabled else float(config.most_sampled_tokens)
     has_zero_or_one = name == "reward" and all(task.type in _ZERO_OR_ONE for task in config.env.values())

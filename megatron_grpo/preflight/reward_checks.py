@@ -27,9 +27,9 @@ _COMMON_KEYS = ("type", "options", "num_workers", "timeout_s", "leave_out_suspec
 
 def check_rewards(config: Config) -> Iterator[Rule]:
     """Check keys of rewards and advantages."""
-    if isinstance(config.training_loop, GRPOConfig) and config.uses_rewards:
+    if isinstance(config.loop, GRPOConfig) and config.uses_rewards:
         yield from _check_estimator(config)
-    loop = config.training_loop
+    loop = config.loop
     if isinstance(loop, SampledLoopConfig):
         yield from _check_scaling(loop)
         yield from _check_shaping(config, loop)
@@ -87,7 +87,7 @@ def _check_shaping(config: Config, loop: SampledLoopConfig) -> Iterator[Rule]:
 
 def check_environments(config: Config) -> Iterator[Rule]:
     """Check keys of the environments."""
-    types, samples = (*BUILT_IN, REWARD_FUNCTIONS), config.training_loop.num_generations_per_prompt
+    types, samples = (*BUILT_IN, REWARD_FUNCTIONS), config.loop.num_generations_per_prompt
     for name, environment in config.env.items():
         section, kind = f"env.{name}", environment.type
         text = f"must be one of {', '.join(types)}, or package.module:Class"
@@ -114,7 +114,7 @@ def check_environments(config: Config) -> Iterator[Rule]:
 
 
 def _check_estimator(config: Config) -> Iterator[Rule]:
-    loop = config.training_loop
+    loop = config.loop
     assert isinstance(loop, GRPOConfig)
     yield from _check_normalization(config, loop)
     if loop.adv_estimator.name == "gdpo":

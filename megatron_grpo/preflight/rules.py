@@ -53,7 +53,7 @@ def evaluate_rules(
 def fill_placeholders(config: Config, text: str) -> str:
     """Replace LOOP and PASSES in a text by the algorithm's keys."""
     loop = config.loop_name
-    return text.replace("LOOP.", f"{loop}.").replace("PASSES", f"{loop}.{config.training_loop.passes_name}")
+    return text.replace("LOOP.", f"{loop}.").replace("PASSES", f"{loop}.{config.loop.passes_name}")
 
 
 def format_value(value: object) -> str:

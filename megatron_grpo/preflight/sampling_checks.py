@@ -91,7 +91,7 @@ def _find_dropping_option(config: Config) -> str | None:
     kind = config.loss_fn.truncated_importance_sampling_type
     if kind in ("icepop", "seq-mask-tis"):
         return f"loss_fn.truncated_importance_sampling_type={kind}"
-    threshold = getattr(config.training_loop, "seq_logprob_error_threshold", None)
+    threshold = getattr(config.loop, "seq_logprob_error_threshold", None)
     return None if threshold is None else f"{config.loop_name}.seq_logprob_error_threshold={threshold:g}"
 
 

@@ -63,7 +63,7 @@ def _list_switched_off(config: Config) -> Iterator[Rule]:
 
 
 def _list_of_loop(config: Config) -> Iterator[Rule]:
-    loop, stop = config.training_loop, config.training_loop.early_stop
+    loop, stop = config.loop, config.loop.early_stop
     yield not stop.enabled, "LOOP.early_stop.", "needs LOOP.early_stop.enabled=true"
     yield stop.patience is None, "LOOP.early_stop.min_delta", "needs LOOP.early_stop.patience"
     if isinstance(loop, GRPOConfig):
@@ -108,7 +108,7 @@ def _list_without_effect(config: Config) -> Iterator[Rule]:
     text = "needs engines, and this run samples nothing"
     samples_nothing = config.method.rows is not None and not config.needs_generation
     yield samples_nothing, "LOOP.val_temperature LOOP.max_rollout_turns generation. refit.", text
-    loop, data = config.training_loop, config.data
+    loop, data = config.loop, config.data
     keys = "LOOP.async_grpo.enabled LOOP.async_grpo.recompute_kv_cache_after_weight_updates"
     text = "with LOOP.async_grpo.max_trajectory_age_steps=0 nothing is sampled while a step trains"
     yield config.async_sampling.max_trajectory_age_steps == 0, keys, text
@@ -157,7 +157,7 @@ def _list_of_loss(config: Config) -> Iterator[Rule]:
 
 
 def _list_of_rewards(config: Config) -> Iterator[Rule]:
-    loop, stop = config.training_loop, config.training_loop.early_stop
+    loop, stop = config.loop, config.loop.early_stop
     if isinstance(loop, PPOConfig):
         estimator = loop.adv_estimator
         text = "is the lambda of policy and value model where they have none of their own, and both have one"

@@ -142,7 +142,7 @@ def make_policy_settings(config: Config, folder: Path) -> RankSettings:
         temperature=config.generation.temperature if is_sampled else 1.0,
         token_filter=make_training_filter(config.generation) if is_sampled else None,
         decay_steps=config.decay_steps,
-        seed=config.training_loop.seed,
+        seed=config.loop.seed,
         ranks_per_machine=config.cluster.gpus or None,  # ranks on CPUs are all on one
         shares_cores=_uses_shared_cores(config),
     )
@@ -156,7 +156,7 @@ def _make_value_model(config: Config, cluster: RayCluster) -> MegatronValue:
         shape=exchange_head(read_model_shape(folder, reward_models=True), VALUE),
         folder=str(folder),
         decay_steps=config.value_decay_steps,
-        seed=config.training_loop.seed,
+        seed=config.loop.seed,
         ranks_per_machine=config.cluster.gpus or None,  # ranks on CPUs are all on one
         shares_cores=_uses_shared_cores(config),
     )
@@ -214,7 +214,7 @@ def _make_teachers(config: Config, folder: Path, cluster: RayCluster) -> dict[st
             decay_steps=1,  # it is never trained
             teacher=output,
             temperature=config.generation.temperature,
-            seed=config.training_loop.seed,
+            seed=config.loop.seed,
             ranks_per_machine=config.cluster.gpus or None,  # ranks on CPUs are all on one
             shares_cores=_uses_shared_cores(config),
         )
@@ -258,7 +258,7 @@ def start_rollouts(
         environments,
         generation_timeout_s=config.generation.timeout_s,
         max_total_sequence_length=config.policy.max_total_sequence_length,
-        max_turns=config.training_loop.max_rollout_turns,
+        max_turns=config.loop.max_rollout_turns,
         routed=generation.routed if generation else None,
         endpoint=make_endpoint_settings(config.generation.endpoint, tokenizer) if generation else None,
         restore=restore,

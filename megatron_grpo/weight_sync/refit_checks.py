@@ -110,7 +110,7 @@ class Canary:
 
     @staticmethod
     def from_config(config: Config, shape: ModelShape) -> Canary:
-        sequences = draw_canary(config.training_loop.seed, shape.vocab, config.policy.max_total_sequence_length)
+        sequences = draw_canary(config.loop.seed, shape.vocab, config.policy.max_total_sequence_length)
         rounding = 0.0 if config.engine_dtype == config.policy.precision else _CONVERSION_ROUNDING
         precision, has_experts = config.coarsest_precision, shape.experts is not None
         # Coarser rounding sends tokens to other experts all the time, and has larger tails.

@@ -89,7 +89,7 @@ def answer(prompts: Sequence[DatumSpec], samples: int) -> list[list[Trajectory]]
 
 def train_on_fakes(config: Config, folder: Path) -> Any:
     """Train for two steps with the loop that the algorithm's value names, on two prompts or rows; needs `fake_ray`."""
-    loop, method = config.training_loop, config.method
+    loop, method = config.loop, config.method
     loop.num_prompts_per_step, loop.max_num_steps, loop.max_num_epochs = 2, STEPS, 3
     loop.val_period = min(loop.val_period, 1)
     if not method.rows:

@@ -125,7 +125,7 @@ class RecordedRun:
         record = make_record(
             prompts_per_step=PROMPTS,
             samples_per_prompt=self.samples,
-            max_num_steps=self.config.training_loop.max_num_steps,
+            max_num_steps=self.config.loop.max_num_steps,
             vocab=read_model_shape(self.versions[0]).vocab,
         )
         write_rollouts(locate_rollouts_file(self.run_dir, step), groups, record.to_metadata())

@@ -16,7 +16,7 @@ from tests.support.fake_rollouts import FakeRollouts, add_entry, by_sequence, st
 def laid_out(config: Config, trajectories: list[Trajectory]) -> tuple[StepBatch, FakeRollouts]:
     """The batch of a step, and the workers that computed it."""
     rollouts: Any = FakeRollouts()
-    samples = config.training_loop.num_generations_per_prompt
+    samples = config.loop.num_generations_per_prompt
     groups = [trajectories[start : start + samples] for start in range(0, len(trajectories), samples)]
     return build_batch(config, rollouts.put(groups), rollouts), rollouts
 

@@ -222,4 +222,4 @@ def test_code_outside_the_configuration_reads_the_loop_that_runs() -> None:
         for number, line in enumerate(file.read_text().splitlines(), start=1)
         if pattern.search(line)
     ]
-    assert not lines, f"use config.training_loop: {lines}"
+    assert not lines, f"use config.loop: {lines}"

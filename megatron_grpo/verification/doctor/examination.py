@@ -199,7 +199,7 @@ class Examination:
         scored = evidence.rollouts
         diagnosis.rollouts, diagnosis.tokens = len(scored), sum(len(rollout.indices) for rollout in scored)
         stop_strings = bool(self._ends.strings)
-        samples = config.training_loop.num_generations_per_prompt if config.logger.rollouts == "all" else None
+        samples = config.loop.num_generations_per_prompt if config.logger.rollouts == "all" else None
         diagnosis.findings += find_token_mistakes(evidence, self._stops, stop_strings=stop_strings, samples=samples)
         if self._config.generation.temperature > GREEDY:
             diagnosis.findings += find_repeated_samples(evidence)

@@ -103,7 +103,7 @@ def replay_step(record: RecordedStep, *, hidden_tokens: int, timeout_s: float, g
     task = build_replay_task(record, hidden_tokens)
     config = record.config
     results = run_on_ranks(
-        replay_on_rank, task, config.policy.parallel, seed=config.training_loop.seed, timeout_s=timeout_s, gpus=gpus
+        replay_on_rank, task, config.policy.parallel, seed=config.loop.seed, timeout_s=timeout_s, gpus=gpus
     )
     captured = np.flatnonzero(task.captured)
     return Replayed(

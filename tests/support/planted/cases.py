@@ -97,7 +97,7 @@ def fresh(run: RecordedRun, root: Path, *overrides: str) -> RecordedRun:
     if (run.run_dir / "checkpoints").is_dir():
         (root / "run" / "checkpoints").symlink_to(run.run_dir / "checkpoints")
     values = override_values(build_values(run.config), [f"run_dir={root / 'run'}", *overrides], "the test")
-    return replace(run, root=root, config=values, samples=values.training_loop.num_generations_per_prompt)
+    return replace(run, root=root, config=values, samples=values.loop.num_generations_per_prompt)
 
 
 PLANTS: tuple[ModuleType, ...] = (plants, weights, engines, trainers, records, histories)

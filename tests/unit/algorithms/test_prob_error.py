@@ -14,8 +14,7 @@ import pytest
 
 from megatron_grpo.algorithms import ppo
 from megatron_grpo.algorithms.context import PPORun, ProbErrorState
-from megatron_grpo.algorithms.error_episodes import follow_episode
-from megatron_grpo.algorithms.prob_error import NoiseBounds, compare_with_noise
+from megatron_grpo.algorithms.prob_error import NoiseBounds, compare_with_noise, follow_episode
 from megatron_grpo.config.errors import DisagreementError
 from megatron_grpo.preflight.load import compose_config
 from tests.support.fake_rollouts import FakeRay

@@ -202,7 +202,7 @@ def test_samples_that_were_drawn_ahead(dynamic: bool, tmp_path: Path) -> None:
     pool: Any = rollouts
     loader: Any = SimpleNamespace(state_dict=dict)
     options = AsyncGRPOConfig(enabled=True, max_trajectory_age_steps=1)
-    loop = replace(run.config.training_loop, num_generations_per_prompt=SAMPLES, max_num_steps=9, async_grpo=options)
+    loop = replace(run.config.loop, num_generations_per_prompt=SAMPLES, max_num_steps=9, async_grpo=options)
     run.buffer = OrderedBuffer(pool, loader, loop, SETTINGS, 0)
     prompts, in_turn = batches(*rows), batches(*rows)
     expected, ahead = draw_samples(plain, in_turn), draw_samples(run, prompts)

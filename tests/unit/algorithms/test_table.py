@@ -135,7 +135,7 @@ SFT = ["+exp=quickstart_sft"]
 def test_an_algorithm_of_the_users_own_folder_trains(name: str, own_folder: Path, fake_ray: FakeRay) -> None:
     config = compose_config([*SFT, f"algorithm={name}", "sft.val_rewards=false", "sft.val_batch_size=3"])
     assert (config.algorithm, config.method.name, config.method.rows) == (name, "long_rows", "supervised")
-    assert config.training_loop.val_batch_size == 3
+    assert config.loop.val_batch_size == 3
     assert {started.key for started in list_started_values(config)} == {"algorithm"}
     run = train_on_fakes(config, own_folder)
     assert run.state["total_steps"] == STEPS
@@ -154,7 +154,7 @@ def test_a_recorded_algorithm_is_imported_only_from_a_run_that_is_trusted(own_fo
         override_values(dict(recorded), [], "config.yaml")
     assert "my_recipe" not in sys.modules
     loaded = override_values(dict(recorded), ["sft.val_batch_size=3"], "config.yaml", is_trusted=True)
-    assert loaded.training_loop.val_batch_size == 3
+    assert loaded.loop.val_batch_size == 3
     with pytest.raises(ConfigError, match="did you mean sft"):
         override_values(dict(recorded), ["sft.val_batch_sizes=3"], "config.yaml", is_trusted=True)
 

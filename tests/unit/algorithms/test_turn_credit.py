@@ -95,7 +95,7 @@ def test_turns_have_advantages_beside_a_teacher_and_in_asynchronous_runs(recipe:
     loss = "loss_fn.policy_loss_weight" if recipe == "quickstart_distillation" else "grpo.turn_discount"
     overrides = ["grpo.num_generations_per_prompt=3", "grpo.turn_credit=turn", f"{loss}=1"]
     config = compose_config([f"+exp={recipe}", *overrides])
-    loop = config.training_loop
+    loop = config.loop
     expected = compute_expected(1.0, loop.use_leave_one_out_baseline, loop.normalize_rewards)
     np.testing.assert_allclose(
         np.concatenate(advantages_of(config, make_step())), np.concatenate(expected), rtol=1e-5, atol=1e-6

@@ -55,14 +55,12 @@ def test_both_names_set_what_the_algorithm_reads(recipe: str, loop: str) -> None
             f"{name}.reward_scaling={{source_max: 2}}",
         ]
         config = compose_config([recipe, *overrides])
-        assert config.training_loop is getattr(config, loop)
-        assert (config.training_loop.max_num_steps, config.training_loop.early_stop.patience) == (77, 3)
-        assert config.training_loop.reward_scaling.source_max == 2
-        expected = dataclasses.asdict(compose_config([recipe]).training_loop)
+        assert config.loop is getattr(config, loop)
+        assert (config.loop.max_num_steps, config.loop.early_stop.patience) == (77, 3)
+        assert config.loop.reward_scaling.source_max == 2
+        expected = dataclasses.asdict(compose_config([recipe]).loop)
         changed = {
-            key
-            for key, value in flatten(dataclasses.asdict(config.training_loop))
-            if value != dict(flatten(expected))[key]
+            key for key, value in flatten(dataclasses.asdict(config.loop)) if value != dict(flatten(expected))[key]
         }
         assert changed == {"max_num_steps", "early_stop.patience", "reward_scaling.source_max"}
 
@@ -95,7 +93,7 @@ OF_SAMPLES = """
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "reward_model"])
 def test_a_loop_that_learns_from_rows_has_no_keys_about_samples(algorithm: str) -> None:
     run = ["+exp=quickstart_sft", "run_dir=here", f"algorithm={algorithm}", "~env.addition"]
-    loop = Config(algorithm=algorithm).training_loop  # type: ignore[arg-type]
+    loop = Config(algorithm=algorithm).loop  # type: ignore[arg-type]
     for setting in OF_SAMPLES.split():
         assert not hasattr(loop, setting.partition(".")[0].partition("=")[0])
         for name in ("grpo", algorithm):  # under either name

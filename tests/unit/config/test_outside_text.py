@@ -42,7 +42,7 @@ from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Mod
 from megatron_grpo.data.sources import parse_line
 from megatron_grpo.environments.environment_worker import MAX_NOTES, EnvironmentWorker
 from megatron_grpo.environments.interface import EnvironmentSettings
-from megatron_grpo.environments.mcp_results import format_result
+from megatron_grpo.environments.mcp_access import format_result
 from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment
 from megatron_grpo.environments.verifiers import VerifiersProcess
 from megatron_grpo.generation.teacher_client import TeacherServer, pack_row

@@ -18,10 +18,9 @@ from megatron_grpo.cluster.process_log import RecordFormatter
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.judge import JudgeEnvironment
-from megatron_grpo.environments.mcp_access import open_url
+from megatron_grpo.environments.mcp_access import MAX_LINES, open_url
 from megatron_grpo.environments.mcp_tools import McpServer, McpTools
 from megatron_grpo.environments.openenv import OpenEnvEnvironment
-from megatron_grpo.environments.program_output import MAX_LINES
 from megatron_grpo.environments.verifiers import VerifiersEnvironment
 from megatron_grpo.observability.page.write import render_report
 from megatron_grpo.run.directory import override_values, record_start

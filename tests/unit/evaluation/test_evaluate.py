@@ -183,7 +183,7 @@ def test_a_checkpoint_brings_its_configuration(checkpoint: Path, tmp_path: Path)
 
 def test_keys_of_the_loop_have_two_names(checkpoint: Path, tmp_path: Path) -> None:
     words = [f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}"]
-    assert read_request([*words, "ppo.seed=7"]).config.training_loop.seed == 7
+    assert read_request([*words, "ppo.seed=7"]).config.loop.seed == 7
 
 
 def test_one_sample_is_greedy_unless_told(checkpoint: Path, tmp_path: Path) -> None:

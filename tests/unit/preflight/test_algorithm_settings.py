@@ -175,7 +175,7 @@ RECIPE = "+exp=quickstart_distillation"
 
 def test_the_loop_is_that_of_grpo() -> None:
     config = compose_config([RECIPE, "grpo.max_num_steps=7", "env.addition.type=unscored"])
-    assert config.training_loop.max_num_steps == 7
+    assert config.loop.max_num_steps == 7
     assert not config.uses_rewards
     assert not config.uses_reference
     assert list(config.named_teachers) == ["teacher"]

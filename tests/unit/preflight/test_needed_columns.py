@@ -65,7 +65,7 @@ def test_rows_of_the_public_set_play_the_game(tmp_path: Path) -> None:
     rows = [{"nums": [1, 2, 3], "target": 6}, {"nums": [4, 5, 6], "target": 15}]
     config = of_rows(tmp_path / "rows.jsonl", "countdown", *rows, processor="countdown", answer_key="answer")
     assert problems_of(config) == []
-    config.training_loop.max_rollout_turns = 4
+    config.loop.max_rollout_turns = 4
     check_scoring(config)
 
 

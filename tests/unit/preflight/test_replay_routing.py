@@ -8,10 +8,10 @@ import pytest
 
 from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.preflight import routed_memory
+from megatron_grpo.preflight import refit_memory
 from megatron_grpo.preflight.layout_checks import find_layout_problems
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.preflight.routed_memory import count_routed_bytes, find_routed_remarks
+from megatron_grpo.preflight.refit_memory import count_routed_bytes, find_routed_remarks
 from tests.support.config_problems import SMALL
 from tests.support.hf_configs import QWEN3_MOE
 
@@ -104,7 +104,7 @@ def test_what_a_machine_cannot_hold_is_said(base_overrides: list[str], monkeypat
     assert needed > 0
     for total, is_told in ((needed, False), (needed - 1, True)):
         monkeypatch.setattr(
-            routed_memory, "psutil", SimpleNamespace(virtual_memory=lambda total=total: SimpleNamespace(total=total))
+            refit_memory, "psutil", SimpleNamespace(virtual_memory=lambda total=total: SimpleNamespace(total=total))
         )
         remarks = list(find_routed_remarks(config, shape))
         assert [remark.subject for remark in remarks] == ["policy.moe.replay_routing=True"] * is_told

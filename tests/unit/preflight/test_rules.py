@@ -154,14 +154,14 @@ def is_read(key: str, config: Config, changed: Config, folder: Path) -> bool:
         return config.method.reads_loss and any(
             not torch.equal(before, after) for before, after in zip(learn(config), learn(changed), strict=True)
         )
-    if name == config.training_loop.passes_name and not config.method.rows:
+    if name == config.loop.passes_name and not config.method.rows:
         return changed.passes_per_step != config.passes_per_step
     # The function of the advantages gets its keys by the names of its parameters (test_formulas.py).
-    loop = config.training_loop
+    loop = config.loop
     entry = loop.adv_estimator.entry if isinstance(loop, GRPOConfig) else None
     if entry is not None and name.rpartition(".")[2] in entry.reads:
         return True
-    own_names = type(config.training_loop).__dataclass_fields__.keys() - SampledLoopConfig.__dataclass_fields__.keys()
+    own_names = type(config.loop).__dataclass_fields__.keys() - SampledLoopConfig.__dataclass_fields__.keys()
     is_own = name.partition(".")[0] in own_names
     return key in list_read_keys(changed, folder) or (not is_own and name.rpartition(".")[2] in list_attributes())
 

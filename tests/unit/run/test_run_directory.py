@@ -46,9 +46,7 @@ def test_a_folder_of_an_earlier_version_goes_on(
     assert load_run_config(tmp_path, [], is_trusted=True) == config
     assert compare_with_last_start(tmp_path, config) == []
     changed = load_run_config(tmp_path, ["grpo.val_period=77"], is_trusted=True)
-    assert compare_with_last_start(tmp_path, changed) == [
-        f"{algorithm}.val_period: {config.training_loop.val_period} -> 77"
-    ]
+    assert compare_with_last_start(tmp_path, changed) == [f"{algorithm}.val_period: {config.loop.val_period} -> 77"]
     assert check_config(changed).conflicts == set()
     record_start(tmp_path, changed)
     recorded = yaml.safe_load(file.read_text())
