@@ -6,10 +6,14 @@ import math
 from dataclasses import field
 from typing import Annotated, Literal, get_args
 
+from annotated_types import Predicate
 from pydantic import Field
 
 from megatron_grpo.config.section import (
     MISSING,
+    FamilyPath,
+    FormulaOptions,
+    ImportPath,
     MegatronFields,
     NonNegative,
     NonNegativeFloat,
@@ -21,9 +25,16 @@ from megatron_grpo.config.section import (
     Share,
 )
 
-# Shapes of the decay, and three more by their names in transformers.
-DecayStyle = Literal["constant", "linear", "cosine", "inverse_sqrt", "polynomial", "cosine_with_restarts"]
-TransformersDecayStyle = Literal["warmup_stable_decay", "constant_with_warmup", "cosine_with_min_lr"]
+# Shapes of the decay; the last three are further names in transformers.
+DECAY_STYLES = (
+    *("constant", "linear", "cosine", "inverse_sqrt", "polynomial", "cosine_with_restarts"),
+    *("warmup_stable_decay", "constant_with_warmup", "cosine_with_min_lr"),
+)
+DecayStyle = Annotated[
+    ImportPath,
+    Predicate(lambda path: path in DECAY_STYLES or "." in path),
+    f"one of {', '.join(DECAY_STYLES)}, or module.function",
+]
 
 
 class OptimizerConfig(Section):
@@ -47,9 +58,14 @@ class OptimizerConfig(Section):
     decay_steps: Positive | None = None
     """Optimizer steps until min_lr, warm-up included; null: all optimizer steps of max_num_steps steps."""
 
-    decay_style: Literal[DecayStyle, TransformersDecayStyle] = "constant"
+    decay_style: DecayStyle = "constant"
     """Shape of the decay after the warm-up. warmup_stable_decay stays at lr until the last final_decay_steps, which are
-    linear. constant_with_warmup and cosine_with_min_lr are transformers' names of constant and cosine."""
+    linear. constant_with_warmup and cosine_with_min_lr are transformers' names of constant and cosine. Or a function of
+    your own (docs/extending.md)."""
+
+    decay_options: FormulaOptions = field(default_factory=dict)
+    """Parameters of your own decay_style by name, such as decay_options.floor=0.1; those of the built-in ones are
+    keys."""
 
     decay_power: PositiveFloat = 1.0
     """With polynomial, exponent of the remaining share of the decay in the learning rate; 1 is linear."""
@@ -98,6 +114,11 @@ class OptimizerConfig(Section):
     precision_aware: bool = False
     """Keep moments and main weights in Transformer Engine's Adam, in the types of policy.megatron_optimizer
     (exp_avg_dtype and others; float32 by default). Needs GPUs with Transformer Engine, and distributed=true."""
+
+    @property
+    def has_built_in_decay(self) -> bool:
+        """True unless the decay is a function of the user."""
+        return self.decay_style in DECAY_STYLES
 
     @property
     def depends_on_steps(self) -> bool:
@@ -168,7 +189,15 @@ class ParallelConfig(Section):
         return self.chunk_multiple * (self.tensor if self.sequence else 1)
 
 
-class ModelConfig(Section):
+class FamilySection(Section):
+    """How a model's folder is read."""
+
+    family: FamilyPath | None = None
+    """Family of your own that reads the model, in each process of the run (docs/extending.md); null: one of the
+    package, by config.json."""
+
+
+class ModelConfig(FamilySection):
     """The model that is trained."""
 
     path: PathText = MISSING
@@ -366,7 +395,7 @@ class PolicyConfig(Section):
     """Deadline of one policy phase (log-probabilities, an optimizer step, a checkpoint) and of its collectives."""
 
 
-class ValueModelConfig(Section):
+class ValueModelConfig(FamilySection):
     """The weights that the value model starts from."""
 
     path: PathText | None = None

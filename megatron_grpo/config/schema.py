@@ -196,6 +196,13 @@ class Config(Section):
         }
 
     @property
+    def families(self) -> dict[str, str]:
+        """Families of the user's code, by key."""
+        models = {"policy": self.policy.model, "value": self.value.model}
+        sections = models | {section: teacher.model for section, teacher in self.named_teachers.items()}
+        return {f"{name}.model.family": model.family for name, model in sections.items() if model.family is not None}
+
+    @property
     def most_sampled_tokens(self) -> int:
         """Most tokens that the model may sample in a rollout, over its turns."""
         turns = self.training_loop.max_rollout_turns
