@@ -141,7 +141,7 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     problem = None if request.loss is None else make_formula_problem(request.loss, request.options)
     model = prepare_model(request.model, request.shrink, folder / "model", request.seed)
     shape = read_model_shape(model)
-    text = None if request.family is None else explain_other_family(shape, request.family, list_import_folders())
+    text = None if request.family is None else explain_other_family(shape, request.family)
     if text is not None:
         raise ValueError(f"family={request.family} {text}")
     for text in find_weight_problems(model, shape):

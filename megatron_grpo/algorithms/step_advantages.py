@@ -20,8 +20,8 @@ from megatron_grpo.algorithms.token_functions import (
 )
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome
-from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.config.schema import Config, GRPOConfig, PPOConfig
+from megatron_grpo.config.started_values import list_code_folders
 from megatron_grpo.losses import advantages as formulas
 from megatron_grpo.rollouts.partitions import compute_over_tokens
 from megatron_grpo.rollouts.pool import RolloutPool
@@ -165,7 +165,7 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
             is_finite = rollouts.compute(compute_ppo_token_advantages, batch, fields, *arguments)
         return is_finite
     assert isinstance(loop, GRPOConfig)
-    estimator = formulas.make_estimator(loop, list_import_folders(config.run_dir))
+    estimator = formulas.make_estimator(loop, list_code_folders(config))
     if loop.adv_estimator.by_token or config.loss_fn.use_kl_in_reward:
         is_finite = rollouts.compute(compute_token_advantages, batch, fields, *arguments, estimator)
     elif scores.turns is not None:

@@ -199,14 +199,15 @@ def is_algorithm_name(name: str) -> bool:
     return name in ALGORITHMS or is_import_path(name)
 
 
-def find_algorithm(name: str) -> Algorithm:
+def find_algorithm(name: str, run_dir: str | None = None) -> Algorithm:
     """Find an algorithm by its name, or import it by its path.
 
-    ValueError: it cannot be imported, or is no `Algorithm`; the text continues a message of the setting.
+    `run_dir` is the folder of a trusted run, whose code may have the module. ValueError: it cannot be imported, or is
+    no `Algorithm`; the text continues a message of the setting.
     """
     algorithm = ALGORITHMS.get(name) or _IMPORTED.get(name)
     if algorithm is None:
-        algorithm = import_value(name, list_import_folders())
+        algorithm = import_value(name, list_import_folders(run_dir, [name]))
         if not isinstance(algorithm, Algorithm):
             raise ValueError("is not a megatron_grpo.config.algorithms.Algorithm")
         sections = {row.section for row in ALGORITHMS.values()}

@@ -9,7 +9,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -105,11 +106,24 @@ def import_callable(kind: str, path: str, *, instance: bool = False) -> Callable
 CODE_FOLDER = "code"  # subfolder of a run's folder with the user's code that it began with
 
 
-def list_import_folders(run_dir: str | None = None) -> tuple[str, ...]:
-    """List the user's folders: working folder, PYTHONPATH, and code in a run's folder."""
-    of_run = () if run_dir is None else (os.path.join(run_dir, CODE_FOLDER),)
-    folders = (os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep), *of_run)
-    return tuple(dict.fromkeys(os.path.abspath(folder) for folder in folders if folder))
+def list_import_folders(run_dir: str | None = None, imports: Iterable[str] = ()) -> tuple[str, ...]:
+    """List the user's folders: working folder, PYTHONPATH, and maybe a run's code.
+
+    Args:
+        run_dir: folder of a run.
+        imports: import paths of the run; its code is listed if the module of one of them is nowhere else.
+    """
+    folders = (os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    working = tuple(dict.fromkeys(os.path.abspath(folder) for folder in folders if folder))
+    if run_dir is None:
+        return working
+    # The code of a run that somebody else made may have the name of a package that is not installed, and that
+    # libraries import where it is. So this folder is not on the path of a run whose modules are found without it.
+    code = os.path.abspath(os.path.join(run_dir, CODE_FOLDER))
+    search_path = [folder for folder in (*working, *sys.path) if folder != code]
+    modules = {re.split("[.:]", path)[0] for path in imports}
+    has_all = all(module in sys.builtin_module_names or PathFinder.find_spec(module, search_path) for module in modules)
+    return working if has_all else (*working, code)
 
 
 # Environment variable of a run's processes that names the user's families of models (`models.families`).

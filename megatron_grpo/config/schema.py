@@ -130,7 +130,7 @@ class Config(Section):
     @property
     def method(self) -> Algorithm:
         """The algorithm that runs."""
-        return find_algorithm(self.algorithm)
+        return find_algorithm(self.algorithm, self.run_dir)
 
     @property
     def training_loop(self) -> LoopConfig:

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_grpo.config.conversion import convert_argument
 from megatron_grpo.config.data_schema import EnvironmentConfig, is_built_in
 from megatron_grpo.config.errors import Problem, to_text
+from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.section import CONNECTS, IMPORTS, SENDS_SECRET, Starts
 
@@ -47,6 +48,12 @@ def list_started_values(config: Config) -> list[StartedValue]:
     for task, environment in config.env.items():
         started += _list_started_options(environment, ("env", task, "options"))
     return started
+
+
+def list_code_folders(config: Config) -> tuple[str, ...]:
+    """List the folders in which a run's processes find the user's modules."""
+    values = [str(started.value) for started in list_started_values(config) if started.effect == IMPORTS]
+    return list_import_folders(config.run_dir, values)
 
 
 def find_untrusted_values(

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_grpo.config.data_schema import SandboxConfig
-from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.config.schema import Config
+from megatron_grpo.config.started_values import list_code_folders
 from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, ScoreOrError, Turn
 from megatron_grpo.data.specs import make_task_spec
@@ -106,7 +106,7 @@ def score_zero_or_one(verdicts: Iterable[bool]) -> list[EnvironmentReturn]:
 
 
 def make_environment_settings(config: Config, task: str, tokenizer: Any) -> EnvironmentSettings:
-    prompts, folders = make_task_spec(config.data, task), list_import_folders(config.run_dir)
+    prompts, folders = make_task_spec(config.data, task), list_code_folders(config)
     return EnvironmentSettings(sandbox=config.sandbox, tokenizer=tokenizer, prompts=prompts, import_folders=folders)
 
 

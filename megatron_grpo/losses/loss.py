@@ -25,8 +25,8 @@ from torch import Tensor
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.config.loss_schema import LossConfig
-from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.config.schema import Config
+from megatron_grpo.config.started_values import list_code_folders
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class LossFunction(Protocol):
 def make_loss(config: Config) -> LossFunction:
     """Make the loss of a run's algorithm."""
     loss: Callable[..., LossFunction] = resolve_name(config.method.loss)
-    return loss(config.loss_fn, list_import_folders(config.run_dir)) if config.method.reads_loss else loss()
+    return loss(config.loss_fn, list_code_folders(config)) if config.method.reads_loss else loss()
 
 
 def combine_metrics(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -130,7 +130,7 @@ def adopt_families(config: Config, sections: Sequence[str] = ("",), run_dir: Pat
     `sections`: beginnings of keys that the command reads; "" stands for all. `run_dir`: where the run's folder is now.
     """
     paths = {key: path for key, path in config.families.items() if key.startswith(tuple(sections))}
-    return families.adopt_families(paths, list_import_folders(str(run_dir or config.run_dir)))
+    return families.adopt_families(paths, list_import_folders(str(run_dir or config.run_dir), paths.values()))
 
 
 def find_model_shape(config: Config) -> ModelShape | None:

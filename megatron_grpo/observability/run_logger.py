@@ -15,8 +15,8 @@ from megatron_grpo.batch.rollout_files import drop_rollouts_after
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.cluster.wait_notices import WaitNotices
 from megatron_grpo.config.outside_files import open_to_append
-from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.config.schema import Config
+from megatron_grpo.config.started_values import list_code_folders
 from megatron_grpo.data.chat_messages import join_content
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.observability import run_files
@@ -109,7 +109,7 @@ class RunLogger:
             self._trackers["Mlflow"] = MlflowTracker(self.run_dir, config)
         if config.logger.swanlab.enabled:
             self._trackers["Swanlab"] = SwanlabTracker(self.run_dir, config)
-        if (maker := make_tracker(config.logger, list_import_folders(config.run_dir))) is not None:
+        if (maker := make_tracker(config.logger, list_code_folders(config))) is not None:
             settings = list_settings(config)
             tracker = open_tracker(maker, run_dir=self.run_dir, settings=settings, resume_step=resume_step)
             self._trackers[maker.setting] = tracker

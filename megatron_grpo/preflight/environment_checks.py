@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_grpo.config.data_schema import REWARD_FUNCTIONS, DatasetConfig, is_model_folder
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
-from megatron_grpo.config.paths import list_import_folders, make_importable
+from megatron_grpo.config.paths import make_importable
 from megatron_grpo.config.schema import Config
+from megatron_grpo.config.started_values import list_code_folders
 from megatron_grpo.data import specs
 from megatron_grpo.data.scores import AGENT_ARGUMENTS, AGENT_RESULT
 from megatron_grpo.environments import user_functions as functions
@@ -36,7 +37,7 @@ def find_user_code_problems(
 
 def _find_tracker_problems(config: Config) -> Iterator[Problem]:
     try:
-        make_tracker(config.logger, list_import_folders(config.run_dir))
+        make_tracker(config.logger, list_code_folders(config))
     except RunError as error:
         setting = f"logger.tracker={config.logger.tracker}"
         yield Problem(setting, str(error).removeprefix(f"{setting} "))
@@ -68,7 +69,7 @@ def find_scoring_problems(
         sets: sets of prompts whose responses are scored; None: the training and validation sets.
         rewards: reward functions passed by a script, by their entry in reward_funcs; these are not imported.
     """
-    make_importable(list_import_folders(config.run_dir))
+    make_importable(list_code_folders(config))
     if sets is None and not config.data.streaming:  # of a stream no row is read before training
         sets = [*config.data.training_sets.values(), *config.data.validation_sets.values()]
     problems = list(specs.find_processor_problems(config.data))

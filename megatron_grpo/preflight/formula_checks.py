@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from megatron_grpo.config.errors import Problem, RunError
 from megatron_grpo.config.formulas import ADVANTAGES, OBJECTIVES
 from megatron_grpo.config.keys import list_changes
-from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.config.schema import Config, GRPOConfig, OptimizerConfig
+from megatron_grpo.config.started_values import list_code_folders
 from megatron_grpo.losses.named_formula import NamedFormula
 
 
@@ -37,7 +37,7 @@ def find_formula_remarks(config: Config) -> Iterator[Problem]:
     from megatron_grpo.losses.formula_trials import divides_by_sampling
     from megatron_grpo.losses.policy_loss import make_objective
 
-    if divides_by_sampling(make_objective(loss, list_import_folders(config.run_dir))):
+    if divides_by_sampling(make_objective(loss, list_code_folders(config))):
         text = f"divides by the sampling probability, and so does loss_fn.objective={loss.objective} itself: each token"
         text += " is corrected twice. Set it to false, or take the ratio of the objective to old_logprobs"
         yield Problem("loss_fn.use_importance_sampling_correction=true", text)
@@ -50,7 +50,7 @@ def _find_objective_problems(config: Config) -> Iterator[Problem]:
 
     subject = f"loss_fn.objective={config.loss_fn.objective}"
     try:
-        objective = make_objective(config.loss_fn, list_import_folders(config.run_dir))
+        objective = make_objective(config.loss_fn, list_code_folders(config))
     except RunError as error:
         yield Problem(subject, str(error))
         return
@@ -66,7 +66,7 @@ def _find_estimator_problems(config: Config, loop: GRPOConfig) -> Iterator[Probl
 
     subject = f"grpo.adv_estimator.name={loop.adv_estimator.name}"
     try:
-        estimator = make_estimator(loop, list_import_folders(config.run_dir))
+        estimator = make_estimator(loop, list_code_folders(config))
     except RunError as error:
         yield Problem(subject, str(error))
         return
@@ -81,7 +81,7 @@ def _find_decay_problems(section: str, optimizer: OptimizerConfig, steps: int, c
 
     subject = f"{section}.optimizer.decay_style={optimizer.decay_style}"
     try:
-        decay = make_decay(section, optimizer, list_import_folders(config.run_dir))
+        decay = make_decay(section, optimizer, list_code_folders(config))
     except RunError as error:
         yield Problem(subject, str(error))
         return

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_grpo.config.data_schema import DataConfig, TaskConfig
 from megatron_grpo.config.errors import Problem, to_text
-from megatron_grpo.config.paths import LFS_POINTER, check_readable, is_lfs_pointer, list_import_folders
+from megatron_grpo.config.paths import LFS_POINTER, check_readable, is_lfs_pointer
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models import source
 from megatron_grpo.models.checkpoint_model import find_checkpoint_model
@@ -122,7 +122,7 @@ def find_model_problems(config: Config) -> Iterator[Problem]:
         shape = read_model_shape(folder, reward_models=head.is_scalar)
         family_key = key.replace(".path", ".family")
         family = config.families.get(family_key)
-        text = None if family is None else explain_other_family(shape, family, list_import_folders(config.run_dir))
+        text = None if family is None else explain_other_family(shape, family)
         if text is not None:
             yield Problem(f"{family_key}={family}", text)
         if any(folder.glob("*.safetensors")):

@@ -263,7 +263,7 @@ def load_run_config(
         values = read_config_file(file)
     except FileNotFoundError:
         raise ValueError(f"{file} does not exist; a checkpoint has to stay in its run directory") from None
-    config = override_values(values, overrides, str(file), is_trusted=is_trusted, sections=sections)
+    config = override_values(values, overrides, str(file), run_dir, is_trusted=is_trusted, sections=sections)
     if problems := adopt_families(config, sections, run_dir):
         raise ConfigError(problems)
     return config
@@ -273,6 +273,7 @@ def override_values(
     values: dict[str, Any],
     overrides: Sequence[str],
     source: str,
+    run_dir: Path | None = None,
     *,
     is_trusted: bool = False,
     sections: Sequence[str] = ("",),
@@ -283,6 +284,7 @@ def override_values(
         values: the recorded values.
         overrides: changes, each section.key=VALUE.
         source: file that recorded the values, for messages.
+        run_dir: folder of the run that recorded them, which keeps the user's code.
         is_trusted: recorded values may start programs, code and connections.
         sections: beginnings of the keys that may start something in this command; "" stands for all.
 
@@ -292,7 +294,7 @@ def override_values(
     keys: list[str] = []
     try:
         if is_trusted and "algorithm" in values:
-            find_algorithm(str(values["algorithm"]))  # imported here
+            find_algorithm(str(values["algorithm"]), None if run_dir is None else str(run_dir))  # imported here
     except ValueError as error:
         raise ConfigError([Problem(f"algorithm={to_text(values['algorithm'])}", str(error))]) from None
     algorithm = choose_imported(values.get("algorithm"))

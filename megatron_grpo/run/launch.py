@@ -11,8 +11,8 @@ from typing import Any
 
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, SamplingError
-from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.config.schema import Config
+from megatron_grpo.config.started_values import list_code_folders
 from megatron_grpo.environments.environment_processes import EnvironmentPool, build_environments
 from megatron_grpo.environments.interface import make_environment_settings
 from megatron_grpo.generation.engine_arguments import VllmSettings
@@ -144,7 +144,7 @@ def make_policy_settings(config: Config, folder: Path) -> RankSettings:
         temperature=config.generation.temperature if is_sampled else 1.0,
         token_filter=make_training_filter(config.generation) if is_sampled else None,
         decay_steps=config.decay_steps,
-        decay=make_decay("policy", config.policy.optimizer, list_import_folders(config.run_dir)),
+        decay=make_decay("policy", config.policy.optimizer, list_code_folders(config)),
         seed=config.training_loop.seed,
         ranks_per_machine=config.cluster.gpus or None,  # ranks on CPUs are all on one
         shares_cores=_uses_shared_cores(config),
@@ -159,7 +159,7 @@ def _make_value_model(config: Config, cluster: RayCluster) -> MegatronValue:
         shape=exchange_head(read_model_shape(folder, reward_models=True), VALUE),
         folder=str(folder),
         decay_steps=config.value_decay_steps,
-        decay=make_decay("value", config.value.optimizer, list_import_folders(config.run_dir)),
+        decay=make_decay("value", config.value.optimizer, list_code_folders(config)),
         seed=config.training_loop.seed,
         ranks_per_machine=config.cluster.gpus or None,  # ranks on CPUs are all on one
         shares_cores=_uses_shared_cores(config),

@@ -96,9 +96,9 @@ def adopt_families(paths: Mapping[str, str], folders: Sequence[str]) -> list[Pro
     return problems
 
 
-def explain_other_family(shape: ModelShape, path: str, folders: Sequence[str]) -> str | None:
-    """Explain that a model is not read by the family that the user names; None: it is."""
-    family = load_family(path, tuple(folders))
+def explain_other_family(shape: ModelShape, path: str) -> str | None:
+    """Explain that a model is not read by the family that was adopted for it; None: it is."""
+    family = load_family(path)
     if shape.family == family.name:
         return None
     return f"reads {family.architecture}, and the model is of the family {shape.family}; leave it out"

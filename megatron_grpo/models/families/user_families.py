@@ -39,7 +39,7 @@ def _load_families(text: str) -> tuple[Family, ...]:
 
 
 @cache
-def load_family(path: str, folders: tuple[str, ...]) -> Family:
+def load_family(path: str, folders: tuple[str, ...] = ()) -> Family:
     """Import a family, once a process; ValueError: it cannot be used."""
     value = import_value(path, folders)
     for reason in _find_faults(value):

@@ -135,7 +135,7 @@ def open_step(run_dir: Path, step: int, overrides: Sequence[str] = (), *, is_tru
         config = load_run_config(run_dir, overrides, is_trusted=is_trusted, sections=_SECTIONS)
     else:
         source = str(locate_figures_file(run_dir, step))
-        config = override_values(figures.config, overrides, source, is_trusted=is_trusted, sections=_SECTIONS)
+        config = override_values(figures.config, overrides, source, run_dir, is_trusted=is_trusted, sections=_SECTIONS)
         if problems := adopt_families(config, _SECTIONS, run_dir):
             raise ConfigError(problems)
     file = locate_rollouts_file(run_dir, step)

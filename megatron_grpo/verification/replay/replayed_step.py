@@ -157,7 +157,7 @@ def build_replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
         captured=_choose_captured_tokens(record, hidden_tokens),
         logprobs=assign_microbatches(policy, cost, step, np.arange(len(step)), forward_tokens),
         steps=steps,
-        loss=ClippedPGLossFn(config.loss_fn, list_import_folders(str(record.run_dir))),
+        loss=ClippedPGLossFn(config.loss_fn, list_import_folders(str(record.run_dir), [config.loss_fn.objective])),
         uses_prev=config.needs_prev_logprobs,
     )
 

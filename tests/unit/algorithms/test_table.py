@@ -159,6 +159,19 @@ def test_a_recorded_algorithm_is_imported_only_from_a_run_that_is_trusted(own_fo
         override_values(dict(recorded), ["sft.val_batch_sizes=3"], "config.yaml", is_trusted=True)
 
 
+def test_a_trusted_run_has_its_algorithm_in_its_own_code(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, working_folder = own_folder / "run", own_folder / "elsewhere"
+    (run / "code").mkdir(parents=True)
+    (own_folder / "my_recipe.py").rename(run / "code" / "my_recipe.py")
+    working_folder.mkdir()
+    monkeypatch.chdir(working_folder)
+    recorded = {"algorithm": "my_recipe:ALGORITHM", "policy": {"model": {"path": "m"}}, "data": {"train_path": "d"}}
+    with pytest.raises(ConfigError, match="cannot be imported: ModuleNotFoundError"):
+        override_values(dict(recorded), [], "config.yaml", is_trusted=True)
+    loaded = override_values(dict(recorded), [f"run_dir={run}"], "config.yaml", run, is_trusted=True)
+    assert loaded.method.name == "long_rows"
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

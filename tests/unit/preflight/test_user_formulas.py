@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_grpo.config.errors import ConfigError
-from megatron_grpo.config.started_values import find_untrusted_values
+from megatron_grpo.config.started_values import find_untrusted_values, list_code_folders
 from megatron_grpo.preflight.environment_checks import check_user_code
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.run.user_code import keep_user_code, list_code_changes
@@ -120,3 +122,30 @@ def test_a_run_keeps_the_code_and_tells_of_changes(module: str, tmp_path: Path) 
     (tmp_path / files[1]).write_text("def scale(ratio):\n    return 2 * ratio\n")
     (change,) = list_code_changes(run, config)
     assert change.startswith(f"{tmp_path / files[1]}: is not as it was at the last start")
+
+
+@pytest.mark.parametrize("absent", ["pynvml_of_another", "pynvml_of_another.driver"])
+def test_the_code_of_a_run_is_importable_where_its_values_need_it_alone(
+    module: str, absent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library imports optional packages by name; a run that somebody else made may hold files of these names."""
+    code = tmp_path / "run" / "code"
+    path = code / (absent.replace(".", "/") + ".py")
+    path.parent.mkdir(parents=True)
+    path.write_text("raise AssertionError('code of another was imported')\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    config = compose_config(["+exp=quickstart", f"run_dir={tmp_path / 'run'}"])
+    check_user_code(config)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(absent)
+    objective = f"loss_fn.objective={module}.signed"
+    config = compose_config(["+exp=quickstart", objective, f"run_dir={tmp_path / 'run'}"])
+    assert str(code) not in list_code_folders(config)
+    check_user_code(config)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(absent)
+    keep_user_code(tmp_path / "run", config)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(tmp_path)])
+    assert list_code_folders(config)[-1] == str(code)
