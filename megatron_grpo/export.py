@@ -132,7 +132,7 @@ def _write_model(
 
 
 def _adopt_family(policy: PolicyConfig, config_file: Path, overrides: Sequence[str], *, is_trusted: bool) -> None:
-    """Import the family that reads a run's model; ConfigError: it is not trusted, or wrong."""
+    """Import the family of a model; ConfigError: not trusted, or wrong."""
     config = Config(policy=policy)
     untrusted = [] if is_trusted else find_untrusted_values(config, str(config_file), overrides, [FAMILY])
     if problems := untrusted or adopt_families(config, run_dir=config_file.parent):
@@ -140,7 +140,10 @@ def _adopt_family(policy: PolicyConfig, config_file: Path, overrides: Sequence[s
 
 
 def _read_policy(config_file: Path, family: str | None) -> tuple[PolicyConfig, Head]:
-    """Read the settings of a run's policy, and find its head; `family` replaces the recorded one."""
+    """Read the settings of a run's policy, and find its head.
+
+    `family` replaces the recorded one.
+    """
     try:
         config = read_config_file(config_file)
         policy = config["policy"]

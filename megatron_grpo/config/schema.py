@@ -41,12 +41,12 @@ from megatron_grpo.config.loop_schema import (
     SFTConfig,
 )
 from megatron_grpo.config.loss_schema import AdvantageEstimatorConfig, LossConfig, RewardScalingConfig
+from megatron_grpo.config.optimizer_schema import OptimizerConfig
 from megatron_grpo.config.policy_schema import (
     Fp8Config,
     LoraConfig,
     ModelConfig,
     MoeConfig,
-    OptimizerConfig,
     ParallelConfig,
     PolicyConfig,
     QuantizationFormat,

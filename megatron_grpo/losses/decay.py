@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.policy_schema import OptimizerConfig
+from megatron_grpo.config.optimizer_schema import OptimizerConfig
 from megatron_grpo.losses.named_formula import NamedFormula, make_formula
 
 INPUTS = {
@@ -20,9 +20,9 @@ _MOST_TRIALS = 1000
 
 
 def make_decay(section: str, optimizer: OptimizerConfig, folders: tuple[str, ...]) -> NamedFormula | None:
-    """Make the user's decay, None if there is none; RunError: it cannot be imported, or has other options.
+    """Make the user's decay; None: the decay is built in.
 
-    `section`: the model's, such as "policy".
+    `section`: the model's, such as "policy". RunError: it cannot be imported, or has other options.
     """
     if optimizer.has_built_in_decay:
         return None
@@ -50,7 +50,7 @@ def compute_height(decay: NamedFormula, step: int, steps: int, warmup: int) -> f
 
 
 def find_decay_problem(decay: NamedFormula, steps: int, warmup: int) -> str | None:
-    """Find what is wrong with a decay at the steps of its run; None: nothing."""
+    """Find what is wrong with a decay; None: nothing at its steps."""
     steps = max(steps, warmup + 1)
     stride = -(-(steps - warmup) // _MOST_TRIALS)
     try:

@@ -184,7 +184,7 @@ def _try_context(objective: NamedFormula, step: dict[str, Tensor], results: _Res
 
 
 def divides_by_sampling(objective: NamedFormula) -> bool:
-    """True if a token's gradient grows as its sampling probability falls, as that of a ratio to it does."""
+    """True if gradients grow as sampling probabilities fall."""
     if "sampling_logprobs" not in objective.inputs:
         return False
     step = _draw_step()

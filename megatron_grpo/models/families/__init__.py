@@ -78,7 +78,7 @@ FAMILIES = {family.name: family for family in _ALL}
 
 
 def adopt_families(paths: Mapping[str, str], folders: Sequence[str]) -> list[Problem]:
-    """Make the user's families known here and in processes that this one starts; report wrong ones.
+    """Import the user's families, here and in later processes; report problems.
 
     `paths`: import paths by the setting that names them; the families of an earlier call are forgotten.
     """
@@ -97,7 +97,7 @@ def adopt_families(paths: Mapping[str, str], folders: Sequence[str]) -> list[Pro
 
 
 def explain_other_family(shape: ModelShape, path: str) -> str | None:
-    """Explain that a model is not read by the family that was adopted for it; None: it is."""
+    """Explain that another family reads a model; None: the adopted one does."""
     family = load_family(path)
     if shape.family == family.name:
         return None

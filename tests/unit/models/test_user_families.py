@@ -187,8 +187,8 @@ def test_a_run_keeps_the_code_of_its_family(folder: Path) -> None:
     )
     path = write_module(folder, code)
     keep_user_code(folder / "run", compose_config(["+exp=quickstart", f"policy.model.family={path}"]))
-    kept = sorted(file.name for file in (folder / "run" / "code").iterdir())
-    assert kept == sorted(["sizes_of_family.py", f"{path.partition(':')[0]}.py"])
+    names = sorted(file.name for file in (folder / "run" / "code").iterdir())
+    assert names == sorted(["sizes_of_family.py", f"{path.partition(':')[0]}.py"])
 
 
 def test_two_families_of_one_name_are_refused(folder: Path) -> None:

@@ -104,7 +104,7 @@ def make(run_dir, resume_step):
 def fail(run_dir):
     raise OSError("no server")
 """
-SETTINGS = ("+exp=quickstart", "grpo.max_num_steps=20", "run_dir=run")
+SETTINGS = ("+exp=quickstart", "grpo.max_num_steps=20", "policy.optimizer.warmup_steps=0", "run_dir=run")
 DECAY, TRACKER = "policy.optimizer.decay_style=", "logger.tracker="
 
 
@@ -234,9 +234,10 @@ def test_a_tracker_that_fails_is_named_and_left_out(
     module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = [f"{TRACKER}{module}.Broken", "logger.tensorboard=false", "logger.progress=false"]
-    with RunLogger(tmp_path / "run", compose_config([*SETTINGS, *settings])) as logger:
-        for step in (1, 2):
-            logger.log_step(step, {"reward": 0.5}, {"total": 1.0}, {})
+    logger = RunLogger(tmp_path / "run", compose_config([*SETTINGS, *settings]))
+    for step in (1, 2):
+        logger.log_step(step, {"reward": 0.5}, {"total": 1.0}, {})
+    logger.close()
     text = f"{TRACKER}{module}.Broken gets no more figures, and the run goes on: ConnectionError: server is away"
     assert capsys.readouterr().out.count(text) == 1
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 2
