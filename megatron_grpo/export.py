@@ -20,6 +20,7 @@ from megatron_grpo.config.section import FamilyPath, PathText
 from megatron_grpo.config.started_values import TRUST, find_untrusted_values
 from megatron_grpo.models.families import exchange_head
 from megatron_grpo.models.families.reading import read_model_shape
+from megatron_grpo.models.families.user_families import is_shared
 from megatron_grpo.models.heads import POLICY_HEADS, Head
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import adopt_families, fetch_model_folder
@@ -133,6 +134,8 @@ def _write_model(
 
 def _adopt_family(policy: PolicyConfig, config_file: Path, overrides: Sequence[str], *, is_trusted: bool) -> None:
     """Import the family of a model; ConfigError: not trusted, or wrong."""
+    if policy.model.family is not None and is_shared(policy.model.family):
+        return  # by the command that calls this one, in the folders of its run
     config = Config(policy=policy)
     untrusted = [] if is_trusted else find_untrusted_values(config, str(config_file), overrides, [FAMILY])
     if problems := untrusted or adopt_families(config, run_dir=config_file.parent):

@@ -16,6 +16,7 @@ from megatron_grpo.models.shape import LayerKind, ModelShape
 from megatron_grpo.models.weight_axes import LABELS, list_names, split_sections
 from megatron_grpo.models.weight_map import WeightEntry, map_rows
 
+_NOTHING = "[[], []]"
 _ROW_FORM = "kind: parameter [axes] = tensor [axes] + tensor [axes]"
 
 
@@ -24,9 +25,14 @@ def share_families(paths: Collection[str], folders: Sequence[str]) -> None:
     set_family_environment({FAMILIES_VARIABLE: json.dumps([sorted(set(paths)), list(folders)])} if paths else {})
 
 
+def is_shared(path: str) -> bool:
+    """True if this process, or one that started it, has named a family."""
+    return path in json.loads(os.environ.get(FAMILIES_VARIABLE, _NOTHING))[0]
+
+
 def list_user_families() -> tuple[Family, ...]:
     """List the user's families; ValueError names one that cannot be imported."""
-    return _load_families(os.environ.get(FAMILIES_VARIABLE, "[[], []]"))
+    return _load_families(os.environ.get(FAMILIES_VARIABLE, _NOTHING))
 
 
 @cache
