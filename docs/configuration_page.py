@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from megatron_grpo.config.help import read_recipe_summary
 from megatron_grpo.config.keys import read_sections
 from megatron_grpo.config.loop_schema import LOOPS
@@ -10,18 +12,21 @@ from megatron_grpo.config.overrides import RECIPES, list_config_groups
 _INTRODUCTION = """\
 # Configuration
 
-Made by `make docs` from the schema (`megatron_grpo/config/schema.py` and the `*_schema.py` beside it) and from `conf/`;
-edit those, not this page.
+Made by `make docs` from the schema (`megatron_grpo/config/schema.py` and the `*_schema.py` beside
+it) and from `conf/`; edit those, not this page.
 
-A run is described by the defaults below, the options chosen from the groups, a recipe, and the command line, each
-overriding what comes before it:
+A run is described by the defaults below, the options chosen from the groups, a recipe, and the
+command line, each overriding what comes before it:
 
     python -m megatron_grpo.train +exp=quickstart loss_fn=clip_higher grpo.max_num_steps=100
 
-`--cfg job` prints the outcome, and on standard error what is wrong with it (exit code 2). Before any process starts the
-configuration is checked as a whole, and every mistake is listed in one message; `--check` does only that. Texts are
-taken as they are written, and `~` at the beginning of a path is the home folder. A value may refer to another key
-(`${policy.precision}`), to an environment variable (`${oc.env:HOME}`) or to the time (`${now:%Y-%m-%d}`).
+`--cfg job` prints the outcome, and on standard error what is wrong with it (exit code 2). Before
+any process starts the configuration is checked as a whole, and every mistake is listed in one
+message; `--check` does only that.
+
+Texts are taken as they are written, and `~` at the beginning of a path is the home folder. A value
+may refer to another key (`${policy.precision}`), to an environment variable (`${oc.env:HOME}`) or
+to the time (`${now:%Y-%m-%d}`).
 """
 
 
@@ -29,21 +34,25 @@ def format_page() -> str:
     """Format the page docs/configuration.md."""
     options = list_config_groups()
     lines = [_INTRODUCTION, "## Recipes\n"]
-    lines += [f"- `+exp={name}`: {read_recipe_summary(name)}" for name in options.pop(RECIPES)]
+    lines += [_wrap(f"- `+exp={name}`: {read_recipe_summary(name)}") for name in options.pop(RECIPES)]
     lines += ["", "## Groups\n"]
-    lines += [f"- `{name}`: {', '.join(f'`{name}={choice}`' for choice in options[name])}" for name in options]
+    lines += [_wrap(f"- `{name}`: {', '.join(f'`{name}={choice}`' for choice in options[name])}") for name in options]
     for section in read_sections():
         if not section.keys:
             continue
         is_own = section.name in LOOPS and len(section.names) == 1
         lines.append(f"\n## {f'Only in {section.name}' if is_own else ' and '.join(section.names) or 'Top level'}\n")
         if section.name:
-            lines.append(f"{section.doc}\n")
+            lines.append(f"{_wrap(section.doc, indent='')}\n")
         lines += ["| Key | Type | Default | Meaning |", "|---|---|---|---|"]
         for key in section.keys:
             doc = " ".join(key.doc.split()).replace("|", "\\|")
             lines.append(f"| `{key.name}` | {key.type} | `{key.default_text}` | {doc} |")
     return "\n".join([*lines, ""])
+
+
+def _wrap(text: str, indent: str = "  ") -> str:
+    return textwrap.fill(" ".join(text.split()), 100, subsequent_indent=indent, break_on_hyphens=False)
 
 
 if __name__ == "__main__":

@@ -12,24 +12,28 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron_grpo.config.algorithms import choose_imported, find_algorithm
 from megatron_grpo.config.command_line import as_command, parse_arguments, silence_packages
-from megatron_grpo.config.errors import to_text
+from megatron_grpo.config.errors import ConfigError, to_text
 from megatron_grpo.config.outside_files import read_text
 from megatron_grpo.config.paths import check_writable, is_hub_name
-from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.config.section import PathText
+from megatron_grpo.config.schema import Config, PolicyConfig
+from megatron_grpo.config.section import FamilyPath, PathText
+from megatron_grpo.config.started_values import TRUST, find_untrusted_values
 from megatron_grpo.models.families import exchange_head
 from megatron_grpo.models.families.reading import read_model_shape
+from megatron_grpo.models.families.user_families import is_shared
 from megatron_grpo.models.heads import POLICY_HEADS, Head
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.source import fetch_model_folder
+from megatron_grpo.models.source import adopt_families, fetch_model_folder
 from megatron_grpo.models.tokenizer_files import read_settings
 from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, verify_checkpoint
 from megatron_grpo.run.checkpoints import resolve_checkpoint
 from megatron_grpo.run.directory import CONFIG_FILE, FORMAT_FILE, POLICY_FOLDER, TEMPLATE_FILE, read_config_file
 from megatron_grpo.run.exports import push_to_hub
 
+FAMILY = "policy.model.family"
 USAGE = """\
 python -m megatron_grpo.export checkpoint=PATH output=PATH [format=hf|peft|quantized] [push_to_hub=NAME]
+    [trust_run=true]
 
   checkpoint  folder of one checkpoint: RUN_DIR/checkpoints/step_N; best is the one that the run ranks first, latest the
               last one
@@ -39,8 +43,17 @@ python -m megatron_grpo.export checkpoint=PATH output=PATH [format=hf|peft|quant
               quantized: the weights of a run with policy.quantization in the 8 bits that it trained with, for vLLM
   push_to_hub  repository on the Hugging Face hub, such as ORGANISATION/NAME, that the folder is sent to; a new one is
               private
+  trust_run   true: import the family of models that the run's config.yaml names (false); or name it yourself, as
+              policy.model.family=module:NAME
 """
-_TYPES = {"checkpoint": PathText, "output": PathText, "format": Literal["hf", "peft", "quantized"], "push_to_hub": str}
+_TYPES = {
+    "checkpoint": PathText,
+    "output": PathText,
+    "format": Literal["hf", "peft", "quantized"],
+    "push_to_hub": str,
+    TRUST: bool,
+    FAMILY: FamilyPath,
+}
 
 
 @as_command("export", USAGE)
@@ -63,7 +76,8 @@ def main(arguments: Sequence[str]) -> int:
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ValueError(f"output={output} already exists; give the path of a new folder")
     config_file = checkpoint.resolve().parent.parent / CONFIG_FILE
-    policy, head = _read_policy(config_file)
+    policy, head = _read_policy(config_file, parsed.options.get(FAMILY))
+    _adopt_family(policy, config_file, [*parsed.options], is_trusted=parsed.options.get(TRUST, False))
     if form == "peft" and not policy.lora.rank:
         raise ValueError(f"format=peft: {config_file} has no policy.lora.rank above 0, so there are no adapters")
     if form == "quantized" and policy.quantization is None:
@@ -118,14 +132,28 @@ def _write_model(
         )
 
 
-def _read_policy(config_file: Path) -> tuple[PolicyConfig, Head]:
-    """Read the settings of a run's policy, and find its head."""
+def _adopt_family(policy: PolicyConfig, config_file: Path, overrides: Sequence[str], *, is_trusted: bool) -> None:
+    """Import the family of a model; ConfigError: not trusted, or wrong."""
+    if policy.model.family is not None and is_shared(policy.model.family):
+        return  # by the command that calls this one, in the folders of its run
+    config = Config(policy=policy)
+    untrusted = [] if is_trusted else find_untrusted_values(config, str(config_file), overrides, [FAMILY])
+    if problems := untrusted or adopt_families(config, run_dir=config_file.parent):
+        raise ConfigError(problems)
+
+
+def _read_policy(config_file: Path, family: str | None) -> tuple[PolicyConfig, Head]:
+    """Read the settings of a run's policy, and find its head.
+
+    `family` replaces the recorded one.
+    """
     try:
         config = read_config_file(config_file)
         policy = config["policy"]
         # An export needs no other keys, and they may be those of another version of megatron_grpo.
         optional = {name: policy[name] for name in ("lora", "quantization") if name in policy}
-        needed = {"model": {"path": policy["model"]["path"]}, "precision": policy["precision"], **optional}
+        model = {"path": policy["model"]["path"], "family": family or policy["model"].get("family")}
+        needed = {"model": model, "precision": policy["precision"], **optional}
         algorithm = find_algorithm(choose_imported(config.get("algorithm")))
         return TypeAdapter(PolicyConfig).validate_python(needed), POLICY_HEADS[algorithm.head]
     except FileNotFoundError:

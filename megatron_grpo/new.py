@@ -26,6 +26,8 @@ KINDS = {
     "environment": "two recipes, reward functions, an environment of two turns, and rows",
     "loss": "an objective, which gives each token its loss, and a recipe",
     "advantages": "a function from rewards to advantages, and a recipe",
+    "algorithm": "an algorithm with a step and a loss, and a recipe",
+    "family": "a family of models, a small model of it, and a recipe",
 }
 USAGE = f"""\
 python -m megatron_grpo.new NAME [kind=KIND]

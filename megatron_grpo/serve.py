@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_grpo.config.command_line import as_command
-from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.paths import TOKEN_VARIABLE, read_token
+from megatron_grpo.config.errors import ConfigError, RunError
+from megatron_grpo.config.paths import TOKEN_VARIABLE, list_import_folders, read_token
 from megatron_grpo.generation.http_access import NAMES_VARIABLE
 from megatron_grpo.generation.vllm_plugin import SERVER_MARKER
+from megatron_grpo.models.families import adopt_families
 from megatron_grpo.models.shape import read_config_json
 from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.platform.device import detect_platform
@@ -36,7 +37,8 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 _TRL_OPTIONS = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
 
 USAGE = f"""\
-python -m megatron_grpo.serve MODEL [--host HOST] [--port PORT] [--name NAME] [arguments of vLLM]
+python -m megatron_grpo.serve MODEL [--host HOST] [--port PORT] [--name NAME] [--family FAMILY]
+    [arguments of vLLM]
 
 Starts vLLM's server so that runs can train against it. The run names the server in generation.server.urls. Every client
 that reaches the server can change its weights, so requests need a token. Server and run read it from the environment
@@ -47,6 +49,8 @@ variable {TOKEN_VARIABLE}; if that is not set, the server makes a token and prin
   --host HOST  address to listen on (127.0.0.1, which only this machine reaches)
   --port PORT  port to listen on (8000)
   --name NAME  a further name by which runs reach this machine; may be repeated
+  --family FAMILY
+               module:NAME, a family of your own that reads the model, as policy.model.family of the run
 
 Every other argument is vLLM's own (vllm serve --help=all), for instance --tensor-parallel-size=2 or
 --max-model-len=4096.
@@ -61,10 +65,14 @@ def main(arguments: Sequence[str]) -> NoReturn:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--name", action="append", default=[])
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--family")
     options, vllm_arguments = parser.parse_known_args(arguments)
     model, vllm_arguments = _split_model(options.model, vllm_arguments)
     vllm_arguments = _to_vllm_arguments(vllm_arguments)
     _require_unowned(vllm_arguments)
+    families = {} if options.family is None else {"--family": options.family}
+    if problems := adopt_families(families, list_import_folders()):
+        raise ConfigError(problems)
     folder = fetch_model_folder(model, "MODEL")
     if not (folder / "config.json").is_file():
         raise RunError(f"MODEL={model} has no config.json; give a folder in Hugging Face format or a hub name")

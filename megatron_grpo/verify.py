@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.wait_notices import announce_waits
 from megatron_grpo.config.command_line import FAILED, as_command, parse_arguments, silence_packages
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import ConfigError, RunError
+from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.config.section import NonNegative, Positive, Seconds
-from megatron_grpo.models.families import FAMILIES
+from megatron_grpo.config.section import FamilyPath, NonNegative, Positive, Seconds
+from megatron_grpo.models.families import FAMILIES, adopt_families, explain_other_family
 from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight.layout_checks import check_split
@@ -57,6 +58,7 @@ many, and in [{FORMULA_LAYOUTS}].
   model      a folder in Hugging Face format, a hub name, or tiny: and one of
 {textwrap.fill(", ".join(FAMILIES), 106, initial_indent=" " * 13, subsequent_indent=" " * 13)}
              (tiny:qwen3)
+  family     module:NAME, a family of your own that reads the model (docs/extending.md)
   shrink     true: a small random model of the model's own configuration (false)
   layouts    of tp (tensor), pp (pipeline), vp (virtual pipeline), cp (context), dp (data), ep (expert),
              etp (expert-tensor parallelism), sp (sequence), such as [tp2,tp2sp,pp2vp2,cp2dp2]; by default those of
@@ -82,6 +84,8 @@ class VerifyRequest:
     """The checked command line of a verification; USAGE explains the options."""
 
     model: str = "tiny:qwen3"
+    family: FamilyPath | None = None
+    """Family of the user's code that reads the model; None: one of the package."""
     layouts: Layouts | None = None
     """Layouts to verify; None: the default layouts that fit the model."""
     packing: tuple[bool, ...] = (True,)
@@ -102,18 +106,22 @@ class VerifyRequest:
 def main(arguments: Sequence[str]) -> int:
     """Verify layouts, and print the results; return the exit code."""
     request = read_request(arguments)
+    families = {} if request.family is None else {"family": request.family}
+    if problems := adopt_families(families, list_import_folders()):
+        raise ConfigError(problems)
     with silence_packages(), announce_waits(), tempfile.TemporaryDirectory() as folder:
+        if not request.json:
+            print(_describe_request(request), flush=True)
         rows = list(verify(request, Path(folder)))
+    failed = [row for row in rows if not row.passed]
     if request.json:
-        print(
-            json.dumps(
-                {
-                    "model": request.model,
-                    "rows": [asdict(row) | {"passed": row.passed, "faults": row.faults} for row in rows],
-                }
-            )
-        )
-    return 0 if all(row.passed for row in rows) else FAILED
+        results = [asdict(row) | {"passed": row.passed, "faults": row.faults} for row in rows]
+        print(json.dumps({"model": request.model, "loss": request.loss, "rows": results}))
+    elif failed:
+        print(f"FAILED: {len(failed)} of {len(rows)} are further away than rounding explains")
+    else:
+        print(f"passed: all {len(rows)} are equal but for rounding")
+    return FAILED if failed else 0
 
 
 def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
@@ -133,6 +141,9 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     problem = None if request.loss is None else make_formula_problem(request.loss, request.options)
     model = prepare_model(request.model, request.shrink, folder / "model", request.seed)
     shape = read_model_shape(model)
+    text = None if request.family is None else explain_other_family(shape, request.family)
+    if text is not None:
+        raise ValueError(f"family={request.family} {text}")
     for text in find_weight_problems(model, shape):
         raise ValueError(f"model={request.model}: {text}")
     # Before the tokens are computed, so that a layout that does not fit is refused at once.
@@ -191,6 +202,14 @@ def _select_layouts(request: VerifyRequest, shape: ModelShape) -> Layouts:
             text = f"sequences={request.sequences} do not give each of {parallel.data} data-parallel replicas one"
             raise ValueError(text)
     return usable
+
+
+def _describe_request(request: VerifyRequest) -> str:
+    model = f"model={request.model}" + (f" family={request.family}" if request.family else "")
+    if request.loss is None:
+        return f"verifies {model}"
+    options = ",".join(f"{name}={text}" for name, text in request.options.items())
+    return f"verifies loss={request.loss}{f' options=[{options}]' if options else ''} with {model}"
 
 
 def _describe_reference(reference: Distance) -> str:

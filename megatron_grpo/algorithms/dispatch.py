@@ -31,7 +31,8 @@ def run_algorithm(config: Config, user_objects: UserObjects | None = None, began
     with ThreadPoolExecutor(1, "import") as importer:  # while Ray starts
         names = (algorithm, "megatron_grpo.algorithms.setup:setup")
         functions = importer.submit(lambda: [pkgutil.resolve_name(name) for name in names])
-        check_user_code(config, user_objects.rewards if user_objects is not None else None)
+        for remark in check_user_code(config, user_objects.rewards if user_objects is not None else None):
+            print(f"{remark.subject} {remark.text}", flush=True)
         with open_run(config, user_objects, began) as startup:
             with startup.part("imports"):
                 train, setup = functions.result()

@@ -19,6 +19,7 @@ from megatron_grpo.cluster.cleanup import FolderRemover, keep_sigterm_handler
 from megatron_grpo.cluster.process_log import read_log_environment
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.paths import read_family_environment
 from megatron_grpo.config.schema import ClusterConfig, ParallelConfig
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -229,7 +230,8 @@ def _join(address: str) -> None:
     reason = machines.check_address(address) or machines.check_reachable(address)
     if reason is None:
         try:
-            ray.init(address=address, runtime_env={"env_vars": read_log_environment()}, **_QUIET)
+            environment = read_log_environment() | read_family_environment()
+            ray.init(address=address, runtime_env={"env_vars": environment}, **_QUIET)
         except (ConnectionError, ValueError, RuntimeError) as error:
             reason = _explain_failed_join(error)
     if reason is not None:

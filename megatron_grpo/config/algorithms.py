@@ -7,7 +7,6 @@ own is one, too: algorithm=my_recipe:ALGORITHM.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -16,7 +15,7 @@ from megatron_grpo.config.data_schema import PREFERENCE, SCORED, SUPERVISED
 from megatron_grpo.config.loop_names import find_counterpart, is_shared
 from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.loss_schema import LossConfig
-from megatron_grpo.config.paths import import_object, list_import_folders, make_importable
+from megatron_grpo.config.paths import import_value, is_import_path, list_import_folders
 
 if TYPE_CHECKING:
     from megatron_grpo.config.schema import Config
@@ -197,7 +196,7 @@ _IMPORTED: dict[str, Algorithm] = {}
 
 def is_algorithm_name(name: str) -> bool:
     """True for the name of an algorithm of this package, or an import path."""
-    return name in ALGORITHMS or re.fullmatch(r"\w+(\.\w+)*[:.]\w+", name) is not None
+    return name in ALGORITHMS or is_import_path(name)
 
 
 def find_algorithm(name: str, run_dir: str | None = None) -> Algorithm:
@@ -208,9 +207,7 @@ def find_algorithm(name: str, run_dir: str | None = None) -> Algorithm:
     """
     algorithm = ALGORITHMS.get(name) or _IMPORTED.get(name)
     if algorithm is None:
-        module, _, attribute = re.sub(r"\.(\w+)$", r":\1", name).partition(":")
-        make_importable(list_import_folders(run_dir, [module]))
-        algorithm = import_object(module, attribute)
+        algorithm = import_value(name, list_import_folders(run_dir, [name]))
         if not isinstance(algorithm, Algorithm):
             raise ValueError("is not a megatron_grpo.config.algorithms.Algorithm")
         sections = {row.section for row in ALGORITHMS.values()}

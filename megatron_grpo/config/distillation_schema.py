@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from megatron_grpo.config.policy_schema import ParallelConfig
+from megatron_grpo.config.policy_schema import FamilySection, ParallelConfig
 from megatron_grpo.config.section import Address, PathText, Positive, SecretVariable, Section
 
 
-class TeacherModelConfig(Section):
+class TeacherModelConfig(FamilySection):
     """The weights of a teacher."""
 
     path: PathText | None = None

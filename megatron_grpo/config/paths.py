@@ -68,6 +68,18 @@ def import_object(module: str, name: str) -> Any:
         raise ValueError(f"cannot be imported: {type(error).__name__}: {error}") from error
 
 
+def is_import_path(name: str) -> bool:
+    """True for module:NAME and module.NAME."""
+    return re.fullmatch(r"\w+(\.\w+)*[:.]\w+", name) is not None
+
+
+def import_value(path: str, folders: Sequence[str]) -> Any:
+    """Import the value at module:NAME; a ValueError's text continues a message of the setting."""
+    module, _, name = re.sub(r"\.(\w+)$", r":\1", path).partition(":")
+    make_importable(folders)
+    return import_object(module, name)
+
+
 def import_callable(kind: str, path: str, *, instance: bool = False) -> Callable[..., Any]:
     """Import the callable at package.module.name, or package.module.object.name.
 
@@ -112,6 +124,21 @@ def list_import_folders(run_dir: str | None = None, imports: Iterable[str] = ())
     modules = {re.split("[.:]", path)[0] for path in imports}
     has_all = all(module in sys.builtin_module_names or PathFinder.find_spec(module, search_path) for module in modules)
     return working if has_all else (*working, code)
+
+
+# Environment variable of a run's processes that names the user's families of models (`models.families`).
+FAMILIES_VARIABLE = "MEGATRON_GRPO_FAMILIES"
+
+
+def read_family_environment() -> dict[str, str]:
+    """Read the variable that names families, for processes elsewhere."""
+    return {FAMILIES_VARIABLE: os.environ[FAMILIES_VARIABLE]} if FAMILIES_VARIABLE in os.environ else {}
+
+
+def set_family_environment(environment: dict[str, str]) -> None:
+    """Set the variable that names families as another process has it."""
+    os.environ.pop(FAMILIES_VARIABLE, None)
+    os.environ.update(environment)
 
 
 def make_importable(folders: Sequence[str]) -> None:

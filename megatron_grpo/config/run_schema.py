@@ -6,11 +6,14 @@ import os
 from dataclasses import field
 from typing import Annotated, Literal
 
+from annotated_types import Predicate
 from pydantic import Field
 
 from megatron_grpo.config.section import (
     CONNECTS,
     Address,
+    FormulaOptions,
+    ImportPath,
     NonNegative,
     PathText,
     Positive,
@@ -130,6 +133,10 @@ class SwanlabConfig(Section):
     """offline: write only to run_dir/swanlab, which `swanlab sync` sends later."""
 
 
+# A tracker of the user's code.
+TrackerPath = Annotated[ImportPath, Predicate(lambda path: "." in path), "module.NAME"]
+
+
 class LoggerConfig(Section):
     """Reports and trackers; metrics.jsonl, summary.json and the plot are always written."""
 
@@ -142,6 +149,12 @@ class LoggerConfig(Section):
     wandb: WandbConfig = field(default_factory=WandbConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
     swanlab: SwanlabConfig = field(default_factory=SwanlabConfig)
+
+    tracker: TrackerPath | None = None
+    """A tracker of your own beside these, module.NAME (docs/extending.md)."""
+
+    tracker_options: FormulaOptions = field(default_factory=dict)
+    """Parameters of your own tracker by name, such as tracker_options.file=figures.csv."""
 
     log_completions: bool = False
     """Print some responses of steps and validations, also into trackers. Needs logger.rollouts=all or sample."""

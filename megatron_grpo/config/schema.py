@@ -41,12 +41,12 @@ from megatron_grpo.config.loop_schema import (
     SFTConfig,
 )
 from megatron_grpo.config.loss_schema import AdvantageEstimatorConfig, LossConfig, RewardScalingConfig
+from megatron_grpo.config.optimizer_schema import OptimizerConfig
 from megatron_grpo.config.policy_schema import (
     Fp8Config,
     LoraConfig,
     ModelConfig,
     MoeConfig,
-    OptimizerConfig,
     ParallelConfig,
     PolicyConfig,
     QuantizationFormat,
@@ -194,6 +194,13 @@ class Config(Section):
             for section, teacher in self.named_teachers.items()
             if teacher.server_url is None
         }
+
+    @property
+    def families(self) -> dict[str, str]:
+        """Families of the user's code, by key."""
+        models = {"policy": self.policy.model, "value": self.value.model}
+        sections = models | {section: teacher.model for section, teacher in self.named_teachers.items()}
+        return {f"{name}.model.family": model.family for name, model in sections.items() if model.family is not None}
 
     @property
     def most_sampled_tokens(self) -> int:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, dataclass_transform
 from annotated_types import Predicate
 from pydantic import AfterValidator, ConfigDict, Field
 
+from megatron_grpo.config.paths import is_import_path
+
 MISSING = "???"  # value of a required key, in OmegaConf's notation
 
 Positive = Annotated[int, Field(gt=0)]
@@ -61,6 +63,8 @@ LOOSENS = "lets programs of the model reach more of this machine"
 TemplateFile = Annotated[PathText, Starts("runs a chat template")]
 # Code by its name in Python, such as package.module.function; names without a dot are built in.
 ImportPath = Annotated[str, Starts(IMPORTS, lambda path: "." not in path)]
+# A family of models: a Family in the user's code.
+FamilyPath = Annotated[str, Predicate(is_import_path), "module:NAME", Starts(IMPORTS)]
 # Server that gets data of the run, and its tokens.
 Address = Annotated[str, Starts(CONNECTS)]
 # Environment variable whose content a server gets.

@@ -150,6 +150,8 @@ def _open_model(request: EvaluationRequest) -> Iterator[Path]:
         folder = Path(temporary) / "model"
         # A process of its own releases the memory of the export before the engines start.
         command = [sys.executable, "-m", "megatron_grpo.export", f"checkpoint={request.checkpoint}", f"output={folder}"]
+        family = request.config.policy.model.family
+        command += [f"policy.model.family={family}"] if family is not None else []
         exported = subprocess.run(command, capture_output=True, text=True, check=False)
         if exported.returncode:
             raise RunError(exported.stderr.strip().removeprefix("export: ") or "the checkpoint cannot be exported")

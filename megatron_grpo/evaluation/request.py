@@ -21,7 +21,7 @@ from megatron_grpo.data.sources import is_named_set
 from megatron_grpo.data.specs import find_spec_problems
 from megatron_grpo.evaluation.results import SAMPLES_FILE
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.source import find_model_shape
+from megatron_grpo.models.source import adopt_families, find_model_shape
 from megatron_grpo.preflight import machine_checks as machine
 from megatron_grpo.preflight.data_checks import examine_rows
 from megatron_grpo.preflight.engine_checks import check_sequences, find_engine_problems
@@ -184,6 +184,8 @@ def _compose(folder: Path, overrides: Sequence[str]) -> Config:
     problems = [problem for problem in composed.problems if problem.key != "data.train_path"]
     if problems or composed.config is None:
         raise ConfigError(composed.rename_problems(problems))
+    if problems := adopt_families(composed.config):
+        raise ConfigError(problems)
     return composed.config
 
 

@@ -23,6 +23,7 @@ LENGTHS = (5, 3, 8, 1)  # sampled tokens of the responses
 PROMPT, WIDTH = 2, 12  # tokens before each response, and of a row with its padding
 _ROWS = range(len(LENGTHS))
 TOLERANCE = 1e-5
+SAMPLING_SHIFT = 0.05  # of log-probabilities, less than any clipping
 
 
 @dataclass(slots=True)
@@ -182,12 +183,27 @@ def _try_context(objective: NamedFormula, step: dict[str, Tensor], results: _Res
         raise errors[0]
 
 
+def divides_by_sampling(objective: NamedFormula) -> bool:
+    """True if gradients grow as sampling probabilities fall."""
+    if "sampling_logprobs" not in objective.inputs:
+        return False
+    step = _draw_step()
+    gradients = [_compute_gradient(objective, step, shift)[step["mask"]] for shift in (0.0, SAMPLING_SHIFT)]
+    factor = float((gradients[1] / gradients[0]).nanmedian())
+    return factor > 1 + SAMPLING_SHIFT / 2
+
+
+def _compute_gradient(objective: NamedFormula, step: dict[str, Tensor], shift: float = 0.0) -> Tensor:
+    """Compute the gradient of one policy, whose log-probabilities the engine has lower by `shift`."""
+    logprobs, results = step["logprobs"], _Results()
+    sampling = torch.where(step["mask"], logprobs - shift, 0.0)
+    _try_packed(objective, {**step, "old_logprobs": logprobs, "sampling_logprobs": sampling}, results)
+    return results.gradient
+
+
 def _find_wrong_sign(objective: NamedFormula, step: dict[str, Tensor]) -> str | None:
     """Explain a loss that makes tokens of positive advantage less likely."""
-    on_policy = {**step, "old_logprobs": step["logprobs"], "sampling_logprobs": step["logprobs"]}
-    results = _Results()
-    _try_packed(objective, on_policy, results)
-    directions = (results.gradient * step["advantages"])[step["mask"]]
+    directions = (_compute_gradient(objective, step) * step["advantages"])[step["mask"]]
     if (directions >= 0).all() and directions.any():
         return "makes tokens of positive advantage less likely: return what is minimised, minus the objective"
     return None

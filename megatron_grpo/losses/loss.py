@@ -170,7 +170,7 @@ def weighted_mean(values: Tensor, mask: Tensor, counts: GlobalCounts, weight: Te
 
 def response_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
     """Sum of each response's masked values, at each of its tokens; no gradient."""
-    in_loss = (values * mask).detach()
+    in_loss = mask_values(values, mask).detach()
     if segments is not None:
         return segments.sum_by_sequence(in_loss)
     return in_loss.sum(dim=1, keepdim=True).expand_as(values)
@@ -186,11 +186,6 @@ def remaining_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Te
     sums = torch.zeros_like(segments.sizes, dtype=in_loss.dtype).index_add_(0, segments.sequence_index, in_loss)
     later = sums.flip(0).cumsum(0).flip(0) - sums  # sum over all later responses of the microbatch
     return (onwards - later[segments.sequence_index]).to(values.dtype)
-
-
-def response_mean(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
-    """Mean of each response's masked values, at each of its tokens; no gradient."""
-    return response_sum(values, mask, segments) / response_size(mask, segments)
 
 
 def response_size(mask: Tensor, segments: Segments | None) -> Tensor:

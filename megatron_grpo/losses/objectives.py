@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.losses.loss import Segments, bounded_exp, is_extreme, response_mean, response_size, response_sum
+from megatron_grpo.losses.loss import Segments, bounded_exp, is_extreme, mask_values, response_size, response_sum
 from megatron_grpo.losses.named_formula import NamedFormula
 
 INPUTS = {
@@ -49,7 +49,7 @@ class Responses:
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean over each response's tokens in the loss, at each of its tokens."""
-        return response_mean(values, self.mask, self.segments)
+        return self.sum(values) / self.count_tokens()
 
     def count_tokens(self) -> Tensor:
         """Tokens of each response that are in the loss, at least 1."""
@@ -80,7 +80,9 @@ def token_loss(objective: NamedFormula, **inputs: Any) -> tuple[Tensor, Statisti
             )
     if not loss.requires_grad:
         raise RunError(f"{objective.setting} returned a loss without gradient: no operation leads back to logprobs")
-    return loss, statistics
+    # Outside the mask log-probabilities are 0, of which log(1 - p) is infinite.
+    mask = inputs["mask"]
+    return mask_values(loss, mask), {name: mask_values(values, mask) for name, values in statistics.items()}
 
 
 def clipped(

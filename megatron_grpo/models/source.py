@@ -6,16 +6,18 @@ import hashlib
 import json
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from xxhash import xxh3_128
 
-from megatron_grpo.config.errors import RunError, to_text
+from megatron_grpo.config.errors import Problem, RunError, to_text
 from megatron_grpo.config.outside_files import read_json, require_regular_files
-from megatron_grpo.config.paths import is_hub_name
+from megatron_grpo.config.paths import is_hub_name, list_import_folders
 from megatron_grpo.config.schema import MISSING, Config
+from megatron_grpo.models import families
 from megatron_grpo.models.checkpoint_model import find_checkpoint_model
 from megatron_grpo.models.families import exchange_head
 from megatron_grpo.models.families.reading import parse_model_shape, read_model_shape
@@ -120,6 +122,15 @@ def list_hub_errors() -> tuple[type[Exception], ...]:
 
 def _describe_error(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def adopt_families(config: Config, sections: Sequence[str] = ("",), run_dir: Path | None = None) -> list[Problem]:
+    """Make a run's own families known to all of its processes; report wrong ones.
+
+    `sections`: beginnings of keys that the command reads; "" stands for all. `run_dir`: where the run's folder is now.
+    """
+    paths = {key: path for key, path in config.families.items() if key.startswith(tuple(sections))}
+    return families.adopt_families(paths, list_import_folders(str(run_dir or config.run_dir), paths.values()))
 
 
 def find_model_shape(config: Config) -> ModelShape | None:

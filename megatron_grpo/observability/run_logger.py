@@ -16,6 +16,7 @@ from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.cluster.wait_notices import WaitNotices
 from megatron_grpo.config.outside_files import open_to_append
 from megatron_grpo.config.schema import Config
+from megatron_grpo.config.started_values import list_code_folders
 from megatron_grpo.data.chat_messages import join_content
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.observability import run_files
@@ -30,7 +31,9 @@ from megatron_grpo.observability.trackers import (
     TensorBoardTracker,
     Tracker,
     WandbTracker,
+    list_settings,
 )
+from megatron_grpo.observability.user_tracker import make_tracker, open_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -97,15 +100,19 @@ class RunLogger:
         drop_rollouts_after(self.run_dir, last_step)
         if resume_step is None:
             (self.run_dir / run_files.STARTS_FILE).unlink(missing_ok=True)
-        self._trackers: list[Tracker] = []
+        self._trackers: dict[str, Tracker] = {}
         if config.logger.tensorboard:
-            self._trackers.append(TensorBoardTracker(self.run_dir, resume_step))
+            self._trackers["TensorBoard"] = TensorBoardTracker(self.run_dir, resume_step)
         if config.logger.wandb.enabled:
-            self._trackers.append(WandbTracker(self.run_dir, config))
+            self._trackers["Wandb"] = WandbTracker(self.run_dir, config)
         if config.logger.mlflow.enabled:
-            self._trackers.append(MlflowTracker(self.run_dir, config))
+            self._trackers["Mlflow"] = MlflowTracker(self.run_dir, config)
         if config.logger.swanlab.enabled:
-            self._trackers.append(SwanlabTracker(self.run_dir, config))
+            self._trackers["Swanlab"] = SwanlabTracker(self.run_dir, config)
+        if (maker := make_tracker(config.logger, list_code_folders(config))) is not None:
+            settings = list_settings(config)
+            tracker = open_tracker(maker, run_dir=self.run_dir, settings=settings, resume_step=resume_step)
+            self._trackers[maker.setting] = tracker
         self._progress = ProgressDisplay(config.loop.max_num_steps, live=config.logger.progress)
         self._usual_s = 0.0  # seconds of the last step
         self._notices = WaitNotices(lambda text: self._progress.print_line(f"waiting: {text}"))
@@ -276,11 +283,11 @@ class RunLogger:
 
     def _call_trackers(self, call: Callable[[Tracker], None]) -> None:
         # Training does not depend on trackers, so those that fail are dropped.
-        for tracker in list(self._trackers):
+        for name, tracker in list(self._trackers.items()):
             try:
                 call(tracker)
             except Exception as error:  # a tracker may raise errors of files, networks or its own
-                self._trackers.remove(tracker)
+                del self._trackers[name]
                 logger.warning("a tracker failed", exc_info=error)
-                name, reason = type(tracker).__name__.removesuffix("Tracker"), f"{type(error).__name__}: {error}"
+                reason = f"{type(error).__name__}: {error}"
                 self.note(f"{name} gets no more figures, and the run goes on: {reason}")

@@ -63,7 +63,7 @@ class WandbTracker:
                 resume="allow",
                 mode=settings.mode,
                 dir=str(run_dir),
-                config=_list_settings(config),
+                config=list_settings(config),
             )
             # W&B drops figures of a step before its last one, and a resumed run repeats steps. So the number of the
             # step is a figure too, over which W&B draws the others.
@@ -110,7 +110,7 @@ class MlflowTracker:
             self._id = run.info.run_id
             self._client.update_run(self._id, status="RUNNING")  # the end of an earlier start has set another status
             # MLflow cannot change a parameter; the report lists changes.
-            for key, value in flatten(_list_settings(config)):
+            for key, value in flatten(list_settings(config)):
                 if _clean_name(key) not in run.data.params:
                     self._client.log_param(self._id, _clean_name(key), value)
         except MlflowException as error:
@@ -150,7 +150,7 @@ class SwanlabTracker:
                 resume="allow",
                 mode=settings.mode,
                 logdir=str(folder / "swanlab"),
-                config=_list_settings(config),
+                config=list_settings(config),
             )
         except (ApiError, AuthenticationError, OSError, RuntimeError, ValueError) as error:
             raise RunError(f"logger.swanlab.enabled=true, and SwanLab does not start: {error}") from error
@@ -175,7 +175,7 @@ def _make_missing_error(name: str) -> RunError:
     return RunError(f"logger.{name}.enabled=true needs the {name} package: pip install {name}, or set it to false")
 
 
-def _list_settings(config: Config) -> dict[str, Any]:
+def list_settings(config: Config) -> dict[str, Any]:
     """List the settings, with passwords and tokens hidden."""
     settings = hide_values(build_values(config))
     assert isinstance(settings, dict)

@@ -12,10 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.paths import read_family_environment, set_family_environment
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import split_policy
@@ -195,7 +197,8 @@ def start_trace_pool(processes: int | None = None) -> Iterator[ProcessPoolExecut
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megatron_grpo.planning.dry_run"])
     before = multiprocessing.active_children()
-    pool = ProcessPoolExecutor(processes or os.cpu_count(), mp_context=context, initializer=_quiet_process)
+    start = partial(_begin_process, read_family_environment())
+    pool = ProcessPoolExecutor(processes or os.cpu_count(), mp_context=context, initializer=start)
     try:
         yield pool
     finally:
@@ -205,7 +208,8 @@ def start_trace_pool(processes: int | None = None) -> Iterator[ProcessPoolExecut
                 process.kill()
 
 
-def _quiet_process() -> None:
+def _begin_process(environment: dict[str, str]) -> None:
+    set_family_environment(environment)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import Config, ParallelConfig
-from megatron_grpo.models.families import FAMILIES, build_weight_map
+from megatron_grpo.models.families import build_weight_map, find_family, list_families
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import list_engine_stages
 from megatron_grpo.models.weight_map import can_travel_in_fp8
@@ -35,8 +35,8 @@ def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[R
     yield from _check_engine_settings(config)
     has_engines = config.needs_generation and not config.generation.server.urls
     if has_engines and shape is not None and config.generation.engine.speculative.uses_mtp:
-        families = ", ".join(family.name for family in FAMILIES.values() if family.proposes_tokens)
-        is_unsupported = not FAMILIES[shape.family].proposes_tokens
+        families = ", ".join(family.name for family in list_families() if family.proposes_tokens)
+        is_unsupported = not find_family(shape.family).proposes_tokens
         text = f"proposes tokens with layers of the model that vLLM has for {families},"
         text += f" and the model is {shape.family}; use ngram"
         yield is_unsupported, "generation.engine.speculative.method=", text

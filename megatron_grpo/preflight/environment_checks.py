@@ -1,4 +1,4 @@
-"""Checks of the user's code: objectives, advantages, environments, processors, reward functions, agents."""
+"""Checks of the user's code: trackers, objectives, advantages, environments, processors, reward functions, agents."""
 
 from __future__ import annotations
 
@@ -14,23 +14,33 @@ from megatron_grpo.data.scores import AGENT_ARGUMENTS, AGENT_RESULT
 from megatron_grpo.environments import user_functions as functions
 from megatron_grpo.environments.registry import convert_options, import_environment_class
 from megatron_grpo.environments.reward_model import find_model_problem
+from megatron_grpo.observability.user_tracker import make_tracker
 from megatron_grpo.preflight.data_checks import examine_dataset
-from megatron_grpo.preflight.formula_checks import find_formula_problems
+from megatron_grpo.preflight.formula_checks import find_formula_problems, find_formula_remarks
 
 
-def check_user_code(config: Config, rewards: Mapping[str, functions.RewardFunction] | None = None) -> None:
-    """Import and check all code of the user; ConfigError names its problems."""
+def check_user_code(config: Config, rewards: Mapping[str, functions.RewardFunction] | None = None) -> Iterator[Problem]:
+    """Import and check all code of the user; return remarks. ConfigError names its problems."""
     problems = find_user_code_problems(config, rewards)
     if problems:
         raise ConfigError(problems)
+    return find_formula_remarks(config)
 
 
 def find_user_code_problems(
     config: Config, rewards: Mapping[str, functions.RewardFunction] | None = None
 ) -> list[Problem]:
-    """Find problems of the user's objective, advantages, environments and reward functions."""
-    problems = list(find_formula_problems(config))
+    """Find problems of the user's formulas, tracker, environments and reward functions."""
+    problems = [*find_formula_problems(config), *_find_tracker_problems(config)]
     return problems + (find_scoring_problems(config, rewards=rewards) if config.needs_generation else [])
+
+
+def _find_tracker_problems(config: Config) -> Iterator[Problem]:
+    try:
+        make_tracker(config.logger, list_code_folders(config))
+    except RunError as error:
+        setting = f"logger.tracker={config.logger.tracker}"
+        yield Problem(setting, str(error).removeprefix(f"{setting} "))
 
 
 def check_scoring(

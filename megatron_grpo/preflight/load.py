@@ -15,7 +15,7 @@ from megatron_grpo.config.job import Job
 from megatron_grpo.config.keys import build_values
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.config.started_values import split_trust
-from megatron_grpo.models.source import find_model_shape
+from megatron_grpo.models.source import adopt_families, find_model_shape
 from megatron_grpo.platform.hardware import find_hardware
 from megatron_grpo.preflight.config_checks import find_problems
 from megatron_grpo.preflight.data_checks import count_training_rows, read_recorded_max_num_steps
@@ -79,7 +79,7 @@ def check_overrides(
     """
     if (run_dir := find_recorded_run(overrides)) is not None:
         return _check_resume(run_dir, overrides)
-    composed = compose_typed(overrides)
+    composed = _compose(overrides)
     # After a wrong name or value, settings are not what was meant, and their files are not examined.
     is_as_meant = not composed.problems
     _check_settings(composed)
@@ -117,9 +117,10 @@ def _check_resume(run_dir: Path, overrides: Sequence[str]) -> ComposedConfig:
 
 def check_config(config: Config) -> ComposedConfig:
     """Check a configuration that a script made, and this machine."""
-    checked = ComposedConfig(Job(), config, build_values(config))
-    _check_settings(checked)
-    _check_machine(checked, {})
+    checked = ComposedConfig(Job(), config, build_values(config), adopt_families(config))
+    if not checked.problems:
+        _check_settings(checked)
+        _check_machine(checked, {})
     return checked
 
 
@@ -140,8 +141,16 @@ def compose_config(overrides: Sequence[str]) -> Config:
 
 def compose_checked(overrides: Sequence[str]) -> ComposedConfig:
     """Check the configuration of a command line, without files and GPUs."""
-    composed = compose_typed(overrides)
+    composed = _compose(overrides)
     _check_settings(composed)
+    return composed
+
+
+def _compose(overrides: Sequence[str]) -> ComposedConfig:
+    """Compose a command line, and import its families of models."""
+    composed = compose_typed(overrides)
+    if composed.config is not None:
+        composed.add_problems(adopt_families(composed.config))
     return composed
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron_grpo.config.algorithms import OWN_SECTIONS, explain_unread
 from megatron_grpo.config.data_schema import BUILT_IN, ENVIRONMENT_PREFIX, REWARD_FUNCTIONS, is_model_folder
-from megatron_grpo.config.errors import suggest_name
+from megatron_grpo.config.errors import suggest_name, to_text
 from megatron_grpo.config.keys import list_changes
 from megatron_grpo.config.loop_schema import (
     HELD_OUT_LOSS,
@@ -97,6 +97,9 @@ def _check_schedules(config: Config) -> Iterator[Rule]:
         lr, ratio = format_value(optimizer.lr), format_value(optimizer.warmup_ratio)
         text = f"is above {section}.optimizer.lr={lr}, from which the learning rate falls to it"
         yield optimizer.min_lr > optimizer.lr, f"{section}.optimizer.min_lr=", text
+        text = f"is for a function of your own, and {section}.optimizer.decay_style={optimizer.decay_style} is none"
+        for name, value in optimizer.decay_options.items() if optimizer.has_built_in_decay else ():
+            yield True, f"{section}.optimizer.decay_options.{name}={to_text(value)}", text
         text = f"and {section}.optimizer.warmup_ratio={ratio} say the same; give one of them"
         is_given_twice = optimizer.warmup_steps > 0 and optimizer.warmup_ratio is not None
         yield is_given_twice, f"{section}.optimizer.warmup_steps=", text

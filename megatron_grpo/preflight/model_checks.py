@@ -9,7 +9,7 @@ from megatron_grpo.config.loop_schema import SampledLoopConfig
 from megatron_grpo.config.policy_schema import StateTarget
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.adapter_names import is_adapted
-from megatron_grpo.models.families import FAMILIES, build_weight_map
+from megatron_grpo.models.families import build_weight_map, find_family
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight.rules import Rule, evaluate_rules, list_trained_models
 
@@ -248,7 +248,7 @@ def _check_reward_model(config: Config, shape: ModelShape | None) -> Iterator[Ru
         return
     text = f"is of {shape.family}, and transformers has no ForSequenceClassification of it, which an export would be;"
     text += " give a model of another family"
-    yield not FAMILIES[shape.family].has_reward_models, "policy.model.path=", text
+    yield not find_family(shape.family).has_reward_models, "policy.model.path=", text
     text = "is a model that also sees images, of which no reward model is made; give a model of text alone"
     yield bool(shape.text_prefix), "policy.model.path=", text
 

@@ -14,9 +14,10 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.models import source
 from megatron_grpo.models.checkpoint_model import find_checkpoint_model
 from megatron_grpo.models.families import (
-    FAMILIES,
     build_weight_map,
     exchange_head,
+    explain_other_family,
+    find_family,
     is_carried,
     is_further_prediction,
 )
@@ -119,6 +120,11 @@ def find_model_problems(config: Config) -> Iterator[Problem]:
         folder = source.find_local_folder(path)
         assert folder is not None
         shape = read_model_shape(folder, reward_models=head.is_scalar)
+        family_key = key.replace(".path", ".family")
+        family = config.families.get(family_key)
+        text = None if family is None else explain_other_family(shape, family)
+        if text is not None:
+            yield Problem(f"{family_key}={family}", text)
         if any(folder.glob("*.safetensors")):
             expected = exchange_head(shape, head)
             yield from (Problem(subject, text) for text in find_weight_problems(folder, expected))
@@ -133,7 +139,7 @@ def find_model_problems(config: Config) -> Iterator[Problem]:
 
 def find_draft_problems(config: Config, folder: Path, shape: ModelShape) -> Iterator[Problem]:
     """Check that a folder has layers with which engines can propose tokens."""
-    if not (config.generation.engine.speculative.uses_mtp and FAMILIES[shape.family].proposes_tokens):
+    if not (config.generation.engine.speculative.uses_mtp and find_family(shape.family).proposes_tokens):
         return
     try:
         has_layers = any(is_further_prediction(name, shape) for name in list_stored_tensors(folder))

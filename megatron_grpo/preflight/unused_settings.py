@@ -50,6 +50,7 @@ def _list_switched_off(config: Config) -> Iterator[Rule]:
         text = f"needs {key}.decay_style=warmup_stable_decay"
         yield style != "warmup_stable_decay", f"{key}.final_decay_steps", text
         yield optimizer.name != "muon", f"{key}.muon_", f"needs {key}.name=muon"
+    yield config.logger.tracker is None, "logger.tracker_options.", "needs logger.tracker"
     keys = "policy.lora.alpha policy.lora.target_modules refit.adapters"
     yield config.policy.lora.rank == 0, keys, "needs policy.lora.rank above 0"
     generation, speculative = config.generation, config.generation.engine.speculative

@@ -29,7 +29,7 @@ from megatron_grpo.config.suggestions import describe_unknown_key
 from megatron_grpo.data.identity import find_training_difference, find_validation_differences, identify, read_identity
 from megatron_grpo.data.specs import find_task_templates, list_conversation_formats
 from megatron_grpo.models.checkpoint_model import POLICY_FOLDER as POLICY_FOLDER
-from megatron_grpo.models.source import compute_model_digest, find_local_folder, is_made_before_run
+from megatron_grpo.models.source import adopt_families, compute_model_digest, find_local_folder, is_made_before_run
 from megatron_grpo.observability.run_files import CONFIG_FILE, write_json, write_text
 from megatron_grpo.run.user_code import keep_user_code, list_code_changes
 
@@ -263,7 +263,10 @@ def load_run_config(
         values = read_config_file(file)
     except FileNotFoundError:
         raise ValueError(f"{file} does not exist; a checkpoint has to stay in its run directory") from None
-    return override_values(values, overrides, str(file), run_dir, is_trusted=is_trusted, sections=sections)
+    config = override_values(values, overrides, str(file), run_dir, is_trusted=is_trusted, sections=sections)
+    if problems := adopt_families(config, sections, run_dir):
+        raise ConfigError(problems)
+    return config
 
 
 def override_values(

@@ -12,11 +12,13 @@ from typing import Any
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, SamplingError
 from megatron_grpo.config.schema import Config
+from megatron_grpo.config.started_values import list_code_folders
 from megatron_grpo.environments.environment_processes import EnvironmentPool, build_environments
 from megatron_grpo.environments.interface import make_environment_settings
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.teacher_client import TeacherServer, require_same_tokenizer
 from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.losses.decay import make_decay
 from megatron_grpo.models.adapter_names import make_policy_slot
 from megatron_grpo.models.families import exchange_head
 from megatron_grpo.models.families.reading import read_model_shape
@@ -142,6 +144,7 @@ def make_policy_settings(config: Config, folder: Path) -> RankSettings:
         temperature=config.generation.temperature if is_sampled else 1.0,
         token_filter=make_training_filter(config.generation) if is_sampled else None,
         decay_steps=config.decay_steps,
+        decay=make_decay("policy", config.policy.optimizer, list_code_folders(config)),
         seed=config.loop.seed,
         ranks_per_machine=config.cluster.gpus or None,  # ranks on CPUs are all on one
         shares_cores=_uses_shared_cores(config),
@@ -156,6 +159,7 @@ def _make_value_model(config: Config, cluster: RayCluster) -> MegatronValue:
         shape=exchange_head(read_model_shape(folder, reward_models=True), VALUE),
         folder=str(folder),
         decay_steps=config.value_decay_steps,
+        decay=make_decay("value", config.value.optimizer, list_code_folders(config)),
         seed=config.loop.seed,
         ranks_per_machine=config.cluster.gpus or None,  # ranks on CPUs are all on one
         shares_cores=_uses_shared_cores(config),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Iterator
+from importlib.util import resolve_name
 from pathlib import Path
 from types import ModuleType
 
@@ -53,12 +55,17 @@ def _walk_modules(names: list[str], folders: list[Path]) -> Iterator[ModuleType]
             continue
         visited_names.add(name)
         yield module
-        values = [value for value in vars(module).values() if value is not module]
-        names += [
-            value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
-            for value in values
-            if isinstance(getattr(value, "__module__", ""), str)
-        ]
+        names += _list_imports(module)
+
+
+def _list_imports(module: ModuleType) -> Iterator[str]:
+    """List the names that a module's source imports, in functions too."""
+    for node in ast.walk(ast.parse(Path(str(module.__file__)).read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            source = resolve_name("." * node.level + (node.module or ""), module.__package__)
+            yield from (f"{source}.{alias.name}" for alias in node.names)  # its parent is the module, or it is one
 
 
 def _is_of_user(module: ModuleType, folders: list[Path]) -> bool:

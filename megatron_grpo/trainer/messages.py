@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_grpo.config.schema import GenerationConfig, PolicyConfig, ReferenceConfig
+from megatron_grpo.losses.named_formula import NamedFormula
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo_kernels.token_filter import TokenFilter
 
@@ -57,6 +58,7 @@ class RankSettings:
     shape: ModelShape  # sizes of the model; its head makes it a policy, value or reward model
     folder: str  # the model's folder in Hugging Face format; empty: weights stay uninitialised, in a dry run
     decay_steps: int  # optimizer steps of the learning-rate schedule
+    decay: NamedFormula | None = None  # the user's own decay of the learning rate; None: a built-in one
     reference: ReferenceConfig | None = None
     temperature: float = 1.0  # of sampling, at which the policy's log-probabilities are taken
     token_filter: TokenFilter | None = None

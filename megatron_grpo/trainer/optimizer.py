@@ -27,6 +27,8 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import OptimizerConfig as OptimizerSettings
 from megatron_grpo.config.schema import PolicyConfig
+from megatron_grpo.losses.decay import compute_height
+from megatron_grpo.losses.named_formula import NamedFormula
 from megatron_grpo.trainer.model.megatron_config import build_megatron_config
 from megatron_grpo.trainer.muon import (
     MatrixOptimizer,
@@ -38,12 +40,15 @@ from megatron_grpo.trainer.muon import (
 
 
 class Schedule(OptimizerParamScheduler):
-    """Megatron-Core's learning-rate schedule with transformers' polynomial and restarts; `steps` include warm-up."""
+    """Megatron-Core's learning-rate schedule with transformers' polynomial and restarts, or the user's decay."""
 
-    def __init__(self, optimizer: Any, settings: OptimizerSettings, steps: int) -> None:
+    def __init__(
+        self, optimizer: Any, settings: OptimizerSettings, steps: int, decay: NamedFormula | None = None
+    ) -> None:
+        """`steps` include warm-up; `decay` is the user's, if there is one."""
         warmup = settings.count_warmup_steps(steps)
         steps = max(steps, warmup + 1)
-        self._settings = settings
+        self._settings, self._decay, style = settings, decay, settings.decay_style
         super().__init__(
             optimizer,
             init_lr=0.0,
@@ -51,7 +56,8 @@ class Schedule(OptimizerParamScheduler):
             min_lr=settings.min_lr,
             lr_warmup_steps=warmup,
             lr_decay_steps=steps,
-            lr_decay_style=_DECAY_STYLES.get(settings.decay_style, settings.decay_style),
+            # A dry run has no decay of the user's.
+            lr_decay_style=_DECAY_STYLES.get(style, style) if settings.has_built_in_decay else "linear",
             start_wd=settings.weight_decay,
             end_wd=settings.weight_decay,
             wd_incr_steps=0,
@@ -63,10 +69,13 @@ class Schedule(OptimizerParamScheduler):
     def get_lr(self, param_group: dict[str, Any]) -> float:
         style, warmup = self.lr_decay_style, self.lr_warmup_steps
         warms_up = 0 < warmup >= self.num_steps
-        if style not in ("polynomial", "cosine_with_restarts") or warms_up or self.num_steps > self.lr_decay_steps:
+        is_over, has_own_shape = self.num_steps > self.lr_decay_steps, style in ("polynomial", "cosine_with_restarts")
+        if warms_up or (self._decay is None and (is_over or not has_own_shape)):
             return float(super().get_lr(param_group))
         progress = (self.num_steps - warmup) / (self.lr_decay_steps - warmup)
-        if style == "polynomial":
+        if self._decay is not None:
+            height = compute_height(self._decay, self.num_steps, self.lr_decay_steps, warmup)
+        elif style == "polynomial":
             height = (1.0 - progress) ** self._settings.decay_power
         else:
             cycle = progress * self._settings.decay_cycles % 1.0 if progress < 1 else 1.0
@@ -90,7 +99,9 @@ class ModelOptimizer:
     Gradients are summed over microbatches and ranks, never averaged: losses are normalised by counts of the whole step.
     """
 
-    def __init__(self, chunks: Sequence[GPTModel], config: PolicyConfig, decay_steps: int) -> None:
+    def __init__(
+        self, chunks: Sequence[GPTModel], config: PolicyConfig, decay_steps: int, decay: NamedFormula | None = None
+    ) -> None:
         settings = config.optimizer
         shared = chunks[0].config  # all chunks have one configuration
         overlap_grad_reduce, self._gathers_late = _choose_overlaps(config, is_like_cuda=shared.platform.is_like_cuda)
@@ -123,7 +134,7 @@ class ModelOptimizer:
         replace_state_methods(self.optimizer)
         self.settings = settings
         self.max_grad_norm = config.max_grad_norm
-        self.scheduler = Schedule(self.optimizer, settings, decay_steps)
+        self.scheduler = Schedule(self.optimizer, settings, decay_steps, decay)
 
     def zero_grad(self) -> None:
         """Zero the gradients of the previous step."""

@@ -91,7 +91,7 @@ class ModelRank(ABC):
         self.memory, self.checkpoint, self.recorder = DeviceMemory(self), RankCheckpoint(self), StepRecorder(self)
 
     def _build_optimizer(self) -> ModelOptimizer:
-        return ModelOptimizer(self.chunks, self.config, self.settings.decay_steps)
+        return ModelOptimizer(self.chunks, self.config, self.settings.decay_steps, self.settings.decay)
 
     def gather_chunks(self) -> list[DecoderModel]:
         """Return the chunks with up-to-date weights; collective over data-parallel ranks."""

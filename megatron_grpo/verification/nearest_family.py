@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_grpo.models.families import FAMILIES, list_rows
+from megatron_grpo.models.families import list_families, list_rows
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.stored_tensors import EMBEDDING, HEAD, list_stored_tensors
 
@@ -26,7 +26,7 @@ def describe_nearest_family(folder: Path) -> str:
     except ValueError:
         return ""
     has_experts = any(".experts." in name for name in names)
-    tables = {name: _list_tensors(family, has_experts) for name, family in FAMILIES.items()}
+    tables = {family.name: _list_tensors(family, has_experts) for family in list_families()}
     nearest = max(tables, key=lambda name: len(names & tables[name]) / len(names | tables[name]))
     unknown, missing = names - tables[nearest], tables[nearest] - names - {HEAD}
     if not unknown and not missing:

@@ -19,7 +19,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LossConfig, MoeConfig
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.models.families import FAMILIES, add_text_prefix
+from megatron_grpo.models.families import add_text_prefix, find_family
 from megatron_grpo.models.families.reading import UnknownFamilyError, read_model_shape
 from megatron_grpo.models.shape import ExpertShape, ModelShape, read_config_json
 from megatron_grpo.models.source import download_config, fetch_model_folder, find_local_folder, is_hub_name
@@ -70,7 +70,7 @@ def _make_small_copy(path: Path, shape: ModelShape, folder: Path, seed: int) -> 
     config_values = read_config_json(path / "config.json")
     part = config_values["text_config"] if shape.text_prefix else config_values
     raw = {name: value for name, value in part.items() if name not in _LEFT_OUT}
-    family = FAMILIES[shape.family]
+    family = find_family(shape.family)
     raw |= {"model_type": family.model_type or family.name, "tie_word_embeddings": shape.tied_embeddings}
     return make_model(
         {**raw, **_choose_sizes(raw, shape), **_keep_layers(raw, shape), **_cut_factors(raw)}, folder, seed

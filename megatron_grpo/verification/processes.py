@@ -15,6 +15,7 @@ import torch
 from torch.multiprocessing import ProcessContext, ProcessExitedException, ProcessRaisedException, start_processes
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.paths import read_family_environment, set_family_environment
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.platform.device import connect_store, open_store
 from megatron_grpo.trainer.parallel import forbid_tf32, initialize_parallel
@@ -58,7 +59,8 @@ def run_on_ranks(
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, body.__module__])
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        arguments = (body, task, parallel, seed, timeout_s, gpus, threads, store.port, folder)
+        environment = read_family_environment()
+        arguments = (body, task, parallel, seed, timeout_s, gpus, threads, store.port, folder, environment)
         ranks = start_processes(_run_rank, arguments, world, join=False, daemon=True, start_method="forkserver")
         _wait_for_ranks(ranks, folder, deadline, timeout_s)
         return [torch.load(folder / f"{rank}.results", weights_only=True) for rank in range(world)]
@@ -102,8 +104,10 @@ def _run_rank(
     threads: int,
     port: int,
     folder: Path,
+    environment: dict[str, str],
 ) -> None:
     """Run a rank's process; it writes phase and results to the folder."""
+    set_family_environment(environment)
     # Before CUDA starts in this process, which then sees one GPU, or none.
     if gpus is not None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

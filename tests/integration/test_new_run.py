@@ -37,3 +37,15 @@ def test_rewards_and_turns_train_from_any_folder(tmp_path: Path, monkeypatch: py
     )  # fmt: skip
     rows = read_jsonl(elsewhere / "run" / "metrics.jsonl")
     assert 1 < rows[-1]["env/tries"] <= 2
+
+
+@pytest.mark.parametrize(("kind", "test"), [("algorithm", "trains"), ("family", "computes")])
+def test_a_kind_passes_those_of_its_tests_that_start_processes(
+    kind: str, test: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert new.main([f"own_{kind}", f"kind={kind}"]) == 0
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", test, f"own_{kind}"]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert "1 passed" in process.stdout, process.stdout + process.stderr

@@ -9,9 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Dots1Config, GlmConfig, PreTrainedConfig
 
 from megatron_grpo import verify
-from megatron_grpo.models.families import FAMILIES
-from megatron_grpo.verification import ranks
-from tests.support.documents import LIMITS, add_documented_families, measure_documented, read_family_files
+from tests.support.documents import LIMITS, read_family_files
 from tests.support.rare import rare
 
 SIZES: dict[str, Any] = {
@@ -62,17 +60,13 @@ def test_a_documented_family_computes_what_transformers_computes(
 ) -> None:
     file = read_family_files()[name]
     assert len(file.splitlines()) < LIMITS[name]
-    folder = make_model(CONFIGS[name], tmp_path)
-    with monkeypatch.context() as patch:
-        assert verify.main([f"model={folder}", "layouts=[tp2]"]) == 2
-        assert "ForCausalLM is not supported" in capsys.readouterr().err
-        for family in CONFIGS:  # removed afterwards
-            patch.setitem(FAMILIES, family, FAMILIES["llama"])
-        add_documented_families()
-        patch.setattr(ranks, "measure", measure_documented)
-        layouts = ",".join(LAYOUTS[name])
-        assert verify.main([f"model={folder}", f"layouts=[{layouts}]", "sequences=8", "steps=1", "--json"]) == 0
+    folder = make_model(CONFIGS[name], tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    Path(f"documented_{name}.py").write_text(file)
+    assert verify.main([f"model={folder}", "layouts=[tp2]"]) == 2
+    assert "ForCausalLM is not supported" in capsys.readouterr().err
+    family, layouts = f"family=documented_{name}:FAMILY", ",".join(LAYOUTS[name])
+    assert verify.main([f"model={folder}", family, f"layouts=[{layouts}]", "sequences=8", "steps=1", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["layout"] for row in rows] == ["tp1", *LAYOUTS[name]]
     assert all(row["exact"] and row["logprob"] <= 2e-5 for row in rows)
-    assert name not in FAMILIES

@@ -61,11 +61,14 @@ def test_a_difference_past_its_tolerance_fails(
     monkeypatch.setattr(tolerances, "FLOAT32_ULP", 0.0)
     assert verify.main(["layouts=[tp1,pp2]", "steps=1"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert re.match(r"distances from transformers in float64; its own in float32: \d\.\de-0\d \(", lines[0])
-    assert lines[1].startswith("layout ")
-    assert [line.split()[0] for line in lines[2:]] == ["tp1", "logprob_rms", "pp2", "logprob_rms"]
-    assert all(re.search(r" FAILED  (model\.|lm_head)[\w.]+$", line) for line in lines[2::2])
-    assert all(re.fullmatch(r"    logprob_rms \d\.\de-07 > \d\.\de-10", line) for line in lines[3::2])
+    assert lines[0] == "verifies model=tiny:qwen3"
+    assert re.match(r"distances from transformers in float64; its own in float32: \d\.\de-0\d \(", lines[1])
+    assert lines[2].startswith("layout ")
+    rows, verdict = lines[3:-1], lines[-1]
+    assert [line.split()[0] for line in rows] == ["tp1", "logprob_rms", "pp2", "logprob_rms"]
+    assert all(re.search(r" FAILED  (model\.|lm_head)[\w.]+$", line) for line in rows[::2])
+    assert all(re.fullmatch(r"    logprob_rms \d\.\de-07 > \d\.\de-10", line) for line in rows[1::2])
+    assert verdict == "FAILED: 2 of 2 are further away than rounding explains"
 
 
 def test_a_large_model_is_verified_by_a_small_copy_of_its_configuration(

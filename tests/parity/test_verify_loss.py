@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +69,19 @@ def test_built_in_formulas_pass(name: str, capsys: pytest.CaptureFixture[str]) -
     layout_names = ("tp1", "1 batch", "many", *layouts.strip("[]").split(","))
     assert rows.keys() == {(layout, packed) for layout in layout_names for packed in (True, False)}
     assert all(row["gradient"] > 0 for row in rows.values())
+
+
+def test_what_was_verified_and_the_verdict_are_printed(
+    planted: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss = f"loss={planted}.towards_engine"
+    for is_equal, verdict in ((True, "passed: all 2 are equal"), (False, "FAILED: 2 of 2 are further away")):
+        rows = [SimpleNamespace(passed=is_equal)] * 2
+        monkeypatch.setattr(verify, "verify", lambda request, folder, rows=rows: iter(rows))
+        assert verify.main([loss, "options=[weight=0.2]"]) == (0 if is_equal else 1)
+        first, last = capsys.readouterr().out.splitlines()
+        assert first == f"verifies {loss} options=[weight=0.2] with model=tiny:qwen3"
+        assert last.startswith(verdict)
 
 
 @pytest.mark.slow

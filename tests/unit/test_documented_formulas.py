@@ -1,4 +1,4 @@
-"""The loss and the advantages of docs/extending.md, as they stand there: they pass their trials."""
+"""The functions and classes of docs/extending.md, as they stand there: they pass their trials."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config.schema import GRPOConfig, LossConfig
+from megatron_grpo.config.schema import GRPOConfig, LoggerConfig, LossConfig, OptimizerConfig
+from megatron_grpo.losses import decay
 from megatron_grpo.losses.advantages import INPUTS as REWARD_INPUTS
 from megatron_grpo.losses.advantages import USER_INPUTS, make_estimator
 from megatron_grpo.losses.formula_trials import find_advantages_problem, find_objective_problem
 from megatron_grpo.losses.objectives import INPUTS
 from megatron_grpo.losses.policy_loss import make_objective
+from megatron_grpo.observability import user_tracker
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 
@@ -42,3 +44,28 @@ def test_the_functions_pass_their_trials(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_tables_have_all_inputs() -> None:
     assert list_parameters(read_section("A loss of your own")) == INPUTS.keys()
     assert list_parameters(read_section("Advantages of your own")) == {*USER_INPUTS} <= REWARD_INPUTS.keys()
+    assert list_parameters(read_section("A schedule of your own")) == decay.INPUTS.keys()
+    assert list_parameters(read_section("A tracker of your own")) == user_tracker.INPUTS.keys()
+
+
+def test_the_schedule_and_the_tracker_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sections = [read_section("A schedule of your own"), read_section("A tracker of your own")]
+    code = [block for section in sections for block in re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)]
+    assert len(code) == 2
+    (tmp_path / "documented_parts.py").write_text("\n\n".join(code))
+    monkeypatch.syspath_prepend(tmp_path)
+    folders = (str(tmp_path),)
+    optimizer = OptimizerConfig(decay_style="documented_parts.trapezoid", decay_options={"flat": 0.8})
+    schedule = decay.make_decay("policy", optimizer, folders)
+    assert schedule is not None
+    assert decay.find_decay_problem(schedule, 50, 5) is None
+    heights = [decay.compute_height(schedule, step, 50, 0) for step in (10, 40, 45, 50)]
+    assert heights == pytest.approx([1.0, 1.0, 0.5, 0.0])
+    logger = LoggerConfig(tracker="documented_parts.Csv", tracker_options={"file": "all.csv"})
+    maker = user_tracker.make_tracker(logger, folders)
+    assert maker is not None
+    tracker = user_tracker.open_tracker(maker, run_dir=tmp_path, settings={}, resume_step=None)
+    tracker.log(3, {"train/reward": 0.5, "train/loss": 1.0})
+    tracker.log_table(3, "completions", [{"prompt": "1+1="}])
+    tracker.close(failed=False)
+    assert (tmp_path / "all.csv").read_text().split() == ["3,train/reward,0.5", "3,train/loss,1.0"]

@@ -59,23 +59,27 @@ def test_its_recipes_compose(folder: Path) -> None:
     assert (turns.env["riddles"].reward_funcs, turns.grpo.max_rollout_turns) == ([], 2)
 
 
-@pytest.mark.parametrize("kind", ["loss", "advantages"])
-def test_a_formula_is_written_with_its_test_and_recipe(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kind", "tests"), [("loss", 3), ("advantages", 3), ("algorithm", 2), ("family", 2)])
+def test_a_kind_is_written_with_its_test_and_recipe(
+    kind: str, tests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those of its tests that start processes are in tests/integration/test_new_run.py."""
+    monkeypatch.setenv("MEGATRON_GRPO_FAMILIES", "[[], []]")
     monkeypatch.chdir(tmp_path)
     name = f"own_{kind}"
     assert new.main([name, f"kind={kind}"]) == 0
     for config in (("--isolated",), ("--config", str(ROOT / "pyproject.toml"))):
         run_tool(tmp_path, "ruff", "check", *config, name)
         run_tool(tmp_path, "ruff", "format", *config, "--check", name)
-    assert "3 passed" in run_tool(tmp_path / name, "pytest", "-q", "-p", "no:cacheprovider", ".")
+    alone = ("-k", "not trains and not computes")
+    assert f"{tests} passed" in run_tool(tmp_path / name, "pytest", "-q", "-p", "no:cacheprovider", *alone, ".")
+    assert "NAME" not in "".join(file.read_text() for file in (tmp_path / name).rglob("*.*"))
     check_user_code(compose_config([f"--config-dir={name}", f"+exp={name}"]))
 
 
 def test_a_kind_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert new.main(["riddles", "kind=lose"]) == 2
-    assert "kind=lose  must be one of environment, loss, advantages" in capsys.readouterr().err
+    assert "kind=lose  must be one of environment, loss, advantages, algorithm, family" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from megatron_grpo.config.errors import Problem, to_text
 from megatron_grpo.models.families import (
     deepseek_v3,
     deepseek_v32,
@@ -23,6 +25,7 @@ from megatron_grpo.models.families import (
     qwen3_5,
 )
 from megatron_grpo.models.families.family import Family
+from megatron_grpo.models.families.user_families import list_user_families, load_family, share_families
 from megatron_grpo.models.heads import Head
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.stored_tensors import EMBEDDING, HEAD
@@ -52,7 +55,7 @@ def exchange_head(shape: ModelShape, head: Head) -> ModelShape:
 
 def name_reward_model(shape: ModelShape) -> str:
     """Name transformers' class of a family's reward models."""
-    return f"{FAMILIES[shape.family].reward_name}ForSequenceClassification"
+    return f"{find_family(shape.family).reward_name}ForSequenceClassification"
 
 
 _ALL = (
@@ -74,6 +77,43 @@ _ALL = (
 FAMILIES = {family.name: family for family in _ALL}
 
 
+def adopt_families(paths: Mapping[str, str], folders: Sequence[str]) -> list[Problem]:
+    """Import the user's families, here and in later processes; report problems.
+
+    `paths`: import paths by the setting that names them; the families of an earlier call are forgotten.
+    """
+    problems, keys = [], dict.fromkeys(FAMILIES, "the package")
+    for key, path in paths.items():
+        try:
+            family = load_family(path, tuple(folders))
+        except ValueError as error:
+            problems.append(Problem(f"{key}={to_text(path)}", str(error)))
+            continue
+        if keys.setdefault(family.name, path) != path:
+            text = f"has name={family.name}, as a family of {keys[family.name]}; choose another"
+            problems.append(Problem(f"{key}={to_text(path)}", text))
+    share_families([] if problems else paths.values(), folders)
+    return problems
+
+
+def explain_other_family(shape: ModelShape, path: str) -> str | None:
+    """Explain that another family reads a model; None: the adopted one does."""
+    family = load_family(path)
+    if shape.family == family.name:
+        return None
+    return f"reads {family.architecture}, and the model is of the family {shape.family}; leave it out"
+
+
+def list_families() -> tuple[Family, ...]:
+    """List the user's families, then those of the package."""
+    return (*list_user_families(), *_ALL)
+
+
+def find_family(name: str) -> Family:
+    """Find a family of the package or of the user."""
+    return FAMILIES.get(name) or next(family for family in list_user_families() if family.name == name)
+
+
 def build_weight_map(shape: ModelShape) -> tuple[WeightEntry, ...]:
     """Build the weight map of a model, in the order of export."""
     if shape.head.is_scalar:
@@ -84,7 +124,7 @@ def build_weight_map(shape: ModelShape) -> tuple[WeightEntry, ...]:
         # A tied head has weights of its own only on a last stage that is not the first.
         tensor = EMBEDDING if shape.tied_embeddings else HEAD
         outputs = [_map_outer("output_layer.weight", tensor, "vocab", "hidden", copy=shape.tied_embeddings)]
-    family = FAMILIES[shape.family]
+    family = find_family(shape.family)
     kinds = {kind for layer in range(shape.layers) for kind in shape.list_kinds(layer)}
     rows = (row for row in list_rows(family) if row.kind in kinds)
     entries = (_rename_tensors(INPUT, family), *rows, *(_rename_tensors(row, family) for row in (_NORM, *outputs)))
@@ -118,7 +158,7 @@ def remove_text_prefix(name: str, prefix: str) -> str:
 
 def list_carried(shape: ModelShape) -> tuple[str, ...]:
     """List beginnings of names of tensors that exports copy."""
-    family = FAMILIES[shape.family]
+    family = find_family(shape.family)
     parts = family.vision.parts if shape.text_prefix and family.vision is not None else ()
     # Released folders have one further layer behind the last, where they have any.
     further = ("mtp.", f"model.layers.{shape.layers}.") if family.has_further_predictions else ()
@@ -127,7 +167,7 @@ def list_carried(shape: ModelShape) -> tuple[str, ...]:
 
 def is_further_prediction(name: str, shape: ModelShape) -> bool:
     """Whether a tensor is of the layers that predict further tokens (MTP)."""
-    if not FAMILIES[shape.family].has_further_predictions:
+    if not find_family(shape.family).has_further_predictions:
         return False
     layer = re.match(r"model\.layers\.(\d{1,6})\.", name)  # DeepSeek's are behind the last layer, Nemotron's beside all
     return name.startswith("mtp.") or (layer is not None and int(layer[1]) >= shape.layers)

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.models.families import FAMILIES, INSIDE, OUTSIDE, add_text_prefix, build_weight_map
+from megatron_grpo.models.families import (
+    INSIDE,
+    OUTSIDE,
+    add_text_prefix,
+    build_weight_map,
+    find_family,
+    list_families,
+)
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.options import refuse_folder
 from megatron_grpo.models.heads import VALUE
@@ -78,11 +85,11 @@ def _list_names(shape: ModelShape) -> Set[str]:
 
 def _require_equal_ties(raw: dict[str, Any], shape: ModelShape, file: Path) -> None:
     """Refuse a vision model whose head only one reader ties."""
-    vision = FAMILIES[shape.family].vision
+    vision = find_family(shape.family).vision
     if not shape.text_prefix or vision is None:
         return
     tied = read_flag(raw, "tie_word_embeddings", default=vision.has_tied_head)
-    ties = [tied, FAMILIES[shape.family].read(_select_text_part(raw)).tied_embeddings]
+    ties = [tied, find_family(shape.family).read(_select_text_part(raw)).tied_embeddings]
     if ties[0] != ties[1]:
         values = f"tie_word_embeddings={to_text(ties[0])} and text_config.tie_word_embeddings={to_text(ties[1])}"
         text = "differ; transformers reads the first and vLLM the second, and the folder has no head of its own"
@@ -120,7 +127,7 @@ def is_untied_by_weights(path: str | Path) -> bool:
 def find_model_type(raw: Mapping[str, Any]) -> Any:
     """Find the model_type by which transformers, without code of a model, knows it."""
     stated = raw.get("model_type")
-    family = next((family for family in FAMILIES.values() if stated in family.other_model_types), None)
+    family = next((family for family in list_families() if stated in family.other_model_types), None)
     return stated if family is None else family.model_type or family.name
 
 
@@ -139,11 +146,11 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
         raise ValueError(f"architectures={to_text(architectures)} must be a list of names")
     architecture = architectures[0]
     scores = reward_models and architecture.endswith(_REWARD_HEADS)
-    family = next((family for family in FAMILIES.values() if family.has_architecture(architecture, scores)), None)
+    family = next((family for family in list_families() if family.has_architecture(architecture, scores)), None)
     family = family or _find_vision_family(raw, architecture)
     if family is None:
         planned = ": it reads images or sound, and such models are planned" if _MEDIA & raw.keys() else ""
-        names = ", ".join(family.architecture for family in FAMILIES.values())
+        names = ", ".join(family.architecture for family in list_families())
         raise UnknownFamilyError(f"architecture {architecture} is not supported{planned}; supported: {names}")
     vision = family.vision
     if vision is not None and architecture == vision.architecture:
@@ -172,7 +179,7 @@ def _require_model_type(raw: dict[str, Any], model_types: tuple[str, ...], archi
 
 def _find_vision_family(raw: dict[str, Any], architecture: str) -> Family | None:
     """Find the family of a vision model's text part; None: unknown."""
-    families = [family for family in FAMILIES.values() if family.vision and family.vision.architecture == architecture]
+    families = [family for family in list_families() if family.vision and family.vision.architecture == architecture]
     if not families:
         return None
     text = read_section(raw, "text_config")

@@ -24,7 +24,7 @@ from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.source import fetch_model_folder, require_folder
+from megatron_grpo.models.source import adopt_families, fetch_model_folder, require_folder
 from megatron_grpo.run.checkpoint_files import read_state, verify_checkpoint
 from megatron_grpo.run.directory import load_run_config, override_values
 
@@ -136,6 +136,8 @@ def open_step(run_dir: Path, step: int, overrides: Sequence[str] = (), *, is_tru
     else:
         source = str(locate_figures_file(run_dir, step))
         config = override_values(figures.config, overrides, source, run_dir, is_trusted=is_trusted, sections=_SECTIONS)
+        if problems := adopt_families(config, _SECTIONS, run_dir):
+            raise ConfigError(problems)
     file = locate_rollouts_file(run_dir, step)
     _require_rollouts(run_dir, step, file)
     rows = list(read_rows(step, file))

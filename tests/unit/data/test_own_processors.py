@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
 from megatron_grpo.data.loader import PromptLoader, PromptSampler, StreamLoader, add_waiting, iterate_batches
 from megatron_grpo.data.processors import REFERENCE, TaskDataSpec
-from megatron_grpo.data.specs import find_processor_problems
+from megatron_grpo.data.specs import find_processor, find_processor_problems
+from megatron_grpo.models.source import EOS, PAD
+from megatron_grpo.prepare.models import make_tokenizer
 
+ROOT = Path(__file__).parents[3]
 SPEC = TaskDataSpec(task_name="math", apply_chat_template=False)
 ROW = {"prompt": "1+1=", "answer": "2"}
 TALK = [{"role": "system", "content": "Add.", "token_ids": [3]}, {"role": "user", "content": "1", "token_ids": [4, 5]}]
@@ -47,6 +51,19 @@ def change_fields(**changes: Any) -> Callable[..., Any]:
 
 def picky(row: dict[str, Any], *more_arguments: Any) -> Any:
     return None if row["prompt"] == "no" else nemo_rl(row, *more_arguments)
+
+
+def test_the_documented_processor_makes_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = (ROOT / "docs" / "data.md").read_text().partition("### A function of your own")[2]
+    (tmp_path / "documented_rows.py").write_text(section.partition("```python\n")[2].partition("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    config = DataConfig(processor="documented_rows.riddles", apply_chat_template=False)
+    assert list(find_processor_problems(config)) == []
+    tokenizer = make_tokenizer({**{chr(code): code for code in range(32, 127)}, EOS: 0, PAD: 1, "<unk>": 2}, 99)
+    datum = find_processor(config.processor)({"riddle": "Who?", "solution": "I"}, SPEC, tokenizer, 99, 7)
+    assert datum["message_log"][0]["content"] == "A riddle: Who?"
+    assert datum["message_log"][0]["token_ids"] == [ord(letter) for letter in "A riddle: Who?"]
+    assert (datum["extra_env_info"]["answer"], datum["idx"]) == ("i", 7)
 
 
 def test_a_processor_of_nemo_rl_gives_what_ours_give() -> None:

@@ -240,3 +240,38 @@ def test_a_function_that_is_not_there_is_named(path: str, reason: str) -> None:
         make_objective(LossConfig(objective=path), OWN)
     assert path in str(error.value)
     assert reason in str(error.value)
+
+
+def with_missing_token(
+    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, responses: objectives.Responses
+) -> objectives.TokenLoss:
+    """Of log(1 - p), infinite outside the mask, where log-probabilities are 0."""
+    others = torch.log1p(-logprobs.exp())
+    return -log_ratio.exp() * advantages + others - responses.mean(others), {"others": others}
+
+
+def with_guarded_token(
+    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor, responses: objectives.Responses
+) -> objectives.TokenLoss:
+    others = torch.log1p(-torch.where(mask, logprobs, -1.0).exp())
+    mean = (others * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return -log_ratio.exp() * advantages + others - mean.detach(), {"others": others}
+
+
+@pytest.mark.parametrize("correction", [False, True])
+def test_what_a_function_returns_outside_the_mask_counts_nowhere(correction: bool) -> None:
+    results = []
+    for name in ("with_missing_token", "with_guarded_token"):
+        curr, tokens = random_batch(3)
+        curr = curr.clamp(max=-0.05).requires_grad_()
+        config = LossConfig(objective=f"{HERE}.{name}", use_importance_sampling_correction=correction)
+        loss, metrics = ClippedPGLossFn(config, OWN)(curr, tokens, counts_of(tokens))
+        loss.backward()
+        assert curr.grad is not None
+        results.append([loss.detach(), curr.grad, metrics["others"].detach()])
+    missing = LossConfig(objective=f"{HERE}.with_missing_token")
+    assert find_objective_problem(make_objective(missing, OWN)) is None
+    for actual, expected in zip(*results, strict=True):
+        assert expected.isfinite().all()
+        assert expected.any()
+        torch.testing.assert_close(actual, expected)

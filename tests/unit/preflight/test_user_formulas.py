@@ -28,6 +28,16 @@ def centred(rewards, *, factor: float = 1.0):
 
 def flat(rewards):
     return rewards.flatten()
+
+def to_engine(logprobs, sampling_logprobs, advantages):
+    return -(logprobs - sampling_logprobs).exp() * advantages
+
+def masks_by_engine(log_ratio, logprobs, sampling_logprobs, advantages):
+    is_near = (logprobs - sampling_logprobs).detach().abs() < 0.5
+    return -log_ratio.exp() * advantages * is_near
+
+def weighs_by_engine(log_ratio, old_logprobs, sampling_logprobs, advantages):
+    return -(old_logprobs - sampling_logprobs).exp().clamp(max=2.0) * log_ratio.exp() * advantages
 """
 
 
@@ -41,9 +51,13 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
+def find_remarks(*overrides: str) -> list[str]:
+    return [str(remark.subject) for remark in check_user_code(compose_config(["+exp=quickstart", *overrides]))]
+
+
 def find_problems(*overrides: str) -> list[str]:
     try:
-        check_user_code(compose_config(["+exp=quickstart", *overrides]))
+        find_remarks(*overrides)
     except ConfigError as error:
         return [f"{problem.subject}  {problem.text}" for problem in error.problems]
     return []
@@ -72,6 +86,20 @@ def test_keys_that_the_function_does_not_take_are_refused(module: str) -> None:
     assert unread.startswith(f"loss_fn.ratio_clip_max=0.3  is no parameter of {module}.signed, so nothing reads it")
     (unread,) = find_problems(f"grpo.adv_estimator.name={module}.centred", "grpo.normalize_rewards=false")
     assert unread.startswith("grpo.normalize_rewards=False  is no parameter of")
+
+
+def test_a_ratio_to_the_engine_beside_the_correction_is_remarked_on(module: str) -> None:
+    correction = "loss_fn.use_importance_sampling_correction=true"
+    for name, is_double in (
+        ("to_engine", True),
+        ("weighs_by_engine", True),
+        ("masks_by_engine", False),
+        ("signed", False),
+    ):
+        objective = f"loss_fn.objective={module}.{name}"
+        assert find_remarks(objective, correction) == ([correction] if is_double else [])
+        assert find_remarks(objective) == []
+    assert find_remarks(correction) == []
 
 
 def test_a_recorded_function_needs_trust(module: str) -> None:
