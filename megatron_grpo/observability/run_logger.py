@@ -256,7 +256,7 @@ class RunLogger:
     def finish(self) -> None:
         """Write summary.json and the plot at the end of training, and print the outcome."""
         summary = self.write_summary(self._end)
-        plot = plot_run(self.run_dir)
+        plot = plot_run(self.run_dir, self.config.method.leading_metrics)
         before, after = summary["accuracy_before"], summary["accuracy_after"]
         accuracy = f", held-out accuracy {before:.3f} -> {after:.3f}" if None not in (before, after) else ""
         self.note(f"{summary['steps']} steps in {format_duration(summary['train_s'])}{accuracy}; curves in {plot}")

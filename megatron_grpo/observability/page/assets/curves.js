@@ -75,10 +75,11 @@ function phaseChart(run, range) {
 
 function curvesView() {
   const range = stepRange(), shown = new Set();
+  const has = ([group, metric]) => runs.some((_, run) => series(run, group, metric).length);
   const charts = mainCharts().map((one) => {
     one.curves.forEach(([, metric]) => shown.add(metric));
     const lines = linesOf(one.curves, one);
-    return lines.length ? named(new Chart({ ...one, lines, range, open: openStep }), one.title, ...one.curves.map(([, metric]) => metric)) : null;
+    return lines.length ? named(new Chart({ ...one, lines, range, open: openStep }), one.title, ...one.curves.filter(has).map(([, metric]) => metric)) : null;
   }).filter((chart) => chart !== null);
   const phases = runs.map((_, run) => phaseChart(run, range)).filter((chart) => chart !== null);
   if (!charts.length && !phases.length) {
