@@ -17,7 +17,14 @@ from torch import Tensor
 
 from megatron_grpo.algorithms.loop import train_steps
 from megatron_grpo.algorithms.step_report import StepReport
-from megatron_grpo.algorithms.supervised import SupervisedRun, make_batch, make_report, take_batch, train_on_rows
+from megatron_grpo.algorithms.supervised import (
+    SupervisedRun,
+    make_batch,
+    make_report,
+    record_rows,
+    take_batch,
+    train_on_rows,
+)
 from megatron_grpo.algorithms.token_functions import sum_over_sampled
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.config.loop_schema import HELD_OUT_LOSS, DPOConfig, RewardTrainingConfig
@@ -78,6 +85,7 @@ def dpo_step(run: PreferenceRun, batches: Iterator[list[DatumSpec]]) -> StepRepo
             check.require_finite(field, run.policy.add_field(batch, field), batch)
         result = compare_pairs(run, rows, batch)
     batch.advantages = -result.gradient.flatten().float().numpy()
+    record_rows(run, rows, batch, result.rewards)
     with timer.phase("train"):
         learned = train_on_rows(run, batch, check)
     if learned is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.batch import rollout_files as files
+from megatron_grpo.batch.rollout_files import TrainedValues
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.token_batch import find_token_indices
 from megatron_grpo.batch.trajectory import Outcome, SampledGroup, Trajectory
@@ -25,6 +27,11 @@ from megatron_grpo.models.source import compute_vocabulary_digest, read_policy_s
 from megatron_grpo.observability.run_files import write_json
 from megatron_grpo.observability.run_logger import select_first_of_groups
 from megatron_grpo.rollouts.pool import RolloutPool
+
+# Rows and validation responses are written for people to look at: of some steps, and of each some.
+SAMPLED_STEPS = 128
+SAMPLE_ROWS = 64
+SAMPLE_TOKENS = 2**16  # at least one row is written, whatever its length
 
 
 class RecordedSteps(BatchLoader):
@@ -93,10 +100,40 @@ class RolloutDumps:
         for step in list(self._writing):
             self.finish(step)
 
+    def write_validation(self, step: int, groups: Sequence[SampledGroup], period: int) -> None:
+        """Write responses of the validation after `step`; `period`: steps between validations."""
+        if not self.is_sampled(step, max(period, 1)):
+            return
+        run = replace(self._facts, prompts_per_step=len(groups), samples_per_prompt=1)
+        tokens = [group.outcomes[0].tokens for group in groups]
+        facts = files.StepFacts(position={}, longest=max(tokens))
+        count = count_within(tokens, SAMPLE_ROWS, SAMPLE_TOKENS)
+        record, folder = files.StepRecord(run, facts), files.VALIDATION_FOLDER
+        call = self._rollouts.dump(step, groups, None, self._run_dir, record, max_rollouts=count, folder=folder)
+        self._rollouts.wait_dump(call)
+
+    def write_learnt(self, step: int, rows: Iterable[tuple[int, Sequence[tuple[Trajectory, TrainedValues]]]]) -> None:
+        """Write rows of the data that a step learns from, each with its number."""
+        files.write_rollouts(files.locate_rollouts_file(self._run_dir, step, files.ROWS_FOLDER), rows)
+
+    def is_sampled(self, step: int, period: int = 1) -> bool:
+        """True for the steps, some SAMPLED_STEPS of every `period`-th, whose rows or responses are written."""
+        last = self._facts.max_num_steps
+        is_kept = step in (0, 1, last) or step // period % math.ceil(last / period / SAMPLED_STEPS) == 0
+        return is_kept and self._config.rollouts != "off"
+
     def read_rows(self, step: int) -> list[dict[str, Any]]:
         """Read logger.num_completions_to_print rows of a step's file."""
         rows = files.read_rows(step, files.locate_rollouts_file(self._run_dir, step))
         return select_first_of_groups(rows, self._config.num_completions_to_print)
+
+
+def count_within(tokens: Sequence[int], most_rows: int, most_tokens: int) -> int:
+    """Count how many rows, spread evenly, have at most so many tokens; at least one."""
+    count = min(len(tokens), most_rows)
+    while count > 1 and sum(tokens[index * len(tokens) // count] for index in range(count)) > most_tokens:
+        count -= 1
+    return count
 
 
 def describe_run(config: Config, folder: Path) -> files.RunFacts:

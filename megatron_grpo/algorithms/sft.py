@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_grpo.algorithms.loop import train_steps
 from megatron_grpo.algorithms.step_report import StepReport
-from megatron_grpo.algorithms.supervised import SupervisedRun, make_report, take_batch, train_on_rows
+from megatron_grpo.algorithms.supervised import SupervisedRun, make_report, record_rows, take_batch, train_on_rows
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
 
@@ -26,7 +26,8 @@ def sft_step(run: SupervisedRun, batches: Iterator[list[DatumSpec]]) -> StepRepo
     timer = StepTimer()
     if (step_rows := take_batch(run, batches, timer)) is None:
         return None
-    _, batch, check = step_rows
+    rows, batch, check = step_rows
+    record_rows(run, rows, batch)
     with timer.phase("train"):
         learned = train_on_rows(run, batch, check)
     return make_report(run, batch, learned, timer, {})

@@ -6,6 +6,8 @@ with the sequences end to end. It returns new fields of this form, which stay in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -161,6 +163,18 @@ def sum_over_sampled(
     """
     values = np.where(arrays["sampled"], arrays[field], 0.0).astype(np.float64)
     return {}, np.add.reduceat(values, np.cumsum(lengths) - lengths)
+
+
+def select_sampled(
+    lengths: NDArray[np.int64], arrays: TokenArrays, field: str, sequences: Sequence[int]
+) -> tuple[TokenArrays, list[NDArray[np.float32]]]:
+    """Select a field at the sampled tokens of some sequences: an array of each.
+
+    A `TokenFunction` over the fields sampled and `field`; it adds none.
+    """
+    ends = np.cumsum(lengths)
+    slices = (slice(ends[sequence] - lengths[sequence], ends[sequence]) for sequence in sequences)
+    return {}, [arrays[field][tokens][arrays["sampled"][tokens]] for tokens in slices]
 
 
 def merge_teacher_outputs(lengths: NDArray[np.int64], arrays: TokenArrays) -> tuple[TokenArrays, None]:

@@ -10,7 +10,8 @@ from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.batch.trajectory import Outcome, SampledGroup
 from megatron_grpo.config.loop_schema import VALIDATION_METRICS, VALIDATION_PREFIX, EarlyStopConfig
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.observability.run_logger import format_prompt, make_sample_row
+from megatron_grpo.data.row_text import format_prompt
+from megatron_grpo.observability.run_logger import make_sample_row
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.rollouts.rollout_metrics import (
@@ -43,6 +44,7 @@ def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, floa
     groups = [group for batch in batches for group in batch]
     run.rollouts.take_engine_counts()
     run.make_check(groups, run.state["total_steps"], "validation").require_finite_samples()
+    run.dumps.write_validation(run.state["total_steps"], groups, loop.val_period)
     printed_groups = groups[: run.config.logger.num_val_samples_to_print]
     answers = [group[0] for group in run.rollouts.fetch(printed_groups)]
     run.logger.show_samples(run.val_prompts, answers)

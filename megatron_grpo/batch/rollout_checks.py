@@ -25,10 +25,13 @@ MAX_VALUES = 2**28  # of a column in a row group; a run ends one with the prompt
 FREE_VALUES, VALUES_OF_A_BYTE = 2**24, 16
 MAX_BATCH_BYTES = 2**31  # of texts that are read at once; a text that repeats takes no space in the file
 # Columns that earlier versions did not write.
-_ADDED = ("engine", "fault", "notes", "reward_errors", "segment_tokens", "token", "turn_rewards", "turn_tokens")
+_ADDED = (
+    *("engine", "fault", "notes", "reward_errors", "segment_tokens", "token", "turn_rewards", "turn_tokens"),
+    *("prompt", "answer", "columns"),
+)
 _NEVER_EMPTY = (
     *("prompt_idx", "group", "sample", "token_ids", "spans", "logprobs", "response", "stop_reason"),
-    *("reward_parts", "reward_metrics", "notes", "task_name"),
+    *("reward_parts", "reward_metrics", "notes", "task_name", "prompt", "columns"),
 )
 _BY_TOKEN = ("logprobs", "prev_logprobs", "advantages")  # a value for each sampled token
 

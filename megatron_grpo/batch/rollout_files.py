@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 
 ROLLOUTS_FOLDER = "rollouts"
+VALIDATION_FOLDER = "validation"  # responses of validations, by the number of steps before
+ROWS_FOLDER = "rows"  # rows of the data that a step learns from, in the form of rollouts
 _STEP_FILE = re.compile(r"step_(0|[1-9][0-9]{0,17})\.parquet")
 _ARRAYS = ("token_ids", "logprobs", "prev_logprobs", "advantages")  # a value for each token or sampled token
 ROW_GROUP_TOKENS = 4 * 2**20  # tokens that are gathered in memory before they are written as a row group
@@ -36,31 +38,35 @@ policy at the start of the step. A value is missing if no step trains on the rol
 """
 
 
-def locate_rollouts_file(run_dir: Path, step: int) -> Path:
-    return run_dir / ROLLOUTS_FOLDER / f"step_{step}.parquet"
+def locate_rollouts_file(run_dir: Path, step: int, folder: str = ROLLOUTS_FOLDER) -> Path:
+    return run_dir / folder / f"step_{step}.parquet"
 
 
 def drop_rollouts_after(run_dir: Path, last_step: int) -> None:
     """Remove the files of later steps, and unfinished files."""
-    folder = run_dir / ROLLOUTS_FOLDER
-    for step, file in find_recorded_steps(folder).items():
-        if step > last_step:
+    for folder in (run_dir / ROLLOUTS_FOLDER, run_dir / VALIDATION_FOLDER, run_dir / ROWS_FOLDER):
+        for step, file in find_recorded_steps(folder).items():
+            if step > last_step:
+                file.unlink()
+        for file in folder.glob(".step_*"):
             file.unlink()
-    for file in folder.glob(".step_*"):
-        file.unlink()
 
 
-def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict[str, Any]]:
+def read_rollouts(
+    run_dir: Path | str, step: int | None = None, kind: Literal["rollouts", "validation", "rows"] = "rollouts"
+) -> Iterator[dict[str, Any]]:
     """Read a run's rollouts, of one step or of all in order.
 
-    Yields a dict with the step, the fields of `Trajectory` and `TrainedValues` (None: missing) for each. Token ids and
-    values of tokens are arrays (int32, float32), spans lists of [start, end, weight version]. Raises FileNotFoundError
-    if there is no such run, or no file of this step.
+    Yields a dict with the step, the fields of `Trajectory` and `TrainedValues` (None: missing) for each; `prompt`,
+    `answer` and `columns` are of the row that it was sampled for. Token ids and values of tokens are arrays (int32,
+    float32), spans lists of [start, end, weight version]. `kind`: rollouts that a step learns from, responses of the
+    validation after a step, or rows of the data that a step learns from. Raises FileNotFoundError if there is no such
+    run, or no file of this step.
     """
-    folder = Path(run_dir) / ROLLOUTS_FOLDER
+    folder = Path(run_dir) / kind
     files = {number: file for number, file in find_recorded_steps(folder).items() if step is None or number == step}
     if not files:
-        raise FileNotFoundError(f"{folder} has no rollouts{'' if step is None else f' of step {step}'}")
+        raise FileNotFoundError(f"{folder} has no {kind}{'' if step is None else f' of step {step}'}")
     return chain.from_iterable(read_rows(number, file) for number, file in files.items())
 
 
@@ -122,6 +128,9 @@ def _make_schema() -> pa.Schema:
             "reward_errors": pa.int32(),
             "reward_metrics": pa.map_(pa.string(), pa.float64()),
             "notes": pa.map_(pa.string(), pa.string()),
+            "prompt": pa.string(),
+            "answer": pa.string(),
+            "columns": pa.map_(pa.string(), pa.string()),
             "correct": pa.bool_(),
             "loss_multiplier": pa.float64(),
             "fault": pa.string(),
@@ -153,6 +162,7 @@ def _make_table(rows: Sequence[tuple[int, Trajectory, TrainedValues]]) -> pa.Tab
         "reward_parts": [list(trajectory.reward_parts.items()) for trajectory in trajectories],
         "reward_metrics": [list(trajectory.reward_metrics.items()) for trajectory in trajectories],
         "notes": [list(trajectory.notes.items()) for trajectory in trajectories],
+        "columns": [list(trajectory.columns.items()) for trajectory in trajectories],
     }
     for name in schema.names:
         if name not in columns:

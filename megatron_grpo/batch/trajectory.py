@@ -115,6 +115,9 @@ class Trajectory(Outcome):
     response: str
     stop_reason: StopReason
     notes: dict[str, str] = field(default_factory=dict)  # the environment's, for readers of the file of rollouts
+    prompt: str = ""  # the row's prompt as text; a long one without its middle
+    answer: str | None = None  # the row's reference answer; None: it has none
+    columns: dict[str, str] = field(default_factory=dict)  # the row's other columns, as text
     routed: NDArray[np.uint8] | None = None
     """Experts that the engine chose while it sampled: [tokens but the last, `RoutedForm.token_bytes`], uint8. None: not
     recorded. The engine never runs the last token."""

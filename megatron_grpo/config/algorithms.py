@@ -60,6 +60,8 @@ class Algorithm:
     """Keys that some algorithms do not read; a section ends in a point."""
     metrics: frozenset[str] = frozenset()
     """Metrics of its steps alone."""
+    leading_metrics: tuple[str, ...] = ("reward", "val_accuracy")
+    """Metrics of steps and validations that tell most about a run; its page and its plot begin with them."""
     train: str
     """Import path, module:function, of the loop over its steps, which gets the run."""
     run: str
@@ -126,6 +128,7 @@ ALGORITHMS = {
                 {"value_loss", "value_grad_norm", "value_learning_rate", "value_mean", "return_mean"}
                 | {"explained_variance", "value_clip_fraction"}
             ),
+            leading_metrics=("reward", "val_accuracy", "value_loss", "explained_variance"),
             train=f"{_OWN}.ppo:ppo_train",
             run=f"{_OWN}.context:PPORun",
             loss=f"{_LOSSES}.policy_loss:ClippedPGLossFn",
@@ -136,6 +139,7 @@ ALGORITHMS = {
             rows=SUPERVISED,
             needs_reference=lambda config: False,
             reads=frozenset({"sft."}),
+            leading_metrics=("loss", "val_loss", "val_accuracy", "val_reward"),
             train=f"{_OWN}.sft:sft_train",
             run=f"{_OWN}.supervised:SupervisedRun",
             loss=f"{_LOSSES}.likelihood:NLLLossFn",
@@ -156,6 +160,14 @@ ALGORITHMS = {
                     "rewards_rejected_mean",
                 }
             ),
+            leading_metrics=(
+                "loss",
+                "val_loss",
+                "preference_accuracy",
+                "margin",
+                "rewards_chosen_mean",
+                "val_accuracy",
+            ),
             train=f"{_OWN}.dpo:dpo_train",
             run=f"{_OWN}.dpo:PreferenceRun",
             loss=_PAIRS,
@@ -171,6 +183,7 @@ ALGORITHMS = {
                 {"accuracy", "margin", "mean_reward", "min_reward", "max_reward"}
                 | {"rewards_chosen_mean", "rewards_rejected_mean"}
             ),
+            leading_metrics=("loss", "val_loss", "accuracy", "margin", "rewards_chosen_mean"),
             train=f"{_OWN}.dpo:reward_model_train",
             run=f"{_OWN}.dpo:RewardModelRun",
             loss=_PAIRS,
@@ -183,6 +196,7 @@ ALGORITHMS = {
             uses_rewards=lambda config: config.loss_fn.policy_loss_weight > 0,
             reads=frozenset({"grpo.", "distillation.", "teacher.", "teachers."}) | _LOSS,
             metrics=frozenset({"teacher_divergence"}),
+            leading_metrics=("teacher_divergence", "reward", "val_accuracy"),
             train=f"{_OWN}.distillation:distillation_train",
             run=f"{_OWN}.distillation:DistillationRun",
             loss=f"{_LOSSES}.distillation_loss:DistillationLossFn",

@@ -52,10 +52,10 @@ def store_schema_defaults() -> None:
 def build_schema_defaults() -> dict[str, Any]:
     """Build the defaults over which Hydra composes conf/."""
     tree = dataclasses.asdict(Config())
-    # Without the shared keys, so that one in the composed values was set explicitly; and without an environment, so
-    # that one of conf/env replaces the default.
+    # Without the shared keys, so that one in the composed values was set explicitly; without an environment, so that
+    # one of conf/env replaces the default; and without a name, which is the algorithm's where no recipe has one.
     own_keys = {loop: select_keys(dataclasses.asdict(section()), shared=False) for loop, section in LOOPS.items()}
-    return tree | own_keys | {"env": {}}
+    return tree | own_keys | {"env": {}, "name": None}
 
 
 # ${fifth_of:${...}} in conf/, because YAML cannot calculate; 1 for a wrong length, which is refused elsewhere.
@@ -160,6 +160,8 @@ def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[str, list[P
         if parsed.algorithm is not None:
             composed["algorithm"] = parsed.algorithm
         algorithm, wrong_path = _find_algorithm(composed)
+        if composed["name"] is None:
+            composed["name"] = find_algorithm(algorithm).name
         into.written_names, contradictions = unite_shared_keys(
             composed,
             find_algorithm(algorithm).section,

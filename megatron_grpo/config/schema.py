@@ -85,7 +85,8 @@ class Config(Section):
     its name. One of your own is module:NAME (docs/extending.md)."""
 
     name: str = "grpo"
-    """Name of the recipe; the first folder under outputs/."""
+    """Name of the recipe, and of the first folder under outputs/; on a command line without a recipe that of the
+    algorithm."""
 
     run_dir: PathText = "outputs/${name}/${now:%Y-%m-%d_%H-%M-%S}"
     """Folder of everything that the run writes. In the folder of an earlier start the run resumes."""

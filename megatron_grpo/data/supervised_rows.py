@@ -39,7 +39,7 @@ def supervised_data_processor(
     return DatumSpec(
         message_log=messages,
         length=length,
-        extra_env_info={},
+        extra_env_info=_list_other_columns(datum_dict, spec.prompt_key, spec.response_key),
         loss_multiplier=1.0 if length <= max_seq_length else 0.0,
         idx=idx,
         task_name=find_task(datum_dict, spec.task_name),
@@ -102,12 +102,16 @@ def _make_pair(
         message_log=chosen,
         rejected=rejected,
         length=length,
-        extra_env_info={},
+        extra_env_info=_list_other_columns(datum_dict, spec.prompt_key, spec.chosen_key, spec.rejected_key),
         loss_multiplier=1.0 if length <= max_seq_length else 0.0,
         idx=idx,
         task_name=find_task(datum_dict, spec.task_name),
         prompt=prompt,
     )
+
+
+def _list_other_columns(row: Mapping[str, Any], *learnt: str | None) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in learnt}
 
 
 def _name_row(error: ValueError, idx: int) -> str:

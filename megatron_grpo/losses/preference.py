@@ -20,6 +20,8 @@ class PreferenceLoss(NamedTuple):
     gradient: Tensor
     """[pairs, 2], float64: derivative of the loss by the response's log-probability (sum over its tokens) or score."""
     metrics: dict[str, float]
+    rewards: Tensor
+    """[pairs, 2], float64: reward of each response, whose difference is the margin; a reward model's scores."""
 
 
 def compute_preference_loss(
@@ -66,7 +68,7 @@ def compute_preference_loss(
         "rewards_chosen_mean": float(rewards[:, 0] @ share),
         "rewards_rejected_mean": float(rewards[:, 1] @ share),
     }
-    return PreferenceLoss(loss.item(), gradient, metrics)
+    return PreferenceLoss(loss.item(), gradient, metrics, rewards)
 
 
 def compute_score_loss(scores: Tensor, margins: Tensor, weights: Tensor, center: float) -> PreferenceLoss:
@@ -98,7 +100,7 @@ def compute_score_loss(scores: Tensor, margins: Tensor, weights: Tensor, center:
         "rewards_chosen_mean": means[0].item(),
         "rewards_rejected_mean": means[1].item(),
     }
-    return PreferenceLoss(loss.item(), gradient, metrics)
+    return PreferenceLoss(loss.item(), gradient, metrics, scores.detach())
 
 
 class SequenceGradientLossFn:

@@ -1,10 +1,13 @@
-"""Plots the reward, accuracy, mismatch and step times of a run."""
+"""Plots the figures of a run's algorithm, the mismatch or gradient norm, and the step times."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_grpo.config.algorithms import ALGORITHMS
+from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.observability.run_files import VALIDATION_FILE, read_metrics, read_steps, write_atomically
 
 if TYPE_CHECKING:
@@ -16,32 +19,28 @@ PHASE_COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377"
 INK, FAINT = "#333333", "#c9d3dd"
 
 
-def plot_run(run_dir: str | Path) -> Path:
-    """Draw metrics.jsonl and validation.jsonl as curves.png in the run's folder."""
+def plot_run(run_dir: str | Path, leading_metrics: Sequence[str] = ALGORITHMS["grpo"].leading_metrics) -> Path:
+    """Draw metrics.jsonl and validation.jsonl as curves.png in the run's folder.
+
+    `leading_metrics`: those of its algorithm, of steps (`loss`) and of validations (`val_loss`).
+    """
     from matplotlib.figure import Figure  # imported only when a run ends
 
     folder = Path(run_dir)
-    steps = read_metrics(folder)
+    steps, validations = read_metrics(folder), read_steps(folder / VALIDATION_FILE)
     # Not through pyplot, which has global state and looks for a display.
     figure = Figure(figsize=(17, 3.8), dpi=130, layout="constrained")
-    reward, accuracy, mismatch, time = figure.subplots(1, 4)
-    x, y = _select_series(steps, "reward")
-    reward.plot(x, y, color=FAINT, linewidth=1, label="each step")
-    reward.plot(x, _smooth(y), color=PHASE_COLORS[0], linewidth=2, label="smoothed")
-    if x:
-        reward.legend(frameon=False, loc="best")
-    _draw_accuracy(accuracy, steps, read_steps(folder / VALIDATION_FILE))
-    # The logarithm of the excess over 1 shows healthy steps beside broken ones.
-    x, y = _select_series(steps, "token_mult_prob_error")
-    excess = [value - 1.0 for value in y]
-    mismatch.plot(x, excess, color=PHASE_COLORS[4], linewidth=1.5)
-    if any(value > 0 for value in excess):
-        mismatch.set_yscale("log", nonpositive="mask")
+    first, second, third, time = figure.subplots(1, 4)
+    names = list(dict.fromkeys(name.removeprefix(VALIDATION_PREFIX) for name in leading_metrics))
+    for axes, name in zip((first, second), names, strict=False):
+        _draw_metric(axes, name, steps, validations)
+    if _select_series(steps, "token_mult_prob_error")[0]:
+        _draw_mismatch(third, steps)
+    else:
+        _draw_metric(third, "grad_norm", steps, [])
     _draw_phases(time, steps)
-    titles = {reward: "Reward of the training samples", accuracy: "Accuracy"}
-    titles |= {mismatch: "Mismatch of training and generation", time: "Seconds of each step, by phase"}
-    for axes, title in titles.items():
-        axes.set_title(title, fontsize=11, color=INK)
+    time.set_title("Seconds of each step, by phase", fontsize=11, color=INK)
+    for axes in (first, second, third, time):
         axes.set_xlabel("step")
         axes.grid(axis="y", color="#eeeeee")
         axes.set_axisbelow(True)
@@ -50,16 +49,31 @@ def plot_run(run_dir: str | Path) -> Path:
     return folder / PLOT_FILE
 
 
-def _draw_accuracy(axes: Axes, steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> None:
-    x, y = _select_series(steps, "accuracy")
-    axes.plot(x, _smooth(y), color=FAINT, linewidth=2, label="training samples, smoothed")
-    x_val, y_val = _select_series(validations, "val_accuracy")
-    axes.plot(x_val, y_val, color=PHASE_COLORS[2], linewidth=2, marker="o", markersize=4, label="held-out problems")
+def _draw_metric(axes: Axes, name: str, steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> None:
+    x, y = _select_series(steps, name)
+    axes.plot(x, y, color=FAINT, linewidth=1, label="each step")
+    axes.plot(x, _smooth(y), color=PHASE_COLORS[0], linewidth=2, label="smoothed")
+    x_val, y_val = _select_series(validations, VALIDATION_PREFIX + name)
+    if x_val:
+        axes.plot(x_val, y_val, color=PHASE_COLORS[2], linewidth=2, marker="o", markersize=4, label="held out")
     for x_end, y_end in {(x_val[0], y_val[0]), (x_val[-1], y_val[-1])} if x_val else set():
         axes.annotate(f"{y_end:.2f}", (x_end, y_end), xytext=(0, 7), textcoords="offset points", ha="center")
-    axes.set_ylim(0, 1.05)
+    if name.endswith("accuracy"):
+        axes.set_ylim(0, 1.05)
     if x or x_val:
-        axes.legend(frameon=False, loc="lower right")
+        axes.legend(frameon=False, loc="best")
+    title = name.replace("_", " ").replace("grad norm", "gradient norm")
+    axes.set_title(title[0].upper() + title[1:], fontsize=11, color=INK)
+
+
+def _draw_mismatch(axes: Axes, steps: list[dict[str, Any]]) -> None:
+    # The logarithm of the excess over 1 shows healthy steps beside broken ones.
+    x, y = _select_series(steps, "token_mult_prob_error")
+    excess = [value - 1.0 for value in y]
+    axes.plot(x, excess, color=PHASE_COLORS[4], linewidth=1.5)
+    if any(value > 0 for value in excess):
+        axes.set_yscale("log", nonpositive="mask")
+    axes.set_title("Mismatch of training and generation", fontsize=11, color=INK)
 
 
 def _draw_phases(axes: Axes, steps: list[dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +18,6 @@ from megatron_grpo.cluster.wait_notices import WaitNotices
 from megatron_grpo.config.outside_files import open_to_append
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.started_values import list_code_folders
-from megatron_grpo.data.chat_messages import join_content
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.observability import run_files
 from megatron_grpo.observability.page.trajectories import TokenBytes, compute_mean_advantage, load_token_bytes
@@ -60,12 +60,16 @@ def make_sample_row(prompt: str, trajectory: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def format_prompt(datum: DatumSpec) -> str:
-    """Write a prompt as text: a conversation turn by turn, with roles."""
-    prompt = datum["prompt"]
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"{turn['role']}: {join_content(turn.get('content'))}" for turn in prompt)
+def describe_code() -> str | None:
+    """Describe the commit of the package's checkout; None: it is installed without one."""
+    folder = Path(__file__).parents[2]
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        if not (folder / ".git").exists():
+            return None
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def select_first_of_groups(rows: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:
@@ -142,10 +146,10 @@ class RunLogger:
         self._begin = time.monotonic()
         now = datetime.now().isoformat(timespec="seconds")
         with open_to_append(self.run_dir / run_files.STARTS_FILE) as file:
-            file.write(
-                run_files.format_json_line({"time": now, "resumed_after": self._resume_step, "changes": list(changes)})
-            )
+            start = {"time": now, "resumed_after": self._resume_step, "changes": list(changes), "code": describe_code()}
+            file.write(run_files.format_json_line(start))
         self.note(f"run directory {self.run_dir}, up after {startup_s:.1f} s")
+        self.note(f"its page while it runs: python -m megatron_grpo.report {self.run_dir} follow=true")
         if self._resume_step is not None:
             self.note(f"resumed after step {self._resume_step}")
         for change in changes:
@@ -259,7 +263,7 @@ class RunLogger:
     def finish(self) -> None:
         """Write summary.json and the plot at the end of training, and print the outcome."""
         summary = self.write_summary(self._end)
-        plot = plot_run(self.run_dir)
+        plot = plot_run(self.run_dir, self.config.method.leading_metrics)
         before, after = summary["accuracy_before"], summary["accuracy_after"]
         accuracy = f", held-out accuracy {before:.3f} -> {after:.3f}" if None not in (before, after) else ""
         self.note(f"{summary['steps']} steps in {format_duration(summary['train_s'])}{accuracy}; curves in {plot}")

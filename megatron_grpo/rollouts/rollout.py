@@ -29,6 +29,7 @@ from megatron_grpo.batch.trajectory import (
 from megatron_grpo.config.data_schema import MIN_COMPARED, UNUSUALLY_SHORT
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.data.row_text import describe_row
 from megatron_grpo.data.scores import EnvironmentRequest, ScoreOrError, TrainerState, is_reward
 from megatron_grpo.rollouts.conversation import Conversation, Segment
 from megatron_grpo.rollouts.endpoint import Endpoint
@@ -88,6 +89,7 @@ class GroupRollout:
     def __post_init__(self) -> None:
         ids = [token for message in self.datum["message_log"] for token in message["token_ids"]]
         self._prompt_ids = np.array(ids, dtype=np.int32)
+        self._row = describe_row(self.datum)  # its texts are shared by the samples
         # Each sample with the state of the environment after the last turn.
         self._sampled: list[tuple[Trajectory, Any]] = []
         self._deadline = 0.0
@@ -315,6 +317,7 @@ class GroupRollout:
             loss_multiplier=self.datum["loss_multiplier"],
             task_name=self.datum["task_name"],
             routed=_join_routed(segments),
+            **self._row,
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from ray.exceptions import RayError, RayTaskError
 
-from megatron_grpo.batch.rollout_files import StepFacts, StepRecord, locate_rollouts_file
+from megatron_grpo.batch.rollout_files import ROLLOUTS_FOLDER, StepFacts, StepRecord, locate_rollouts_file
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import SampledGroup, Trajectory
 from megatron_grpo.cluster.actor_calls import Arguments, Method, call_actor, call_actor_for_many
@@ -103,15 +103,16 @@ class TokenStore:
         record: StepRecord,
         *,
         max_rollouts: int | None = None,
+        folder: str = ROLLOUTS_FOLDER,
     ) -> Any:
-        """Begin to write a step's rollouts into rollouts/step_N.parquet; returns the argument of `wait_dump`.
+        """Begin to write a step's rollouts into FOLDER/step_N.parquet; returns the argument of `wait_dump`.
 
         The column `group` of the file is the index in `groups`. Advantages and log-probabilities are written as far as
         `batch` has them (None: the run does not train). `max_rollouts` are spread evenly over the step; None: all are
         written.
         """
         chosen = partitions.choose_evenly([len(group.outcomes) for group in groups], max_rollouts)
-        file = locate_rollouts_file(run_dir, step)
+        file = locate_rollouts_file(run_dir, step, folder)
         return self._call_next(RolloutWorker.dump, partitions.pack_groups(groups), chosen, batch, file, record)
 
     def wait_dump(self, dump: Any) -> None:

@@ -3,16 +3,20 @@
 import json
 import math
 import re
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megatron_grpo.batch.rollout_files import locate_rollouts_file, write_rollouts
 from megatron_grpo.observability.page.write import write_report
 from tests.support.chromium import PROGRAM, Page, chromium
-from tests.support.report_runs import PROMPT, byte_tokenizer, make_answer, make_run
+from tests.support.report_runs import PROMPT, byte_tokenizer, make_answer, make_run, metrics_of
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="this machine has no Chromium (apt-get install chromium)")
 
@@ -41,7 +45,15 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hostile")
     tokenizer = byte_tokenizer(folder / "model")
     rows = [
-        make_answer(tokenizer, HOSTILE, reward_parts={HOSTILE: 1.0}, sample=0),
+        make_answer(
+            tokenizer,
+            HOSTILE,
+            reward_parts={HOSTILE: 1.0},
+            sample=0,
+            prompt=HOSTILE,
+            answer=HOSTILE,
+            columns={HOSTILE: HOSTILE},
+        ),
         make_answer(tokenizer, "wrong", sample=1, reward=0.0, correct=False),
         make_answer(tokenizer, "plain", sample=2, failure=HOSTILE, reward=None, correct=None),
     ]
@@ -95,6 +107,9 @@ def test_what_a_model_wrote_is_text(page: Page, hostile: Path) -> None:
     assert text_of(page, ".part.prompt .tokens") == PROMPT
     assert text_of(page, ".part.model .tokens") == SHOWN
     assert SHOWN.replace("\n", " ") in text_of(page, ".facts")
+    assert text_of(page, ".part.expected .tokens") == SHOWN
+    page.evaluate("document.querySelector('.columns').open = true")
+    assert text_of(page, ".columns dt") == text_of(page, ".columns dd") == SHOWN.replace("\n", " ")
     assert SHOWN in text_of(page, "#head")
     page.press("3", "3")
     assert SHOWN in text_of(page, ".starts")
@@ -172,6 +187,161 @@ def test_every_view_works_with_the_keyboard_alone(page: Page, hostile: Path) -> 
     page.press("Escape")
     page.press("3", "3")
     assert page.evaluate("document.getElementById('view-Configuration').hidden") is False
+
+
+def make_pair(tokenizer: Any, number: int, margin: float) -> tuple[int, list[tuple[Any, Any]]]:
+    """A pair as a step of DPO records it; the rejected response is the longer one."""
+    responses = []
+    for sample, (text, reward) in enumerate([(f"good {number}", margin), (f"worse {number} </script>", 0.0)]):
+        answer = make_answer(
+            tokenizer, text, sample=sample, group=number, prompt_idx=7 + number, reward=reward, correct=None
+        )
+        values = {"prev_logprobs": np.full(len(text), -0.5 - sample, dtype=np.float32)}
+        responses.append((replace(answer, prompt=f"prompt {number}", columns={"source": "book"}), values))
+    return number, responses
+
+
+def test_the_chosen_response_stands_beside_the_rejected_one(page: Page, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(tmp_path / "model")
+    run = make_run(tmp_path / "run", steps=2, model=tmp_path / "model", trajectories=[], algorithm="dpo")
+    pairs = [make_pair(tokenizer, 0, 2.5), make_pair(tokenizer, 1, -1.0)]
+    write_rollouts(locate_rollouts_file(run, 2, "rows"), pairs)
+    page.events.clear()
+    page.open(write_report([run]))
+    open_trajectories(page)
+    heads = "[...document.querySelectorAll('.table-head button')].map(one => one.textContent)"
+    assert page.evaluate(heads) == ["Step", "Prompt", "Chosen", "Rejected", "Margin", "Right"]
+    sides = "[...document.querySelectorAll('.side')].map(one => one.querySelector('.tokens').textContent)"
+    assert page.evaluate(sides) == ["good 0", "worse 0 </script>"]
+    boxes = page.evaluate("[...document.querySelectorAll('.side')].map(one => one.getBoundingClientRect().top)")
+    assert boxes[0] == boxes[1], "beside each other"
+    assert text_of(page, ".part.prompt .tokens") == PROMPT
+    facts = page.evaluate("[...document.querySelectorAll('.side .facts')].map(one => one.textContent)")
+    assert facts[0] == "Reward2.5Log-probability−3per token−0.5Learnt tokens6"
+    assert facts[1] == "Reward0Log-probability−25.5per token−1.5Learnt tokens17"
+    assert text_of(page, ".detail > .facts") == "Margin2.5Higherchosen"
+    assert text_of(page, ".columns") == "Another column of the rowsourcebook"
+    rows = "trajectories.panels[0].table.rows.map(row => row.promptIdx)"
+    page.evaluate("trajectories.choice.value = 'wrong'; trajectories.choice.dispatchEvent(new Event('change'))")
+    assert page.evaluate(rows) == [8], "the rejected response has more"
+    assert page.evaluate(sides) == ["good 1", "worse 1 </script>"]
+    page.look(width=400, height=800, dark=True)
+    boxes = page.evaluate("[...document.querySelectorAll('.side')].map(one => one.getBoundingClientRect().top)")
+    page.look(width=1440, height=900, dark=False)
+    assert boxes[0] < boxes[1], "a narrow window has them below each other"
+    assert errors(page) == []
+
+
+def test_rows_are_shown_with_what_is_learnt_and_without_log_probabilities(page: Page, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(tmp_path / "model")
+    run = make_run(tmp_path / "run", steps=2, model=tmp_path / "model", trajectories=[], algorithm="sft")
+    row = make_answer(tokenizer, "four", reward=None, correct=None, prompt="2 + 2?")
+    write_rollouts(locate_rollouts_file(run, 1, "rows"), [(0, [(row, {})])])
+    page.events.clear()
+    page.open(write_report([run]))
+    open_trajectories(page)
+    assert page.evaluate("[...document.querySelectorAll('.part h4')].map(one => one.firstChild.textContent)") == [
+        "Prompt",
+        "Learnt",
+    ]
+    assert text_of(page, ".detail .facts") == "Learnt tokens4"
+    assert text_of(page, "#view-Trajectories .note").startswith("1 of the 1 rows or responses")
+    assert page.evaluate("document.querySelectorAll('.choice').length") == 0, "there is nothing to colour by"
+    assert errors(page) == []
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "titles", "tile"),
+    [
+        ("grpo", ["Reward", "Accuracy"], "Reward"),
+        ("sft", ["Loss", "Accuracy"], "Loss"),
+        ("dpo", ["Loss", "Preference accuracy", "Margin of the pairs"], "Loss"),
+        ("reward_model", ["Loss", "Accuracy", "Margin of the pairs"], "Loss"),
+        ("distillation", ["Divergence from the teacher", "Reward"], "Divergence from the teacher"),
+    ],
+)
+def test_the_page_begins_with_the_figures_of_its_algorithm(
+    algorithm: str, titles: list[str], tile: str, page: Page, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run", steps=3, model=tmp_path / "model", trajectories=[], algorithm=algorithm)
+    figures = ("preference_accuracy", "margin", "teacher_divergence")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row | dict.fromkeys(figures, row["step"] / 4) for row in rows]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    page.open(write_report([run]))
+    charts = page.evaluate("[...document.querySelectorAll('.charts:not(.small) h3')].map(one => one.textContent)")
+    assert charts[: len(titles)] == titles
+    assert "Loss" in charts
+    assert next(iter(tiles(page))) == tile
+    about = dict(
+        page.evaluate(
+            "[...document.querySelectorAll('.about div')].map(one => [...one.children].map(part => part.textContent))"
+        )
+    )
+    assert about["Algorithm"] == algorithm
+    assert about["Model"].endswith("/model")
+
+
+def test_figures_are_found_by_their_names(page: Page, tmp_path: Path) -> None:
+    """Of a step's line and of validations, each once; what is typed is kept while the page loads itself again."""
+    run = make_run(tmp_path / "run", steps=3, model=tmp_path / "model", trajectories=[])
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[0]) | {
+        "step": 4,
+        "val_accuracy": 0.5,
+        "val_other": 1,
+    }
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    with (run / "validation.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "val_accuracy": 0.5, "val_other": 1}) + "\n")
+    page.open(write_report([run]))
+    charts = "[...document.querySelectorAll('.chart')].filter(one => one.offsetParent)"
+    seen = f"{charts}.map(one => one.querySelector('h3').textContent)"
+    before = page.evaluate(seen)
+    page.press("/", "/")
+    for letter in "val_":
+        page.press(letter, letter)
+    assert page.evaluate(seen) == ["Accuracy", "val_other"]
+    page.evaluate("document.getElementById('figures').value = 'figure_7'")
+    page.evaluate("document.getElementById('figures').dispatchEvent(new Event('input'))")
+    assert page.evaluate(seen) == ["figure_7"]
+    page.evaluate("location.reload()")
+    page.wait("document.readyState === 'complete' && document.querySelectorAll('.chart').length > 0")
+    assert page.evaluate(seen) == ["figure_7"]
+    page.evaluate("document.getElementById('figures').value = ''")
+    page.evaluate("document.getElementById('figures').dispatchEvent(new Event('input'))")
+    assert page.evaluate(seen) == before
+
+
+def test_a_page_of_a_run_that_goes_on_loads_itself_again_until_it_ends(page: Page, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(tmp_path / "model")
+    rows = [make_answer(tokenizer, "4", sample=n) for n in range(3)]
+    run = make_run(tmp_path / "run", steps=3, model=tmp_path / "model", trajectories=rows)
+    summary = (run / "summary.json").read_text()
+    (run / "summary.json").unlink()
+    page.open(write_report([run], refresh_s=0.3))
+    assert text_of(page, ".outcome") == "running"
+    open_trajectories(page)
+    page.evaluate("trajectories.open(2)")
+    (run / "metrics.jsonl").open("a").write(json.dumps(metrics_of(4)) + "\n")
+    write_report([run], refresh_s=0.3)
+    page.wait("runs[0].metrics.step.length === 4")
+    page.wait("document.querySelectorAll('.part').length > 0")
+    assert page.evaluate("[trajectories.step, document.querySelector('[aria-selected=true]').textContent]") == [
+        2,
+        "Trajectories",
+    ]
+    page.evaluate("document.querySelector('.pause').click(); stays = true")
+    (run / "summary.json").write_text(summary)
+    write_report([run])
+    time.sleep(1)
+    assert page.evaluate("stays"), "paused"
+    page.evaluate("document.querySelector('.pause').click()")
+    page.wait("document.querySelector('.outcome').textContent === 'completed'")
+    assert page.evaluate("document.querySelectorAll('.fresh').length") == 0
+    page.evaluate("stays = true")
+    time.sleep(1)
+    assert page.evaluate("stays"), "a run that has ended changes no more"
 
 
 def test_a_column_sorts_and_says_so(page: Page, hostile: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron_grpo.batch.generation_requests import EngineCounts, SamplingSettings
-from megatron_grpo.batch.rollout_files import StepFacts, StepRecord, read_recorded_rollouts
+from megatron_grpo.batch.rollout_files import ROLLOUTS_FOLDER, StepFacts, StepRecord, read_recorded_rollouts
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.token_batch import STORED_DTYPES, WIDE_FIELDS
 from megatron_grpo.batch.trajectory import SampledGroup, Trajectory
@@ -83,6 +83,8 @@ class FakeRollouts:
         """Names of the functions that ran in a worker."""
         self.dumped: list[tuple[Any, ...]] = []
         """Arguments of the calls of dump."""
+        self.dumped_into: list[str] = []
+        """Folders of the calls of dump, but for that of rollouts."""
         self.awaited: list[Any] = []
         """What the driver has waited for to be written."""
 
@@ -179,7 +181,10 @@ class FakeRollouts:
         record: StepRecord,
         *,
         max_rollouts: int | None = None,
+        folder: str = ROLLOUTS_FOLDER,
     ) -> Any:
+        if folder != ROLLOUTS_FOLDER:
+            self.dumped_into.append(folder)
         self.dumped.append((step, groups, batch, run_dir, record, max_rollouts))
         return f"rollouts of step {step}"
 

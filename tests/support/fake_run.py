@@ -43,6 +43,12 @@ class FakeDumps:
     def finish(self, step: int) -> None:
         self.log.append(f"dump {step} is there")
 
+    def write_validation(self, step: int, groups: list[SampledGroup], period: int) -> None:
+        pass
+
+    def is_sampled(self, step: int) -> bool:
+        return False
+
     def write_all(self) -> None:
         self.log += [f"dump {step} is left" for step, _, _ in self.held]
 

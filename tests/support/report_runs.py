@@ -45,10 +45,18 @@ def make_answer(tokenizer: Tokenizer, response: str, **changes: Any) -> Trajecto
     return make_trajectory(len(answer), **(values | changes))
 
 
-def make_run(folder: Path, *, steps: int, model: Path, trajectories: Sequence[Trajectory], learnt: bool = True) -> Path:
+def make_run(
+    folder: Path,
+    *,
+    steps: int,
+    model: Path,
+    trajectories: Sequence[Trajectory],
+    learnt: bool = True,
+    algorithm: str = "grpo",
+) -> Path:
     """The folder of a run that had the same trajectories in every step."""
     folder.mkdir(parents=True)
-    config = Config()
+    config = Config(algorithm=algorithm)
     config.policy.model.path = str(model)
     (folder / "config.yaml").write_text(yaml.safe_dump(build_values(config), sort_keys=False))
     with (folder / "metrics.jsonl").open("w") as file:
@@ -59,6 +67,8 @@ def make_run(folder: Path, *, steps: int, model: Path, trajectories: Sequence[Tr
             file.write(json.dumps({"step": step, "val_accuracy": step / steps}) + "\n")
     summary = {"outcome": "completed", "reason": None, "accuracy_before": 0.0, "accuracy_after": 1.0, "train_s": 61.0}
     (folder / "summary.json").write_text(json.dumps(summary))
+    if not trajectories:
+        return folder
     first = locate_rollouts_file(folder, 1)
     samples = {
         trajectory.group: [two for two in trajectories if two.group == trajectory.group] for trajectory in trajectories

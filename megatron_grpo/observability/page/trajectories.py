@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from megatron_grpo.batch.rollout_files import count_rollouts, find_recorded_steps, read_rows
+from megatron_grpo.batch.rollout_files import (
+    ROLLOUTS_FOLDER,
+    ROWS_FOLDER,
+    count_rollouts,
+    find_recorded_steps,
+    read_rows,
+)
 from megatron_grpo.batch.trajectory import list_suspicions
 from megatron_grpo.models.source import find_local_folder
 
@@ -24,6 +31,9 @@ _WORD_START = "▁"  # what SentencePiece tokenizers write for a space
 MAX_ROWS = 160_000  # most rows in all tables
 MAX_READ_TOKENS = 100_000_000  # most tokens of the rollouts that are read, which takes about ten seconds
 MAX_FULL_TOKENS = 2_000_000  # most tokens of full trajectories, about eight bytes of the page each
+MAX_ROW_CHARACTERS = 8_000_000  # most characters of answers and columns, also divided over the steps
+COLUMN_EXCERPT = 400  # most characters of a column
+_KEPT_OF_PREFIX = 24  # characters that all prompts of a step have in common, before those that differ
 EXCERPT = 160  # most characters of a prompt, and of a response that is not shown in full
 MAX_FULL_LENGTH = 1_200_000  # most characters and tokens of a response shown in full; the page says if it is cut
 _COPIED_COLUMNS = ("prompt_idx", "group", "sample", "reward", "correct", "stop_reason", "fault", "failure")
@@ -76,13 +86,20 @@ def list_byte_alphabet() -> dict[str, int]:
     return {character: ord(character) if ord(character) < 0x100 else next(unprintable) for character in characters}
 
 
-def make_step_tables(folder: Path, vocabulary: TokenBytes | None) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield number, rollout count and table of each step; ValueError: unreadable rollouts."""
-    files = find_recorded_steps(folder)
+def make_step_tables(
+    folder: Path, kind: str, vocabulary: TokenBytes | None
+) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield number, rollout count and table of each step; ValueError: unreadable rollouts.
+
+    `kind`: folder of the run in which they are (`read_rollouts`).
+    """
+    files = find_recorded_steps(folder / kind) if (folder / kind).is_dir() else {}
+    parts = len(files) * (1 if kind == ROLLOUTS_FOLDER else 4)  # there may be rollouts beside them
     for step, file in files.items():
         try:
-            rows = _read_first_rows(step, file, rows=MAX_ROWS // len(files), tokens=MAX_READ_TOKENS // len(files))
-            yield step, count_rollouts(file), _make_table(rows, vocabulary, MAX_FULL_TOKENS // len(files))
+            rows = _read_first_rows(step, file, rows=MAX_ROWS // parts, tokens=MAX_READ_TOKENS // parts)
+            table = _make_table(rows, kind, vocabulary, MAX_FULL_TOKENS // parts, MAX_ROW_CHARACTERS // parts)
+            yield step, count_rollouts(file), table
         except (ValueError, TypeError, LookupError, OSError) as error:
             if str(file) in str(error):
                 raise
@@ -114,17 +131,14 @@ def make_token_table(vocabulary: TokenBytes | None, token_ids: Iterable[int]) ->
     return table
 
 
-def _make_table(rows: Sequence[Mapping[str, Any]], vocabulary: TokenBytes | None, tokens: int) -> dict[str, Any]:
-    # Each entry is a column, but for `prompts` (text by group) and `full`: all data of some trajectories, by row index.
+def _make_table(
+    rows: Sequence[Mapping[str, Any]], kind: str, vocabulary: TokenBytes | None, tokens: int, characters: int
+) -> dict[str, Any]:
+    # Each entry is a column, but for `prompts` and `rows` (texts by group) and `full`: all data of some trajectories,
+    # by row index.
     full_rows = _choose_full_rows(rows, tokens)
-    prompts: dict[str, str] = {}
-    for row in rows:
-        if vocabulary is None:
-            prompts[str(row["group"])] = ""
-        elif str(row["group"]) not in prompts:
-            length = row["spans"][0][0] if row["spans"] else len(row["token_ids"])
-            text = vocabulary.decode_text(row["token_ids"][:length])
-            prompts[str(row["group"])] = " ".join(text.split())[-EXCERPT:]  # the end, because prompts often begin alike
+    first_rows = {str(row["group"]): row for row in reversed(rows)}
+    shown_groups = dict.fromkeys(str(rows[index]["group"]) for index in sorted(full_rows))
     advantages = (compute_mean_advantage(row["advantages"]) for row in rows)
     lengths = (MAX_FULL_LENGTH if index in full_rows else EXCERPT for index in range(len(rows)))
     return {
@@ -134,9 +148,42 @@ def _make_table(rows: Sequence[Mapping[str, Any]], vocabulary: TokenBytes | None
         "advantage": [None if mean is None else round(mean, 5) for mean in advantages],
         "response": [row["response"][:length] for row, length in zip(rows, lengths, strict=True)],
         "characters": [len(row["response"]) for row in rows],
-        "prompts": prompts,
-        "full": {str(index): _describe_in_full(rows[index], vocabulary) for index in sorted(full_rows)},
+        "prompts": make_excerpts({group: _read_prompt(row, vocabulary) for group, row in first_rows.items()}),
+        "rows": _describe_rows({group: first_rows[group] for group in shown_groups}, characters),
+        "full": {str(index): _describe_in_full(rows[index], kind, vocabulary) for index in sorted(full_rows)},
     }
+
+
+def _describe_rows(first_rows: Mapping[str, Mapping[str, Any]], characters: int) -> dict[str, Any]:
+    """Describe answer and other columns of each group's row, within `characters`."""
+    described: dict[str, Any] = {}
+    for group, row in first_rows.items():
+        columns = {name: str(value)[:COLUMN_EXCERPT] for name, value in (row.get("columns") or {}).items()}
+        answer = row.get("answer")
+        characters -= sum(map(len, (*columns, *columns.values(), answer or "")))
+        if characters < 0 and described:
+            break
+        described[group] = {"answer": answer, "columns": columns}
+    return described
+
+
+def make_excerpts(texts: Mapping[str, str]) -> dict[str, str]:
+    """Cut texts to EXCERPT characters, from where they begin to differ."""
+    lines = {name: " ".join(text.split()) for name, text in texts.items()}
+    first, last = min(lines.values(), default=""), max(lines.values(), default="")  # the two that agree least
+    same = (
+        len(list(takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))) if len(lines) > 1 else 0
+    )
+    # The last words that all have are kept, so that a text can be read from its first word.
+    cut = first.rfind(" ", 0, max(same - _KEPT_OF_PREFIX, 0)) + 1
+    return {name: f"{'… ' if cut else ''}{line[cut:]}"[:EXCERPT] for name, line in lines.items()}
+
+
+def _read_prompt(row: Mapping[str, Any], vocabulary: TokenBytes | None) -> str:
+    if row.get("prompt") or vocabulary is None:
+        return str(row.get("prompt") or "")
+    length = row["spans"][0][0] if row["spans"] else len(row["token_ids"])
+    return vocabulary.decode_text(row["token_ids"][:length])
 
 
 def compute_mean_advantage(advantages: Any) -> float | None:
@@ -162,11 +209,15 @@ def _choose_full_rows(rows: Sequence[Mapping[str, Any]], tokens: int) -> set[int
     return chosen
 
 
-def _describe_in_full(row: Mapping[str, Any], vocabulary: TokenBytes | None) -> dict[str, Any]:
+def _describe_in_full(row: Mapping[str, Any], kind: str, vocabulary: TokenBytes | None) -> dict[str, Any]:
     full: dict[str, Any] = {"spans": row["spans"], "parts": row["reward_parts"]}
     if vocabulary is None:
         return full
-    full |= {"ids": row["token_ids"][:MAX_FULL_LENGTH].tolist(), "logprobs": _round_values(row["logprobs"])}
+    full["ids"] = row["token_ids"][:MAX_FULL_LENGTH].tolist()
+    if kind == ROWS_FOLDER:  # nothing sampled them, so their log-probabilities are those of training alone
+        values = row["prev_logprobs"]
+        return full if values is None else full | {"logprobs": _round_values(np.maximum(values, LEAST_GAP))}
+    full["logprobs"] = _round_values(row["logprobs"])
     if row["advantages"] is not None:
         advantages = _round_values(row["advantages"])
         full["advantages"] = advantages[:1] if len(set(advantages)) == 1 else advantages

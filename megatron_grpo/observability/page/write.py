@@ -9,24 +9,35 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from datetime import datetime
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.batch.rollout_files import ROLLOUTS_FOLDER, ROWS_FOLDER, VALIDATION_FOLDER, find_recorded_steps
+from megatron_grpo.config.algorithms import ALGORITHMS
 from megatron_grpo.config.hiding import hide_values
 from megatron_grpo.config.keys import flatten
 from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.outside_files import read_json, read_yaml
 from megatron_grpo.config.schema import Config
 from megatron_grpo.observability import run_files
-from megatron_grpo.observability.page.trajectories import load_token_bytes, make_step_tables, make_token_table
+from megatron_grpo.observability.page.trajectories import (
+    TokenBytes,
+    load_token_bytes,
+    make_step_tables,
+    make_token_table,
+)
 
 REPORT_FILE = "report.html"
 STYLE = "report.css"
 # Scripts in the order in which the page runs them; the last one starts the page.
 SCRIPTS = tuple(
     f"{name}.js"
-    for name in ("elements", "data", "chart", "curves", "tokens", "table", "trajectories", "configuration", "report")
+    for name in (
+        *("elements", "data", "chart", "curves", "tokens", "table", "kinds", "detail", "trajectories"),
+        *("configuration", "refresh", "report"),
+    )
 )
 # JSON escapes of HTML's special characters; json.dumps itself escapes all non-ASCII characters.
 ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
@@ -85,12 +96,15 @@ def read_run_data(folder: Path) -> dict[str, Any]:
     )
     defaults = dict(flatten(asdict(Config()) | {loop: asdict(section()) for loop, section in LOOPS.items()}))
     # Of each setting: key, value, and the default where it differs.
+    recorded = read_config(folder)
     settings = [
         (key, _to_text(value), _to_text(defaults[key]) if key in defaults and defaults[key] != value else None)
-        for key, value in read_config(folder).items()
+        for key, value in recorded.items()
     ]
+    starts = run_files.read_lines(folder / run_files.STARTS_FILE)
     return {
         "name": folder.resolve().name,
+        **_describe_run(recorded, starts),
         "summary": _read_mapping(folder / run_files.SUMMARY_FILE, read_json),
         "metrics": collect_columns([_select_metrics(row) for row in steps]),
         **{
@@ -99,8 +113,18 @@ def read_run_data(folder: Path) -> dict[str, Any]:
         },
         "validation": collect_columns([_select_metrics(row) for row in validations]),
         "config": settings,
-        "starts": run_files.read_lines(folder / run_files.STARTS_FILE),
+        "starts": starts,
     }
+
+
+def _describe_run(recorded: Mapping[str, Any], starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Describe what ran: recipe, algorithm, model, code; and the metrics to begin with."""
+    names = {"recipe": "name", "algorithm": "algorithm", "model": "policy.model.path"}
+    about = {name: str(recorded[key]) for name, key in names.items() if recorded.get(key) is not None}
+    codes = dict.fromkeys(str(start["code"]) for start in starts if start.get("code") is not None)
+    # An algorithm of the user's own is not imported: the recorded name may be anybody's.
+    method = ALGORITHMS.get(about.get("algorithm", ""), ALGORITHMS["grpo"])
+    return {"about": about | ({"code": ", ".join(codes)} if codes else {}), "leading": list(method.leading_metrics)}
 
 
 def _read_mapping(file: Path, read: Callable[[Path], Any]) -> dict[str, Any]:
@@ -130,18 +154,21 @@ def _to_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def write_report(folders: Sequence[Path]) -> Path:
-    """Write report.html of one run or two; returns its path.
+def write_report(folders: Sequence[Path], refresh_s: float | None = None) -> Path:
+    """Write report.html of one run or two, as `render_report`; returns its path.
 
     Raises ValueError if a folder is not a run's, OSError if a file cannot be read or written.
     """
     file = folders[0] / REPORT_FILE
-    run_files.write_text(file, render_report(folders))
+    run_files.write_text(file, render_report(folders, refresh_s))
     return file
 
 
-def render_report(folders: Sequence[Path]) -> str:
-    """Render the HTML of `write_report`."""
+def render_report(folders: Sequence[Path], refresh_s: float | None = None) -> str:
+    """Render the HTML of one run or two.
+
+    `refresh_s`: seconds after which the page loads itself again; None: it does not, because the runs have ended.
+    """
     runs, data = [], []
     for number, folder in enumerate(folders):
         run, model = read_run_data(folder), read_config(folder).get("policy.model.path")
@@ -150,24 +177,36 @@ def render_report(folders: Sequence[Path]) -> str:
             vocabulary = load_token_bytes(model) if isinstance(model, str) else None
         except ValueError as error:
             vocabulary, reason = None, str(error)
-        remark = None if vocabulary else f"Responses are shown as text, not as tokens: {reason}."
-        counts: dict[str, Any] = {"steps": [], "written": 0, "rows": 0, "full": 0, "remark": remark}
         token_ids: set[int] = set()
-        for step, rollouts, table in make_step_tables(folder, vocabulary):
-            data.append(make_packed_element(f"run{number}-step{step}", table))
-            counts["steps"].append(step)
-            counts["written"] += rollouts
-            counts["rows"] += len(table["group"])
-            counts["full"] += len(table["full"])
-            for trajectory in table["full"].values():
-                token_ids.update(trajectory.get("ids", ()))
+        learnt = ROWS_FOLDER if find_recorded_steps(folder / ROWS_FOLDER) else ROLLOUTS_FOLDER
+        for source, kind in (("training", learnt), ("validation", VALIDATION_FOLDER)):
+            counts = _add_tables(data, f"run{number}-{source}", folder, kind, vocabulary, token_ids)
+            run[f"{source}_tables"] = {"kind": kind} | counts
         data.append(make_packed_element(f"run{number}-tokens", make_token_table(vocabulary, token_ids)))
-        runs.append(run | {"trajectories": counts})
+        run["remark"] = None if vocabulary else f"Responses are shown as text, not as tokens: {reason}."
+        run["refresh_s"], run["written"] = refresh_s, datetime.now().strftime("%H:%M:%S")
+        runs.append(run)
     assets = resources.files("megatron_grpo.observability.page") / "assets"
     texts = {name: (assets / name).read_text(encoding="utf-8") for name in (STYLE, "body.html", *SCRIPTS)}
     script = '"use strict";\n' + "\n".join(texts[name] for name in SCRIPTS)
     data.insert(0, f'<script type="application/json" id="runs">{format_escaped_json(runs)}</script>\n')
     return render_page(texts[STYLE], script, texts["body.html"], data)
+
+
+def _add_tables(
+    data: list[str], name: str, folder: Path, kind: str, vocabulary: TokenBytes | None, token_ids: set[int]
+) -> dict[str, Any]:
+    """Add the tables of a run's steps to `data`, and their tokens to `token_ids`; returns counts."""
+    counts: dict[str, Any] = {"steps": [], "written": 0, "rows": 0, "full": 0}
+    for step, rollouts, table in make_step_tables(folder, kind, vocabulary):
+        data.append(make_packed_element(f"{name}{step}", table))
+        counts["steps"].append(step)
+        counts["written"] += rollouts
+        counts["rows"] += len(table["group"])
+        counts["full"] += len(table["full"])
+        for trajectory in table["full"].values():
+            token_ids.update(trajectory.get("ids", ()))
+    return counts
 
 
 def try_to_write_report(folder: Path) -> Path | None:

@@ -41,7 +41,17 @@ from tests.support.recorded_run import make_facts, make_record
 from tests.support.trajectories import failed_trajectory, make_outcome, make_trajectory, plain_groups, with_learnt
 
 ROWS = [
-    make_trajectory(3, prompt_idx=2**40, sample=1, response="42 é\n\0", correct=True, reward=1 / 3),
+    make_trajectory(
+        3,
+        prompt_idx=2**40,
+        sample=1,
+        response="42 é\n\0",
+        correct=True,
+        reward=1 / 3,
+        prompt="6 x 7?\n",
+        answer="42",
+        columns={"level": "3", "source": "é"},
+    ),
     make_trajectory(2, reward=math.nan, correct=None, reward_parts={"a": 1 / 3, "b": math.nan}, stop_reason="length"),
     failed_trajectory(prompt_tokens=4, failure="it raised"),
     make_trajectory(4, spans=[Span(1, 2, 3), Span(4, 5, 4)], logprobs=[-math.inf, -1e-30], loss_multiplier=0.0),
@@ -91,8 +101,9 @@ def test_a_file_without_engines_is_read(tmp_path: Path) -> None:
         file, [(0, with_learnt(*(replace(trajectory, engine=number) for number, trajectory in enumerate(ROWS))))]
     )
     assert [row["engine"] for row in read_rollouts(tmp_path, 1)] == list(range(len(ROWS)))
-    pq.write_table(pq.read_table(file).drop_columns(["engine"]), file)
+    pq.write_table(pq.read_table(file).drop_columns(["engine", "prompt", "answer", "columns"]), file)
     assert [row["group"] for row in read_rollouts(tmp_path, 1)] == [0] * len(ROWS)
+    assert [Trajectory.from_row(row).prompt for row in read_rollouts(tmp_path, 1)] == [""] * len(ROWS)
     assert Trajectory.from_row({**ROWS[0].to_row(), "engine": 1}).engine == 1
 
 
@@ -134,10 +145,14 @@ def test_a_file_that_is_not_complete_does_not_appear(tmp_path: Path) -> None:
 def test_a_run_that_resumes_drops_what_came_after(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write_rollouts(locate_rollouts_file(tmp_path, step), [(0, with_learnt(*ROWS))])
+        for kind in ("validation", "rows"):
+            write_rollouts(locate_rollouts_file(tmp_path, step, kind), [(0, with_learnt(*ROWS))])
     folder = tmp_path / "rollouts"
     (folder / ".step_3.parquet").touch()
     drop_rollouts_after(tmp_path, 1)
     assert [file.name for file in folder.iterdir()] == ["step_1.parquet"]
+    for kind in ("validation", "rows"):
+        assert {row["step"] for row in read_rollouts(tmp_path, kind=kind)} == {1}
     drop_rollouts_after(tmp_path / "no_run", 1)
 
 

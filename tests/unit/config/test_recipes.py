@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from docs.configuration_page import format_page
+from megatron_grpo.config.algorithms import ALGORITHMS
+from megatron_grpo.config.compose import compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.keys import read_keys, read_sections
 from megatron_grpo.config.loop_schema import LOOPS
@@ -75,6 +77,24 @@ GOES_WITH = {  # options that make sense only beside others
 def test_every_option_of_every_group_composes(base_overrides: list[str], group: str, option: str) -> None:
     chosen = compose_config([*base_overrides, f"{group}={option}", *GOES_WITH.get((group, option), [])])
     assert chosen != compose_config(base_overrides) or (group, option) in (("env", "math"), ("algorithm", "grpo"))
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "async_grpo"])
+def test_a_run_without_a_recipe_is_named_after_its_algorithm(algorithm: str) -> None:
+    values = compose_typed([f"algorithm={algorithm}"]).values
+    name = "grpo" if algorithm == "async_grpo" else algorithm
+    assert values["name"] == name
+    assert values["run_dir"].startswith(f"outputs/{name}/")
+    values = compose_typed(["+exp=quickstart_dpo", f"algorithm={algorithm}"]).values
+    assert values["name"] == "quickstart_dpo"
+    assert compose_typed([f"algorithm={algorithm}", "name=mine"]).values["run_dir"].startswith("outputs/mine/")
+
+
+def test_an_algorithm_of_the_users_own_names_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "import dataclasses\nfrom megatron_grpo.config.algorithms import ALGORITHMS\n"
+    (tmp_path / "named_recipe.py").write_text(f"{text}MINE = dataclasses.replace(ALGORITHMS['dpo'], name='margins')\n")
+    monkeypatch.chdir(tmp_path)
+    assert compose_typed(["algorithm=named_recipe:MINE"]).values["run_dir"].startswith("outputs/margins/")
 
 
 def test_an_environment_that_is_named_takes_the_place_of_the_default_one(base_overrides: list[str]) -> None:

@@ -14,6 +14,7 @@ from matplotlib.image import imread
 
 from megatron_grpo.batch.rollout_files import locate_rollouts_file, write_rollouts
 from megatron_grpo.batch.trajectory import Span, Trajectory
+from megatron_grpo.config.algorithms import ALGORITHMS
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.observability.plots import plot_run
@@ -156,9 +157,7 @@ def test_a_run_without_steps_has_a_summary_and_a_plot(tmp_path: Path) -> None:
     assert plot_run(tmp_path).exists()
 
 
-@pytest.mark.parametrize(
-    ("errors", "scale"), [([1.0000003, 14_838.0, 1.0], "log"), ([1.0, 1.0], "linear"), ([], "linear")]
-)
+@pytest.mark.parametrize(("errors", "scale"), [([1.0000003, 14_838.0, 1.0], "log"), ([1.0, 1.0], "linear")])
 def test_the_plot_has_the_mismatch_on_a_logarithmic_axis(
     errors: list[float], scale: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +170,30 @@ def test_the_plot_has_the_mismatch_on_a_logarithmic_axis(
     assert axes.get_yscale() == scale
     (line,) = axes.get_lines()
     assert list(line.get_ydata()) == pytest.approx([error - 1 for error in errors])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "titles"),
+    [
+        ("grpo", ["Reward", "Accuracy", "Gradient norm"]),
+        ("sft", ["Loss", "Accuracy", "Gradient norm"]),
+        ("dpo", ["Loss", "Preference accuracy", "Gradient norm"]),
+        ("distillation", ["Teacher divergence", "Reward", "Gradient norm"]),
+    ],
+)
+def test_the_plot_begins_with_the_figures_of_the_algorithm(
+    algorithm: str, titles: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: (drawn.append(figure), Path(file).touch()))
+    rows = [{"step": n, "loss": 1 / n, "timing": {"total": 1.0}} for n in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "validation.jsonl").write_text(json.dumps({"step": 2, "val_loss": 0.25}) + "\n")
+    plot_run(tmp_path, ALGORITHMS[algorithm].leading_metrics)
+    assert [axes.get_title() for axes in drawn[0].axes] == [*titles, "Seconds of each step, by phase"]
+    if titles[0] == "Loss":
+        values = {line.get_label(): list(line.get_ydata()) for line in drawn[0].axes[0].get_lines()}
+        assert (values["each step"], values["held out"]) == ([1.0, 0.5], [0.25])
 
 
 def test_finishing_writes_summary_and_plot(tmp_path: Path, config: Config, capsys: pytest.CaptureFixture[str]) -> None:

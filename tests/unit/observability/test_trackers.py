@@ -16,8 +16,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
+from megatron_grpo.data.row_text import format_prompt
 from megatron_grpo.models.families.reading import read_model_shape
-from megatron_grpo.observability.run_logger import RunLogger, format_prompt, make_sample_row, select_first_of_groups
+from megatron_grpo.observability.run_logger import RunLogger, make_sample_row, select_first_of_groups
 from megatron_grpo.observability.timing import compute_throughput, count_forward_flops, find_peak_tflops
 from megatron_grpo.observability.trackers import TensorBoardTracker
 from tests.support.report_runs import byte_tokenizer

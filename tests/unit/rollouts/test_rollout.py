@@ -194,6 +194,13 @@ def test_all_calls_for_a_prompt_count_as_its_own_work() -> None:
     assert sorted(Counter(map(id, work)).values()) == [4, 4], "of two prompts, three steps and a score each"
 
 
+def test_a_rollout_has_the_text_of_its_row() -> None:
+    trouble = {SEEDS[1]: [RolloutFailure("no"), RolloutFailure("no")]}
+    for trajectory in run(FakeEngine(trouble=trouble), FakeEnvironment()):
+        assert (trajectory.prompt, trajectory.answer) == (DATUM["prompt"], None)
+        assert trajectory.columns == {"answer": str(DATUM["extra_env_info"]["answer"])}
+
+
 def test_a_single_turn() -> None:
     engine, environment = FakeEngine(), FakeEnvironment()
     trajectories = run(engine, environment)

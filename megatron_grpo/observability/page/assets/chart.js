@@ -42,7 +42,7 @@ function pointAt(points, step) {
 /**
  * A chart: { title, note, lines, areas, floor, ceiling, log, open }.
  * log: the axis is logarithmic, and values of 0 lie on its lower end.
- * lines: { name, points, colour, faint, dotted, marks }; areas: { name, points, colour } stacked from below;
+ * lines: { name, points, colour, faint, dotted, dashed, marks }; areas: { name, points, colour } stacked from below;
  * open(step): what a click or Enter does.
  */
 class Chart {
@@ -132,7 +132,7 @@ class Chart {
   linePaths() {
     return this.lines.flatMap((line) => {
       const places = line.points.map(([step, value]) => [this.x(step).toFixed(1), Math.max(this.y(value), 0).toFixed(1)]);
-      const path = svg("path", { class: `line${line.faint ? " faint" : ""}${line.dotted ? " dotted" : ""}`, d: "M" + places.map((one) => one.join(",")).join("L") });
+      const path = svg("path", { class: `line${line.faint ? " faint" : ""}${line.dotted ? " dotted" : ""}${line.dashed ? " dashed" : ""}`, d: "M" + places.map((one) => one.join(",")).join("L") });
       path.style.stroke = line.colour;
       const marks = line.marks || line.points.length === 1 ? places.map(([x, y]) => {
         const mark = svg("circle", { cx: x, cy: y, r: 2.6, class: "mark" });

@@ -1,4 +1,4 @@
-// The view of curves: those that tell how a run goes, and below them every other figure that it reported.
+// The view of curves: those that tell how a run goes, first those of its algorithm, and below them all other figures.
 
 const SMOOTH_FROM = 30; // points from which a curve is drawn smoothed, with its steps faint behind it
 const RUN_COLOURS = ["var(--a)", "var(--b)"];
@@ -6,7 +6,8 @@ const PHASE_COLOURS = ["--p1", "--p2", "--p3", "--p4", "--p5", "--p6", "--p7", "
 
 /** Main charts: title, floor, ceiling, whether the axis is logarithmic, and the curves as [group, metric, name, how]. */
 const MAIN = [
-  { title: "Reward", note: "mean over all responses that were sampled", curves: [["metrics", "reward", "reward", "main"]] },
+  { title: "Reward", note: "mean over the responses of a step, and over held-out ones",
+    curves: [["metrics", "reward", "reward", "main"], ["validation", "val_reward", "held out", "marked"]] },
   { title: "Accuracy", note: "of training samples and of held-out prompts", floor: 0, ceiling: 1.02,
     curves: [["metrics", "accuracy", "training", "second"], ["validation", "val_accuracy", "held out", "marked"]] },
   { title: "Response length", note: "tokens: mean and 90th percentile", floor: 0,
@@ -20,8 +21,23 @@ const MAIN = [
   { title: "Gradient norm", note: "before clipping", floor: 0, curves: [["metrics", "grad_norm", "norm", "main"]] },
   { title: "Prompts without signal", note: "share of the prompts whose samples all have the same reward", floor: 0, ceiling: 1.02,
     curves: [["metrics", "groups_without_signal", "share", "main"]] },
+  { title: "Loss", note: "of the optimizer steps, and of held-out rows", curves: [["metrics", "loss", "training", "main"], ["validation", "val_loss", "held out", "marked"]] },
+  { title: "Preference accuracy", note: "share of the pairs whose chosen response has gained more", floor: 0, ceiling: 1.02,
+    curves: [["metrics", "preference_accuracy", "training", "main"], ["validation", "val_preference_accuracy", "held out", "marked"]] },
+  { title: "Margin of the pairs", note: "margin: chosen minus rejected", curves: [["metrics", "margin", "training", "main"], ["validation", "val_margin", "held out", "marked"]] },
+  { title: "Rewards of the pairs", note: "rewards_chosen_mean, rewards_rejected_mean",
+    curves: [["metrics", "rewards_chosen_mean", "chosen", "main"], ["metrics", "rewards_rejected_mean", "rejected", "second"]] },
+  { title: "Divergence from the teacher", note: "teacher_divergence", floor: 0, curves: [["metrics", "teacher_divergence", "divergence", "main"]] },
+  { title: "Loss of the values", note: "value_loss", floor: 0, curves: [["metrics", "value_loss", "loss", "main"]] },
   { title: "Explained variance of the values", note: "explained_variance", curves: [["metrics", "explained_variance", "share", "main"]] },
 ];
+
+/** The main charts, first those of the metrics that tell most about the first run. */
+function mainCharts() {
+  const { leading } = runs[0];
+  const place = (chart) => Math.min(...chart.curves.map(([, metric]) => (leading.includes(metric) ? leading.indexOf(metric) : leading.length)));
+  return MAIN.map((chart) => [place(chart), chart]).sort(([a], [b]) => a - b).map(([, chart]) => chart);
+}
 
 function stepRange() {
   const steps = runs.flatMap((run) => [...(run.metrics.step || []), ...(run.validation.step || [])]);
@@ -39,7 +55,7 @@ function linesOf(curves, { shift = 0, log = false } = {}) {
       const two = runs.length > 1, full = two ? `${LETTERS[run]} ${present.length > 1 ? name : ""}`.trim() : name;
       const smooth = points.length >= SMOOTH_FROM && group === "metrics" && !log;
       if (smooth) lines.push({ name: full, points, colour, faint: true });
-      lines.push({ name: full, points: smooth ? smoothed(points) : points, colour, ink: RUN_COLOURS[run], marks: how === "marked", dotted: how === "second" });
+      lines.push({ name: full, points: smooth ? smoothed(points) : points, colour, ink: RUN_COLOURS[run], marks: how === "marked", dotted: how === "second", dashed: how === "marked" && present.length > 1 });
     });
   });
   return lines;
@@ -59,17 +75,47 @@ function phaseChart(run, range) {
 
 function curvesView() {
   const range = stepRange(), shown = new Set();
-  const charts = MAIN.map((one) => {
+  const has = ([group, metric]) => runs.some((_, run) => series(run, group, metric).length);
+  const charts = mainCharts().map((one) => {
     one.curves.forEach(([, metric]) => shown.add(metric));
     const lines = linesOf(one.curves, one);
-    return lines.length ? new Chart({ ...one, lines, range, open: openStep }) : null;
+    return lines.length ? named(new Chart({ ...one, lines, range, open: openStep }), one.title, ...one.curves.filter(has).map(([, metric]) => metric)) : null;
   }).filter((chart) => chart !== null);
   const phases = runs.map((_, run) => phaseChart(run, range)).filter((chart) => chart !== null);
   if (!charts.length && !phases.length) {
     const ended = runs.every((run) => run.summary.outcome);
     return el("p", { class: "empty", text: ended ? "The run ended before its first step." : "No step has been written yet." });
   }
-  return el("div", {}, el("div", { class: "charts" }, [...charts, ...phases].map((chart) => chart.element)), others(shown, range));
+  phases.forEach((chart) => named(chart, "seconds", ...runs.flatMap((run) => Object.keys(run.timing))));
+  const rest = others(shown, range), main = [...charts, ...phases].map((chart) => chart.element);
+  return el("div", {}, filterOf(main, rest), el("div", { class: "charts" }, main), rest.element);
+}
+
+/** Notes the names by which a chart is found. */
+function named(chart, ...names) {
+  chart.element.dataset.names = names.join(" ").toLowerCase();
+  return chart;
+}
+
+/** A box that leaves the figures whose names have its words. */
+function filterOf(main, rest) {
+  const search = el("input", { type: "search", id: "figures", placeholder: "Search figures", "aria-label": "Search figures" });
+  const count = el("span", { class: "count" });
+  const look = () => {
+    const words = search.value.toLowerCase().split(/\s+/).filter((word) => word);
+    if (words.length) rest.make();
+    rest.element.open = words.length > 0;
+    let left = 0;
+    const all = [...main, ...rest.body.children];
+    for (const chart of all) {
+      chart.hidden = !words.every((word) => chart.dataset.names.includes(word));
+      left += !chart.hidden;
+    }
+    count.textContent = words.length ? `${left} of ${main.length + rest.count} figures` : "";
+    keepPlace();
+  };
+  search.addEventListener("input", look);
+  return el("div", { class: "bar figures" }, search, count);
 }
 
 const MISMATCH = /_(kl|divergence|prob)_error(_max)?$/;
@@ -80,18 +126,23 @@ function settingsOf(name) {
   return MISMATCH.test(name) ? { title: shift ? `${name} − 1` : name, shift, log: true } : { title: name };
 }
 
-/** Charts of all other figures, made when they are asked for. */
+/** Charts of all other figures, made when they are asked for: { element, body, count, make }. */
 function others(shown, range) {
-  const found = ["metrics", "validation", "throughput"].flatMap((group) =>
-    [...new Set(runs.flatMap((run) => Object.keys(run[group])))].filter((name) => name !== "step" && !shown.has(name)).map((name) => [group, name]));
+  // A step's line repeats the figures of its validation.
+  const repeated = new Set(runs.flatMap((run) => Object.keys(run.validation)));
+  const found = ["validation", "metrics", "throughput"].flatMap((group) =>
+    [...new Set(runs.flatMap((run) => Object.keys(run[group])))]
+      .filter((name) => name !== "step" && !shown.has(name) && !(group === "metrics" && repeated.has(name)))
+      .filter((name) => runs.some((_, run) => series(run, group, name).length)).map((name) => [group, name]));
   const body = el("div", { class: "charts small" });
-  const details = el("details", { class: "others" }, el("summary", { text: `All other figures (${found.length})` }), body);
-  details.addEventListener("toggle", () => {
-    if (!details.open || body.childElementCount) return;
+  const element = el("details", { class: "others" }, el("summary", { text: `All other figures (${found.length})` }), body);
+  const make = () => {
+    if (body.childElementCount) return;
     for (const [group, name] of found) {
-      const settings = settingsOf(name), lines = linesOf([[group, name, "", "main"]], settings);
-      if (lines.length) body.append(new Chart({ ...settings, lines, range, open: openStep }).element);
+      const settings = settingsOf(name), lines = linesOf([[group, name, "", group === "validation" ? "marked" : "main"]], settings);
+      body.append(named(new Chart({ ...settings, lines, range, open: openStep }), name).element);
     }
-  });
-  return details;
+  };
+  element.addEventListener("toggle", () => element.open && make());
+  return { element, body, count: found.length, make };
 }

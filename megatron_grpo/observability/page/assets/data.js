@@ -23,7 +23,9 @@ function load(name) {
   return unpacked.get(name);
 }
 
-const loadStep = (run, step) => load(`run${run}-step${step}`);
+/** What a run has of a source, training or validation: { kind, steps, written, rows, full }. */
+const tablesOf = (run, source) => runs[run][`${source}_tables`];
+const tableName = (run, source, step) => `run${run}-${source}${step}`;
 const tokenTables = new Map();
 
 /** The text, or [bytes in base 64], of each token of a run by its id. */

@@ -31,6 +31,8 @@ function short(value, digits = 3) {
   return text.replace("-", "−");
 }
 
+const countOf = (count, noun) => `${short(count)} ${noun}${count === 1 ? "" : "s"}`;
+
 function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   const whole = Math.round(seconds), hours = Math.floor(whole / 3600), minutes = Math.floor((whole % 3600) / 60);

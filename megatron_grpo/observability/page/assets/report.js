@@ -18,19 +18,33 @@ function changeOf(number, name, group, metric) {
   return points.length ? tile(name, short(last[1]), points.length > 1 ? `from ${short(first[1])} at step ${short(first[0])}` : "") : null;
 }
 
+const TILES = {
+  reward: ["Reward", "metrics"], val_reward: ["Held-out reward", "validation"], accuracy: ["Accuracy", "metrics"], val_accuracy: ["Held-out accuracy", "validation"],
+  loss: ["Loss", "metrics"], val_loss: ["Held-out loss", "validation"], preference_accuracy: ["Preference accuracy", "metrics"], margin: ["Margin", "metrics"],
+  teacher_divergence: ["Divergence from the teacher", "metrics"], value_loss: ["Loss of the values", "metrics"],
+};
+const MOST_TILES = 3; // figures of the algorithm in the head
+
+/** Recipe, algorithm, model and code of a run. */
+function aboutOf(run) {
+  const { recipe, algorithm, model, code } = run.about, name = (path) => path.split("/").filter((part) => part).slice(-2).join("/");
+  const facts = [["Recipe", recipe], ["Algorithm", algorithm], ["Model", model && name(model), model], ["Commit", code]].filter(([, text]) => text);
+  return facts.length ? el("dl", { class: "about" }, ...facts.map(([label, text, whole]) => el("div", {}, el("dt", { text: label }), el("dd", { title: whole || text }, isolated(text))))) : null;
+}
+
 function headOf(run, number) {
   const { summary } = run, metrics = run.metrics.step || [], total = runs.length > 1;
-  const outcome = (summary.outcome || "no end recorded").replaceAll("_", " ");
+  const outcome = (summary.outcome || (run.refresh_s ? "running" : "no end recorded")).replaceAll("_", " ");
+  const leading = run.leading.filter((name) => TILES[name]).map((name) => changeOf(number, TILES[name][0], TILES[name][1], name));
   const tiles = [
-    changeOf(number, "Held-out accuracy", "validation", "val_accuracy"),
-    changeOf(number, "Reward", "metrics", "reward"),
+    ...leading.filter((one) => one !== null).slice(0, MOST_TILES),
     tile("Steps", short(metrics.length ? metrics[metrics.length - 1] : 0), summary.samples ? `${short(summary.samples)} samples` : ""),
     summary.train_s === undefined || summary.train_s === null ? null : tile("Training", duration(summary.train_s), summary.startup_s ? `start ${duration(summary.startup_s)}` : ""),
     summary.samples_per_s ? tile("Samples per second", short(summary.samples_per_s), `${short(summary.step_s)} s a step`) : null,
   ];
   return el("section", { class: `run-head run-${number}` },
     el("h1", {}, total ? el("span", { class: "letter", text: LETTERS[number] }) : null, isolated(run.name), el("span", { class: `outcome ${summary.outcome || ""}`, text: outcome })),
-    summary.reason ? el("p", { class: "reason" }, isolated(summary.reason)) : null, disagreement(run), el("dl", { class: "tiles" }, ...tiles));
+    aboutOf(run), summary.reason ? el("p", { class: "reason" }, isolated(summary.reason)) : null, disagreement(run), el("dl", { class: "tiles" }, ...tiles));
 }
 
 /** The steps whose probability error left the noise, with the command that examines the first; null: there is none. */
@@ -50,10 +64,12 @@ function show(name, focus = false) {
   for (const view of byId("main").children) view.hidden = view.id !== `view-${name}`;
   hideTip();
   if (name === "Trajectories" && trajectories.step === undefined) trajectories.open(trajectories.lastOfAll());
+  keepPlace();
 }
 
 function openStep(step) {
-  if (!trajectories.steps.length) return;
+  if (!trajectories.steps.length) return; // a click on a chart is about training
+  if (trajectories.stepsOf("training").length) trajectories.use("training");
   trajectories.nearest(step);
   show("Trajectories", true);
   speak(`trajectories of step ${trajectories.step}`);
@@ -90,8 +106,11 @@ function tabs() {
 }
 
 function begin() {
+  const place = readPlace(); // what follows writes the place anew
   document.title = `${runs.map((run) => run.name).join(" and ")}: report`;
   byId("head").append(...runs.map(headOf));
+  const fresh = refresher();
+  if (fresh) byId("head").after(fresh);
   tabs();
   trajectories = new TrajectoriesView();
   const contents = { Curves: curvesView(), Trajectories: trajectories.element, Configuration: configurationView() };
@@ -100,6 +119,7 @@ function begin() {
     el("button", { text: "Close", onclick: () => byId("keys").close() }));
   document.addEventListener("keydown", onKey);
   show("Curves");
+  if (place.view) restorePlace(place);
 }
 
 begin();

@@ -9,8 +9,8 @@ const COLOURINGS = {
   advantage: { label: "Advantage", low: "makes it less likely", high: "more likely", of: (full) => full.advantages,
     end: (values, ofStep) => Math.max(ofStep, largest(values)) },
   gap: { label: "Training − generation", low: "training less likely", high: "more likely", of: (full) => full.gaps, end: largest },
-  logprob: { label: "Surprise", low: "", high: "unlikely when drawn", of: (full) => full.logprobs && full.logprobs.map((value) => -value), end: () => 5 },
-  none: { label: "None", of: () => null },
+  logprob: { label: "Surprise", low: "", high: "unlikely", of: (full) => full.logprobs && full.logprobs.map((value) => -value), end: () => 5 },
+  none: { label: "None", low: "", high: "", of: () => null },
 };
 
 /** The texts of tokens, each what is complete with it: a character over several tokens appears at its last one. */
@@ -57,8 +57,8 @@ function tokenTip(full, texts, place, sampled) {
   const logprob = full.logprobs && full.logprobs[sampled];
   return [
     el("strong", {}, isolated(JSON.stringify(texts[place]))), row("token", `${place + 1}, id ${full.ids[place]}`),
-    ...(sampled === null ? [row("given, not sampled", "")] : [
-      row("log-probability", short(logprob, 4)), row("probability", short(Math.exp(logprob))),
+    ...(sampled === null ? [row("given, not in the loss", "")] : [
+      ...(full.logprobs ? [row("log-probability", short(logprob, 4)), row("probability", short(Math.exp(logprob)))] : []),
       ...(full.gaps ? [row("training − generation", short(full.gaps[sampled]))] : []),
       ...(advantage === undefined || advantage === null ? [] : [row("advantage", short(advantage))]),
     ]),

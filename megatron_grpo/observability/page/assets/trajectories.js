@@ -1,41 +1,7 @@
 // The view of trajectories: for each run the table of a step, and the one that is chosen, token by token.
 
 const MOST_FOUND = 5000;
-const FILTERS = {
-  all: ["All", () => true],
-  right: ["Right", (row) => row.correct === true],
-  wrong: ["Wrong", (row) => row.correct === false],
-  cut: ["Cut off", (row) => row.stop === "length"],
-  failed: ["Failed", (row) => row.failure !== null],
-  suspect: ["Suspect", (row) => row.suspect.length > 0],
-  full: ["With tokens", (row) => row.full !== null],
-};
-
-/** A step's columns as rows. */
-function rowsOf(step, table) {
-  return table.reward.map((reward, place) => ({
-    step, place, reward, full: table.full[place] || null, prompt: table.prompts[table.group[place]] || `row ${table.prompt_idx[place]}`,
-    promptIdx: table.prompt_idx[place], group: table.group[place], sample: table.sample[place], correct: table.correct[place],
-    stop: table.stop_reason[place], failure: table.failure[place] ?? null, fault: table.fault?.[place] ?? null, tokens: table.tokens[place], advantage: table.advantage[place],
-    suspect: table.suspect[place], response: table.response[place], characters: table.characters[place],
-  }));
-}
-
-const markOf = (correct) => (correct === true ? "✓" : correct === false ? "✗" : "–");
-const markName = (correct) => (correct === true ? "right" : correct === false ? "wrong" : "not judged");
-
-const COLUMNS = [
-  { name: "Step", number: true, width: "2.9rem", cell: (row) => String(row.step), key: (row) => row.step },
-  { name: "Prompt", title: "End of the prompt", width: "minmax(6rem, 1.1fr)", cell: (row) => isolated(row.prompt.slice(-90), { class: "cut-left" }), key: (row) => row.prompt },
-  { name: "Response", title: "Beginning of the response", width: "minmax(6rem, 1.4fr)", cell: (row) => isolated(row.response.slice(0, 120)), key: (row) => row.response },
-  { name: "Reward", number: true, width: "3.7rem", cell: (row) => short(row.reward), key: (row) => row.reward },
-  { name: "Right", title: "Whether the environment finds it correct", width: "2.6rem", key: (row) => (row.correct === null ? null : Number(row.correct)),
-    cell: (row) => el("span", { class: `mark-${markName(row.correct).split(" ")[0]}`, "aria-label": markName(row.correct), text: markOf(row.correct) }) },
-  { name: "Tokens", number: true, width: "3.5rem", cell: (row) => short(row.tokens), key: (row) => row.tokens },
-  { name: "Advantage", number: true, width: "4.7rem", cell: (row) => short(row.advantage), key: (row) => row.advantage },
-  { name: "End", title: "Why the response ended", width: "3rem", cell: (row) => (row.failure !== null ? "failed" : row.stop), key: (row) => row.stop },
-];
-
+const SOURCES = ["training", "validation"];
 /** The trajectories of one run: its table and the detail beside it. */
 class RunPanel {
   constructor(run, view) {
@@ -44,26 +10,41 @@ class RunPanel {
     this.rows = [];
     this.detail = el("section", { class: "detail", "aria-label": "Trajectory" });
     this.count = el("span", { class: "count" });
-    this.table = new Table({ columns: COLUMNS, label: `Trajectories of ${runs[run].name}`, choose: (row) => this.choose(row) });
+    this.list = el("div", { class: "list" });
     const title = runs.length > 1 ? el("h2", { class: `run-${run}` }, `${LETTERS[run]} `, isolated(runs[run].name)) : null;
-    this.element = el("div", { class: "panel" }, title, el("div", { class: "panel-body" }, el("div", { class: "list" }, this.table.element, this.count), this.detail));
+    this.element = el("div", { class: "panel" }, title, el("div", { class: "panel-body" }, this.list, this.detail));
+    this.use("rollouts");
+  }
+
+  /** Shows rows of a kind, each with its own columns. */
+  use(kind) {
+    if (this.kind === kind) return;
+    this.kind = kind;
+    this.table = new Table({ columns: KINDS[kind].columns, label: `Trajectories of ${runs[this.run].name}`, choose: (row) => this.choose(row) });
+    this.list.replaceChildren(this.table.element, this.count);
+    this.shown = undefined;
   }
 
   async open(step) {
-    const { steps } = runs[this.run].trajectories;
+    const { source } = this.view, { steps, kind } = tablesOf(this.run, source);
     this.step = step;
-    const table = steps.includes(step) ? await loadStep(this.run, step) : null;
-    if (this.step !== step) return; // another step was asked for meanwhile
-    this.rows = table ? rowsOf(step, table) : [];
+    const table = steps.includes(step) ? await load(tableName(this.run, source, step)) : null;
+    if (this.step !== step || this.view.source !== source) return; // another step was asked for meanwhile
+    this.use(table ? kindOf(kind, table) : kind);
+    this.rows = table ? rowsOf(step, table, this.kind) : [];
     this.filter();
   }
 
+  keeps(row) {
+    const { filter, query } = this.view, { filters } = KINDS[this.kind];
+    return (filters[filter] || ANY)[1](row) && (!query || searched(row).includes(query.toLowerCase()));
+  }
+
   filter(rows = this.rows, what = "") {
-    const { filter, query } = this.view, keep = FILTERS[filter][1], wanted = query.toLowerCase();
-    const found = rows.filter((row) => keep(row) && (!wanted || `${row.prompt}\n${row.response}`.toLowerCase().includes(wanted)));
+    const found = rows.filter((row) => this.keeps(row));
     const before = this.shown;
     this.table.show(found);
-    this.count.textContent = rows.length ? `${what}${short(found.length)} of ${short(rows.length)}` : "No rollouts of this step in the page";
+    this.count.textContent = rows.length ? `${what}${short(found.length)} of ${short(rows.length)}` : "The page has nothing of this step";
     const same = before && this.table.selectWhere((row) => row.promptIdx === before.promptIdx && row.sample === before.sample && row.group === before.group);
     if (!same && found.length) this.table.select(this.firstInFull(found));
     if (!found.length) this.detail.replaceChildren(el("p", { class: "empty", text: "Nothing here." }));
@@ -76,11 +57,12 @@ class RunPanel {
 
   /** Looks through all steps, one after the other. */
   async searchEverywhere() {
-    const { steps } = runs[this.run].trajectories, all = [], { query, filter } = this.view, search = (this.search = {});
+    const { source } = this.view, { steps, kind } = tablesOf(this.run, source), all = [], search = (this.search = {});
     for (const step of steps) {
-      const rows = rowsOf(step, await unpack(`run${this.run}-step${step}`));
+      const table = await unpack(tableName(this.run, source, step));
       if (this.search !== search) return;
-      all.push(...rows.filter((row) => FILTERS[filter][1](row) && `${row.prompt}\n${row.response}`.toLowerCase().includes(query.toLowerCase())));
+      this.use(kindOf(kind, table));
+      all.push(...rowsOf(step, table, this.kind).filter((row) => this.keeps(row)));
       this.count.textContent = `Step ${step}: ${short(all.length)} found`;
       if (all.length >= MOST_FOUND) break;
     }
@@ -95,24 +77,29 @@ class RunPanel {
     this.view.chosen(this, row);
     const table = row.full && row.full.ids ? await loadTokens(this.run) : null;
     if (this.shown !== row) return;
-    this.detail.replaceChildren(...this.heading(row), ...(table ? this.byToken(row, table) : this.byText(row)));
+    const nodes = [...this.heading(row), ...rowOf(row), ...this.texts(row, table)];
+    this.detail.replaceChildren(...nodes.filter((node) => node !== null));
     this.detail.scrollTop = 0;
   }
 
+  texts(row, table) {
+    const names = KINDS[this.kind];
+    if (row.rejected) return pairDetail(row, table, names, this.view);
+    return table ? byToken(row, table, names, this.view, largest(this.rows.map((one) => one.advantage))) : byText(row, names);
+  }
+
   heading(row) {
-    const fact = (name, value, kind) => el("div", {}, el("dt", {}, isolated(name)), el("dd", { class: kind, text: value }));
-    const scores = Object.entries((row.full && row.full.parts) || {}).map(([name, value]) => fact(name, short(value)));
-    const versions = row.full ? [...new Set(row.full.spans.map(([, , version]) => version))] : [];
+    const what = this.kind === "validation" ? "Validation after step " : "Step ", isSampled = this.kind === "rollouts";
+    const margin = row.rejected && row.margin !== null ? [fact("Margin", short(row.margin)), fact("Higher", row.margin > 0 ? "chosen" : row.margin < 0 ? "rejected" : "neither", `mark-${row.correct ? "right" : "wrong"}`)] : [];
+    const facts = row.rejected ? margin : this.kind === "rows" ? learntFacts(row) : factsOf(row, this.kind);
     return [
-      el("h3", {}, "Step ", el("b", { text: row.step }), ", prompt ", el("b", { text: row.promptIdx }), ", sample ", el("b", { text: row.sample })),
-      el("dl", { class: "facts" }, fact("Reward", short(row.reward)), ...scores, fact("Judged", markName(row.correct), `mark-${markName(row.correct).split(" ")[0]}`),
-        fact("Advantage", short(row.advantage)), fact("Tokens", short(row.tokens)), fact("Ended by", row.failure !== null ? "failure" : row.stop),
-        ...(row.suspect.length ? [fact("Suspect", row.suspect.join(", "))] : []),
-        ...(versions.length ? [fact("Weights", versions.map((one) => `v${one}`).join(", "))] : [])),
+      el("h3", {}, what, el("b", { text: row.step }), this.kind === "rows" || row.rejected ? ", row " : ", prompt ", el("b", { text: row.promptIdx }),
+        ...(isSampled ? [", sample ", el("b", { text: row.sample })] : [])),
+      facts.length ? el("dl", { class: "facts" }, ...facts) : null,
       row.failure !== null ? el("p", { class: "failure" }, isolated(row.failure)) : null,
       row.fault !== null ? el("p", { class: "failure" }, isolated(row.fault)) : null,
       this.siblings(row),
-    ].filter((node) => node !== null);
+    ];
   }
 
   siblings(row) {
@@ -122,27 +109,6 @@ class RunPanel {
     return el("div", { class: "siblings", role: "group", "aria-label": "Samples of this prompt" }, el("span", { text: "Samples" }), ...group.map((one) =>
       el("button", { class: `sibling mark-${markName(one.correct).split(" ")[0]}`, "aria-pressed": String(one === row), title: `sample ${one.sample}: reward ${short(one.reward)}, ${markName(one.correct)}`, text: short(one.reward, 2), onclick: () => pick(one) })));
   }
-
-  byToken(row, table) {
-    const { full } = row, texts = tokenTexts(full.ids, table), ofStep = largest(this.rows.map((one) => one.advantage));
-    const known = Object.keys(COLOURINGS).filter((name) => name === "none" || COLOURINGS[name].of(full));
-    const colouring = known.includes(this.view.colouring) ? this.view.colouring : known[0];
-    const choice = el("div", { class: "choice", role: "radiogroup", "aria-label": "Colour of tokens" }, el("span", { text: "Colour" }), ...known.map((name) =>
-      el("button", { role: "radio", "aria-checked": String(name === colouring), text: COLOURINGS[name].label, onclick: () => this.view.colour(name) })));
-    const blocks = parts(full).map((part) => el("section", { class: `part ${part.role.toLowerCase()}` },
-      el("h4", {}, part.role, el("span", { text: `${short(part.end - part.begin)} tokens` })), tokenFlow(full, texts, part, colouring, ofStep)));
-    return [el("div", { class: "colours" }, choice, legend(full, colouring, ofStep)), ...blocks];
-  }
-
-  byText(row) {
-    const whole = row.response.length >= row.characters;
-    const cut = whole ? null : el("p", { class: "note", text: row.full ? `The first ${short(row.response.length)} of ${short(row.characters)} characters.`
-      : `The page holds the first ${short(row.response.length)} of ${short(row.characters)} characters; the run's folder of rollouts has all.` });
-    return [
-      el("section", { class: "part prompt" }, el("h4", {}, "Prompt", el("span", { text: "its end" })), textFlow(row.prompt, "Prompt")),
-      el("section", { class: "part model" }, el("h4", {}, "Model", el("span", { text: `${short(row.tokens)} tokens` })), textFlow(row.response, "Response")), cut,
-    ].filter((node) => node !== null);
-  }
 }
 
 /** Everything above the panels: which step, which rows, what is searched for. */
@@ -151,34 +117,64 @@ class TrajectoriesView {
     this.filter = "all";
     this.query = "";
     this.colouring = "advantage";
-    this.steps = [...new Set(runs.flatMap((run) => run.trajectories.steps))].sort((a, b) => a - b);
+    this.source = SOURCES.find((source) => this.stepsOf(source).length) || SOURCES[0];
     this.panels = runs.map((_, run) => new RunPanel(run, this));
-    const last = Math.max(this.steps.length - 1, 0);
-    this.slider = el("input", { type: "range", min: 0, max: last, value: last, "aria-label": "Step", oninput: () => this.open(this.steps[this.slider.value]) });
-    this.number = el("input", { type: "number", min: this.steps[0], max: this.steps[last], "aria-label": "Number of the step", onchange: () => this.nearest(Number(this.number.value)) });
+    this.slider = el("input", { type: "range", min: 0, "aria-label": "Step", oninput: () => this.open(this.steps[this.slider.value]) });
+    this.number = el("input", { type: "number", "aria-label": "Number of the step", onchange: () => this.nearest(Number(this.number.value)) });
     this.search = el("input", { type: "search", placeholder: "Search prompts and responses", "aria-label": "Search", oninput: () => this.look() });
     const everywhere = el("button", { text: "In all steps", title: "Search all steps (Enter)", onclick: () => this.everywhere() });
     this.search.addEventListener("keydown", (event) => event.key === "Enter" && this.everywhere());
-    const choice = el("select", { "aria-label": "Which trajectories", onchange: () => { this.filter = choice.value; this.look(); } },
-      ...Object.entries(FILTERS).map(([name, [label]]) => el("option", { value: name, text: label })));
-    const bar = el("div", { class: "bar" },
+    this.choice = el("select", { "aria-label": "Which trajectories", onchange: () => { this.filter = this.choice.value; this.look(); } });
+    const present = SOURCES.filter((source) => this.stepsOf(source).length);
+    this.sources = el("select", { "aria-label": "Of training or of validation", onchange: () => { this.use(this.sources.value); this.open(this.lastOfAll()); } },
+      ...present.map((source) => el("option", { value: source, text: source === "training" ? "Training" : "Validation" })));
+    this.sources.hidden = present.length < 2;
+    const bar = el("div", { class: "bar" }, this.sources,
       el("div", { class: "stepper" }, el("label", { text: "Step" }), el("button", { text: "‹", "aria-label": "Step before", title: "[", onclick: () => this.move(-1) }), this.slider,
         el("button", { text: "›", "aria-label": "Next step", title: "]", onclick: () => this.move(1) }), this.number),
-      choice, el("div", { class: "searching" }, this.search, everywhere));
-    const notes = runs.map((run, number) => this.note(run, number));
-    this.element = this.steps.length ? el("div", { class: "trajectories" }, bar, el("div", { class: `panels of-${runs.length}` }, ...this.panels.map((panel) => panel.element)), ...notes)
-      : el("p", { class: "empty", text: "This run has no rollouts: it made no step, or logger.rollouts=off." });
+      this.choice, el("div", { class: "searching" }, this.search, everywhere));
+    this.notes = el("div", {});
+    const ended = runs.every((run) => run.summary.outcome);
+    this.element = present.length ? el("div", { class: "trajectories" }, bar, el("div", { class: `panels of-${runs.length}` }, ...this.panels.map((panel) => panel.element)), this.notes)
+      : el("p", { class: "empty", text: ended ? "This run has no rollouts: it made no step, or logger.rollouts=off." : "No rollouts have been written yet." });
+    this.use(this.source);
   }
 
-  note(run, number) {
-    const { rows, written, full, remark } = run.trajectories, which = runs.length > 1 ? `${LETTERS[number]}: ` : "";
-    const rest = rows < written || full < written ? "; the folder of rollouts has all of them" : "";
-    return el("p", { class: "note", text: `${which}${short(rows)} of the ${short(written)} rollouts that were written are in the tables, ${short(full)} of them in full${rest}. ${remark || ""}` });
+  stepsOf(source) {
+    return [...new Set(runs.flatMap((_, run) => tablesOf(run, source).steps))].sort((a, b) => a - b);
+  }
+
+  /** Shows the steps of training, or the validations. */
+  use(source) {
+    this.source = this.sources.value = source;
+    this.steps = this.stepsOf(source);
+    const last = Math.max(this.steps.length - 1, 0), { kind } = tablesOf(0, source);
+    Object.assign(this.slider, { max: last, value: last });
+    Object.assign(this.number, { min: this.steps[0] ?? "", max: this.steps[last] ?? "" });
+    // Pairs are rows until a table of them is opened, and have the same filters and more.
+    const { filters } = KINDS[kind === "rows" ? "pairs" : kind];
+    this.choice.replaceChildren(...Object.entries(filters).map(([name, [label]]) => el("option", { value: name, text: label })));
+    if (!filters[this.filter]) this.filter = "all";
+    this.choice.value = this.filter;
+    this.notes.replaceChildren(...runs.map((_, run) => this.note(run)));
+  }
+
+  restore(source, filter = "all", query = "") {
+    if (this.stepsOf(source).length) this.use(source);
+    this.filter = [...this.choice.options].some((option) => option.value === filter) ? filter : "all";
+    this.choice.value = this.filter;
+    this.query = this.search.value = query;
+  }
+
+  note(run) {
+    const { kind, rows, written, full } = tablesOf(run, this.source), { remark } = runs[run], which = runs.length > 1 ? `${LETTERS[run]}: ` : "";
+    const rest = rows < written || full < written ? "; the run's folder has all of them" : "", noun = kind === "rows" ? "rows or responses" : KINDS[kind].noun;
+    return el("p", { class: "note", text: `${which}${short(rows)} of the ${short(written)} ${noun} that were written are in the tables, ${short(full)} of them in full${rest}. ${remark || ""}` });
   }
 
   /** The last step that every run has rollouts of, or the last of all. */
   lastOfAll() {
-    const common = this.steps.filter((step) => runs.every((run) => run.trajectories.steps.includes(step)));
+    const common = this.steps.filter((step) => runs.every((_, run) => tablesOf(run, this.source).steps.includes(step)));
     return (common.length ? common : this.steps).at(-1);
   }
 
@@ -189,6 +185,7 @@ class TrajectoriesView {
     this.slider.setAttribute("aria-valuetext", `step ${step}`);
     this.number.value = step;
     for (const panel of this.panels) { panel.search = null; panel.open(step); }
+    keepPlace();
   }
 
   /** Opens the step that has rollouts and is nearest to a number. */
@@ -207,6 +204,7 @@ class TrajectoriesView {
       panel.search = null;
       if (panel.step === null) panel.open(this.step); else panel.filter();
     }
+    keepPlace();
   }
 
   everywhere() {

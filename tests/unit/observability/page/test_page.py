@@ -8,6 +8,7 @@ import math
 import os
 import re
 import tempfile
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from megatron_grpo import report
+from megatron_grpo.batch.rollout_files import locate_rollouts_file, write_rollouts
+from megatron_grpo.config.algorithms import ALGORITHMS
 from megatron_grpo.observability.page import trajectories, write
-from megatron_grpo.observability.page.trajectories import TokenBytes, list_byte_alphabet
+from megatron_grpo.observability.page.trajectories import COLUMN_EXCERPT, TokenBytes, list_byte_alphabet, make_excerpts
 from megatron_grpo.observability.page.write import (
     format_escaped_json,
     make_packed_element,
@@ -25,7 +29,8 @@ from megatron_grpo.observability.page.write import (
     try_to_write_report,
     write_report,
 )
-from megatron_grpo.report import main
+from megatron_grpo.report import REFRESH_S, main
+from megatron_grpo.run.directory import lock_run_directory
 from tests.support.forked import as_ordinary_user
 from tests.support.report_runs import PROMPT, byte_tokenizer, make_answer, make_run, metrics_of
 from tests.support.trajectories import make_trajectory
@@ -45,7 +50,17 @@ def read_data(file: Path) -> dict[str, Any]:
 def run(tmp_path: Path) -> Path:
     tokenizer = byte_tokenizer(tmp_path / "model")
     rows = [
-        make_answer(tokenizer, f"answer {n} é", group=n // 2, sample=n % 2, reward=n / 3, prompt_idx=n)
+        make_answer(
+            tokenizer,
+            f"answer {n} é",
+            group=n // 2,
+            sample=n % 2,
+            reward=n / 3,
+            prompt_idx=n,
+            prompt=f"{PROMPT}{n // 2}",
+            answer=f"expected {n // 2}",
+            columns={"level": str(n // 2), "text": "x" * 1000},
+        )
         for n in range(6)
     ]
     rows[1].reward_metrics = {"suspect/touched_harness": 1.0, "suspect/idle_tests": 0.0, "other": 1.0}
@@ -95,11 +110,12 @@ def test_a_page_holds_what_the_run_wrote(run: Path) -> None:
     settings = {key: (value, default) for key, value, default in run_data["config"]}
     assert settings["policy.model.path"] == (str(run.parent / "model"), "???")
     assert settings["policy.parallel.tensor"] == ("1", None)
-    counts = {name: run_data["trajectories"][name] for name in ("steps", "written", "rows", "full")}
+    counts = {name: run_data["training_tables"][name] for name in ("steps", "written", "rows", "full")}
     assert counts == {"steps": [1, 2, 3], "written": 18, "rows": 18, "full": 18}
-    table = data["run0-step2"]
+    table = data["run0-training2"]
     assert table["reward"] == pytest.approx([n / 3 for n in range(6)], rel=1e-6)
-    assert table["prompts"] == dict.fromkeys("012", PROMPT.strip())
+    assert table["prompts"] == {group: f"{PROMPT}{group}" for group in "012"}
+    assert table["rows"]["1"] == {"answer": "expected 1", "columns": {"level": "1", "text": "x" * COLUMN_EXCERPT}}
     assert table["suspect"] == [[], ["touched_harness"], [], [], [], []]
     full, tokens = table["full"]["3"], data["run0-tokens"]
     read = b"".join(
@@ -114,26 +130,101 @@ def test_a_page_holds_what_the_run_wrote(run: Path) -> None:
     assert full["advantages"] == pytest.approx([answer + n / 8 for n in range(answer)])
 
 
+def test_rollouts_of_an_earlier_version_show_what_their_tokens_say(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(tmp_path / "model")
+    rows = [make_answer(tokenizer, "4")]
+    table = read_data(write_report([make_run(tmp_path / "run", steps=1, model=tmp_path / "model", trajectories=rows)]))
+    assert table["run0-training1"]["prompts"] == {"0": PROMPT.strip()}
+    assert table["run0-training1"]["rows"] == {"0": {"answer": None, "columns": {}}}
+
+
+def test_texts_of_rows_are_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trajectories, "MAX_ROW_CHARACTERS", 3 * (2 * COLUMN_EXCERPT + 100))
+    data = read_data(write_report([run]))
+    assert all(list(data[f"run0-training{step}"]["rows"]) == ["0"] for step in (1, 2, 3)), "one of three in each step"
+
+
+def test_prompts_that_begin_alike_are_shown_from_where_they_differ() -> None:
+    words = "Answer the question and give reasons for every step that you take. "
+    excerpts = make_excerpts({"0": f"{words}What is 2 + 2?", "1": f"{words}What is\n 3 + 3?", "2": f"{words}Why?"})
+    assert excerpts["0"].endswith("take. What is 2 + 2?")
+    assert excerpts["0"].startswith("… ")
+    assert len(excerpts["0"]) < 50
+    assert make_excerpts({"0": words, "1": words}) == {"0": words.strip(), "1": words.strip()}
+    assert make_excerpts({"0": "12+34=", "1": "12+35="}) == {"0": "12+34=", "1": "12+35="}
+    assert make_excerpts({"7": "one prompt"}) == {"7": "one prompt"}
+    assert make_excerpts({}) == {}
+    assert len(make_excerpts({"0": "x" * 10**6})["0"]) == trajectories.EXCERPT
+
+
+def test_responses_of_validations_are_in_the_page(run: Path) -> None:
+    """A step that was never validated has none; limits of a run are the same with them."""
+    tokenizer = byte_tokenizer(run.parent / "other")
+    answer = make_answer(tokenizer, "held out", prompt="1+1=", answer="2", columns={"level": "3"})
+    for step in (0, 3):
+        write_rollouts(locate_rollouts_file(run, step, "validation"), [(0, [(answer, {})])])
+    data = read_data(write_report([run]))
+    (run_data,) = data["runs"]
+    assert run_data["validation_tables"] == {"kind": "validation", "steps": [0, 3], "written": 2, "rows": 2, "full": 2}
+    table = data["run0-validation3"]
+    assert (table["response"], table["prompts"], table["advantage"]) == (["held out"], {"0": "1+1="}, [None])
+    assert table["rows"] == {"0": {"answer": "2", "columns": {"level": "3"}}}
+
+
+def test_rows_that_were_learnt_have_log_probabilities_of_training_alone(run: Path) -> None:
+    tokenizer = byte_tokenizer(run.parent / "other")
+    learnt = make_answer(tokenizer, "yes", reward=0.25, correct=None, logprobs=np.zeros(3))
+    for step, values in ((1, {"prev_logprobs": np.float32([-0.5, -np.inf, -1.0])}), (2, {})):
+        write_rollouts(locate_rollouts_file(run, step, "rows"), [(0, [(learnt, values)])])
+    data = read_data(write_report([run]))
+    assert data["runs"][0]["training_tables"]["kind"] == "rows"
+    full = data["run0-training1"]["full"]["0"]
+    assert full["logprobs"] == [-0.5, -40.0, -1.0]
+    assert full.keys() == {"spans", "parts", "ids", "logprobs"}
+    assert "logprobs" not in data["run0-training2"]["full"]["0"]
+
+
+def test_the_head_says_what_ran(run: Path) -> None:
+    starts = [
+        {"time": "t", "resumed_after": after, "changes": [], "code": code}
+        for after, code in ((None, "abc"), (1, "def"))
+    ]
+    (run / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
+    (run_data,) = read_data(write_report([run]))["runs"]
+    model = str(run.parent / "model")
+    assert run_data["about"] == {"recipe": "grpo", "algorithm": "grpo", "model": model, "code": "abc, def"}
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "my_recipe:ALGORITHM", "os:system"])
+def test_the_figures_of_the_algorithm_come_first(algorithm: str, run: Path) -> None:
+    """Nothing is imported that a folder from elsewhere names."""
+    config = (run / "config.yaml").read_text().replace("algorithm: grpo", f"algorithm: {algorithm}")
+    (run / "config.yaml").write_text(config)
+    (run_data,) = read_data(write_report([run]))["runs"]
+    assert run_data["about"]["algorithm"] == algorithm
+    assert run_data["leading"] == list(ALGORITHMS.get(algorithm, ALGORITHMS["grpo"]).leading_metrics)
+
+
 def test_what_does_not_fit_is_left_out_evenly_and_counted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trajectories, "MAX_FULL_TOKENS", 3 * 60)  # two answers of each step
     monkeypatch.setattr(trajectories, "MAX_ROWS", 3 * 4)
     data = read_data(write_report([run]))
-    counts = data["runs"][0]["trajectories"]
+    counts = data["runs"][0]["training_tables"]
     assert (counts["written"], counts["rows"], counts["full"]) == (18, 12, 6)
-    assert all(list(data[f"run0-step{step}"]["full"]) == ["0", "1"] for step in (1, 2, 3)), "samples of one prompt"
+    assert all(list(data[f"run0-training{step}"]["full"]) == ["0", "1"] for step in (1, 2, 3)), "samples of one prompt"
 
 
 def test_a_long_step_ends_the_reading(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trajectories, "MAX_READ_TOKENS", 3 * 50)
-    assert read_data(write_report([run]))["runs"][0]["trajectories"]["rows"] == 6, "two of each step"
+    assert read_data(write_report([run]))["runs"][0]["training_tables"]["rows"] == 6, "two of each step"
 
 
 def test_without_the_tokenizer_there_is_the_text(run: Path) -> None:
     (run.parent / "model" / "tokenizer.json").unlink()
     data = read_data(write_report([run]))
-    assert "shown as text" in data["runs"][0]["trajectories"]["remark"]
-    assert data["run0-step1"]["response"][1] == "answer 1 é"
-    assert "ids" not in data["run0-step1"]["full"]["1"]
+    assert "shown as text" in data["runs"][0]["remark"]
+    assert data["run0-training1"]["response"][1] == "answer 1 é"
+    assert "ids" not in data["run0-training1"]["full"]["1"]
 
 
 @pytest.mark.parametrize("missing", ["summary.json", "validation.jsonl", "config.yaml", "rollouts", "metrics.jsonl"])
@@ -203,6 +294,36 @@ def test_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert main(arguments) == 2
         assert reason in capsys.readouterr().err
     assert main(["--help"]) == 0
+
+
+def test_the_page_of_a_run_that_goes_on_is_written_again(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([str(run), "follow=true"]) == 0, "a run that has ended is written once"
+    assert capsys.readouterr().out == f"wrote {run / 'report.html'}\n"
+    with lock_run_directory(str(run)):
+        assert main([str(run)]) == 0
+        assert "the run is going on: follow=true" in capsys.readouterr().out
+        assert read_data(run / "report.html")["runs"][0]["refresh_s"] == REFRESH_S
+
+    pages: list[tuple[float | None, int]] = []
+
+    def wait(seconds: float) -> None:
+        assert seconds == REFRESH_S
+        (run_data,) = read_data(run / "report.html")["runs"]
+        pages.append((run_data["refresh_s"], len(run_data["metrics"]["step"])))
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(metrics_of(3 + len(pages))) + "\n")
+        if len(pages) == 2:
+            stack.close()
+
+    monkeypatch.setattr(report.time, "sleep", wait)
+    with ExitStack() as stack:
+        stack.enter_context(lock_run_directory(str(run)))
+        assert main([str(run), "follow=true"]) == 0
+    assert pages == [(REFRESH_S, 3), (REFRESH_S, 4)]
+    (run_data,) = read_data(run / "report.html")["runs"]
+    assert (run_data["refresh_s"], len(run_data["metrics"]["step"])) == (None, 5), "the last page has all of it"
 
 
 def test_the_page_of_a_read_only_run_comes_into_the_current_folder(capfd: pytest.CaptureFixture[str]) -> None:
