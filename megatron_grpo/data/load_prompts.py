@@ -103,6 +103,7 @@ class PromptReader:
     def __init__(self, config: Config, model: Path, tokenizer: Any = None) -> None:
         self.config, self.tokenizer = config, tokenizer
         self.notes: list[str] = []
+        self._omitted: list[str] = []  # notes on the rows of each set that are left out
         if tokenizer is None:
             self.tokenizer, remark = read_tokenizer(model)
             self.notes += [] if remark is None else [remark]
@@ -143,7 +144,7 @@ class PromptReader:
         per_batch = config.prompts_per_generation_batch
         if usable < per_batch:
             count = format_count("usable row", usable)
-            text = f"has {count}, fewer than the {per_batch} prompts that are sampled together"
+            text = f"has {count}, fewer than the {per_batch} prompts that are sampled together{self._explain_omitted()}"
             subjects = [f"{key}={training_set.path}" for key, training_set in sets.items()]
             raise ConfigError([Problem(subjects[0] if len(sets) == 1 else ", ".join(sets), text)])
         self.notes += self._find_unfinished_schedules(usable // per_batch)
@@ -219,7 +220,7 @@ class PromptReader:
         dataset, usable = self._read(key, config, trains=trains)
         subject = f"{key}={config.path}"
         if not usable:
-            raise ConfigError([Problem(subject, "has no usable row")])
+            raise ConfigError([Problem(subject, f"has no usable row{self._explain_omitted()}")])
         try:
             prompts = [dataset[idx] for idx in range(len(dataset))]
         except ValueError as error:
@@ -245,15 +246,21 @@ class PromptReader:
         refused = dataset.refused
         if refused:
             count, reason = format_count("row", len(refused)), next(iter(refused.values()))
-            self.notes.append(f"{count} of {subject} left out: {reason}")
+            self._omitted.append(f"{count} of {subject} left out: {reason}")
+            self.notes.append(self._omitted[-1])
             left_out -= len(refused)  # a refused prompt has loss_multiplier 0 as a long one has
         if left_out:
             among = "" if rendered == len(dataset) else "first "
             text = f"more than data.max_input_seq_length={data.max_input_seq_length} tokens in the prompt"
             if trains and self.config.method.rows:
                 text = f"more than policy.max_total_sequence_length={dataset.max_seq_length} tokens"
-            self.notes.append(f"{left_out} of the {among}{format_count('row', rendered)} of {subject} left out: {text}")
+            rows = format_count("row", rendered)
+            self._omitted.append(f"{left_out} of the {among}{rows} of {subject} left out: {text}")
+            self.notes.append(self._omitted[-1])
         return dataset, len(dataset) - left_out - len(refused)
+
+    def _explain_omitted(self) -> str:
+        return f"; {'; '.join(self._omitted)}" if self._omitted else ""
 
     def _make_prompts(
         self, config: DatasetConfig, rows: Subset[dict[str, Any]] | Sequence[dict[str, Any]], *, trains: bool

@@ -72,9 +72,7 @@ def test_help_fits_a_screen_and_says_where_the_rest_is(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("program", [command, overview, evaluate, plan], ids=lambda module: module.__name__)
-def test_help_with_a_word_names_every_recipe_and_group(
-    program: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_with_a_word_names_every_recipe_and_group(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     for word, listed in (("recipes", ["exp"]), ("groups", [name for name in list_config_groups() if name != "exp"])):
         assert program.main(["--help", word]) == 0
         words = set(re.split(r"[\s,]+", capsys.readouterr().out))
@@ -285,7 +283,8 @@ def test_check_renders_the_prompts(
     assert command.main([*base_overrides, *lengths, "--check"]) == code
     captured = capsys.readouterr()
     if code:
-        assert "has 10 usable rows, fewer than the 32 prompts that are sampled together" in captured.err
+        assert "has 10 usable rows, fewer than the 32 prompts that are sampled together; 30 of the 40" in captured.err
+        assert "left out: more than data.max_input_seq_length=2 tokens in the prompt" in captured.err
     else:
         assert "configuration is fine" in captured.out
 
@@ -319,6 +318,34 @@ def test_remarks_come_before_the_run(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "grpo.early_stop.threshold=0.9 changes nothing in this run: needs grpo.early_stop.enabled=true" in before
     assert command.main([*overrides, "--check"]) == 0
     assert "generation.temperature=0 is greedy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "subjects"),
+    [
+        ([], []),
+        (["grpo.val_period=7"], ["grpo.val_period=7"]),
+        (["ppo.val_period=7"], ["grpo.val_period=7"]),  # the same key under another name
+        (["variant=dapo"], ["loss_fn.ratio_clip_max=0.28"]),
+        (["data={shuffle_buffer: 3}"], ["data.shuffle_buffer=3"]),
+    ],
+)
+def test_keys_of_a_recipe_that_change_nothing_are_not_remarked_on(
+    overrides: list[str], subjects: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recipe sets the period, the size and the rows of a validation, and the command line removes its set."""
+    removed = ["+exp=quickstart", "data.val_path=null", "checkpointing=none"]
+    assert command.main([*removed, *overrides, "--check"]) == 0
+    remarks = re.findall(r"^(\S+) .*changes nothing in this run", capsys.readouterr().out, flags=re.MULTILINE)
+    assert [remark for remark in remarks if "val" in remark or "val" not in str(subjects)] == subjects
+
+
+def test_keys_of_a_recipe_of_ones_own_are_remarked_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "exp").mkdir()
+    recipe = "# @package _global_\ndefaults: [/exp/quickstart, _self_]\ndata: {shuffle_buffer: 3}\n"
+    (tmp_path / "exp" / "mine.yaml").write_text(recipe)
+    assert command.main([f"--config-dir={tmp_path}", "+exp=mine", "--check"]) == 0
+    assert "data.shuffle_buffer=3 changes nothing in this run: needs data.streaming=true" in capsys.readouterr().out
 
 
 def test_the_version_and_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,11 +53,27 @@ def test_bad_rows_are_named_by_file_and_line(base_overrides: list[str], rows: Pa
     assert text in message
 
 
-def test_many_bad_rows_are_summed_up(base_overrides: list[str], rows: Path) -> None:
-    rows.write_text("{}\n" * 100)
+def test_rows_with_one_mistake_are_one_problem(base_overrides: list[str], rows: Path) -> None:
+    rows.write_text('{"question": "1?", "answer": "1"}\n' * 100)
+    ((subject, text),) = problems_of(base_overrides).items()
+    assert subject == f"{rows}:1"
+    assert text == "has no column 'prompt' (data.prompt_key); it has question, answer; so 99 other rows"
+
+
+def test_many_mistakes_are_summed_up(base_overrides: list[str], rows: Path) -> None:
+    rows.write_text("".join(f'{{"column_{number}": 1}}\n' for number in range(100)))
     problems = problems_of(base_overrides)
-    assert len(problems) == 6
+    assert list(problems) == [*(f"{rows}:{line}" for line in range(1, 6)), str(rows)]
     assert problems[str(rows)] == "95 more bad lines of 100"
+
+
+def test_an_answer_that_cannot_be_compared_names_its_environment(base_overrides: list[str], rows: Path) -> None:
+    row = '{"prompt": "1?", "answer": "one"}\n'
+    rows.write_text(row * 3)
+    overrides = [*base_overrides, "~env.math", "env.addition.type=addition", "data.task_name=addition"]
+    ((_, text),) = problems_of(overrides).items()
+    assert "is not the digits of a sum" in text
+    assert '"one" (env.addition.type=addition reads it); so 2 other rows' in text
 
 
 def test_missing_files(model: Path, rows: Path, tmp_path: Path) -> None:
