@@ -18,7 +18,10 @@ _INDENT = " " * 6
 
 
 def format_search(pattern: str) -> str:
-    """Format the keys, recipes and groups that match a pattern; "recipes" and "groups" match all of them."""
+    """Format the keys, recipes and groups that match a pattern.
+
+    "recipes" and "groups" match all of them.
+    """
     name, _, option = pattern.lower().lstrip("+~").partition("=")
     pattern = option if name in list_config_groups() and option else name  # of +exp=quickstart and of KEY=VALUE
     parts = [*_find_keys(pattern), *_find_recipes(pattern), *_find_groups(pattern)]

@@ -62,7 +62,7 @@ class AsyncGRPOConfig(Section):
 
     oversampling_factor: Annotated[float, Field(gt=1)] | None = None
     """Prompts in flight when a step begins = num_prompts_per_step * this, rounded down; the step takes those that
-    complete first. Must be below max_trajectory_age_steps + 1. null: prompts in the data's order (docs/generation.md)."""
+    complete first. Must be below max_trajectory_age_steps + 1. null: in the data's order (docs/generation.md)."""
 
     recompute_kv_cache_after_weight_updates: bool = True
     """Compute the KV cache of responses in flight again when the weights change, so that each later token is sampled as

@@ -122,7 +122,7 @@ def list_config_groups() -> Groups:
 
 
 def is_built_in(path: str) -> bool:
-    """True for a file of conf/ itself ("exp/quickstart"), false for one of an added folder."""
+    """True for a file of conf/ itself ("exp/quickstart")."""
     return resources.files(CONF_MODULE).joinpath(f"{path}.yaml").is_file()
 
 

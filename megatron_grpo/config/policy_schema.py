@@ -214,7 +214,10 @@ _MATRICES = {
 
 
 def _translate_targets(targets: Any) -> Any:
-    """Name peft's layers as Megatron-Core does; ValueError: only a part of those that share an adapter."""
+    """Name peft's layers as Megatron-Core does.
+
+    ValueError: only a part of the layers that share an adapter.
+    """
     if targets in (_ALL_LINEAR, [_ALL_LINEAR]):
         return list(get_args(MainTarget))
     if not isinstance(targets, list):

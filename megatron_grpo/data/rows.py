@@ -160,7 +160,7 @@ def _describe_mistakes(
     source: Source | RecordedRows, mistakes: Mapping[str, list[int]], bad_count: int
 ) -> Iterator[Problem]:
     for text, (first, count) in mistakes.items():
-        alike = f"; so {format_count('other row', count - 1)}" if count > 1 else ""
+        alike = f"; {format_count('other row', count - 1)} too" if count > 1 else ""
         yield Problem(source.locate(first), text + alike)
     unnamed = bad_count - sum(count for _, count in mistakes.values())
     if unnamed:

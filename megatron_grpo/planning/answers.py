@@ -25,6 +25,7 @@ from megatron_grpo.planning.search import Search, compose_for_search, search_lay
 from megatron_grpo.planning.trace import start_trace_pool
 from megatron_grpo.planning.whole import Plan, find_fp8_problems, find_profile, submit_plan
 from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.preflight.machine_checks import find_missing_libraries
 from megatron_grpo.preflight.model_file_checks import explain_unusable_model
 from megatron_grpo.run.directory import load_run_config
 
@@ -156,7 +157,7 @@ def _load_config(overrides: Sequence[str], compose: Callable[[Sequence[str]], Co
         # validates nothing.
         overrides = [*overrides, "debug.rollouts_from=none", "data.val_path=null"]
     config = compose(overrides)
-    problems = list(find_fp8_problems(config, find_profile(config)))
+    problems = [*find_missing_libraries(trains=True, samples=False), *find_fp8_problems(config, find_profile(config))]
     if problems:
         raise ConfigError(problems)
     if not config.cluster.gpus:

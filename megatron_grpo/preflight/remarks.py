@@ -23,7 +23,10 @@ _ZERO_OR_ONE = ("math", "addition", "format", "tools", "countdown")
 
 
 def find_remarks(config: Config, user_keys: Collection[str] | None = None) -> Iterator[Problem]:
-    """Find settings that may not be intended, and those of `user_keys` (None: all) that change nothing."""
+    """Find settings that may not be intended, or change nothing.
+
+    `user_keys`: those that are remarked on where they change nothing; None: all.
+    """
     yield from find_cautions(config)
     for unused in find_unused_settings(config):
         if user_keys is None or translate_key("grpo", unused.key) in user_keys:

@@ -57,7 +57,7 @@ def test_rows_with_one_mistake_are_one_problem(base_overrides: list[str], rows: 
     rows.write_text('{"question": "1?", "answer": "1"}\n' * 100)
     ((subject, text),) = problems_of(base_overrides).items()
     assert subject == f"{rows}:1"
-    assert text == "has no column 'prompt' (data.prompt_key); it has question, answer; so 99 other rows"
+    assert text == "has no column 'prompt' (data.prompt_key); it has question, answer; 99 other rows too"
 
 
 def test_many_mistakes_are_summed_up(base_overrides: list[str], rows: Path) -> None:
@@ -73,7 +73,7 @@ def test_an_answer_that_cannot_be_compared_names_its_environment(base_overrides:
     overrides = [*base_overrides, "~env.math", "env.addition.type=addition", "data.task_name=addition"]
     ((_, text),) = problems_of(overrides).items()
     assert "is not the digits of a sum" in text
-    assert '"one" (env.addition.type=addition reads it); so 2 other rows' in text
+    assert '"one" (env.addition.type=addition reads it); 2 other rows too' in text
 
 
 def test_missing_files(model: Path, rows: Path, tmp_path: Path) -> None:
