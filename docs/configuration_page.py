@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from megatron_grpo.config.help import read_recipe_summary
+from megatron_grpo.config.key_search import read_recipe_summary
 from megatron_grpo.config.keys import read_sections
 from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.overrides import RECIPES, list_config_groups

@@ -91,7 +91,7 @@ def _check_start(config: Config) -> Path | None:
 
 
 def _read_options(arguments: Sequence[str]) -> tuple[list[str], str]:
-    """Split a command line into overrides and the action: train, check or show."""
+    """Split a command line into overrides and the task: train, check or show."""
     overrides: list[str] = []
     problems: list[Problem] = []
     task = "train"

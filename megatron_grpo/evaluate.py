@@ -9,7 +9,6 @@ from megatron_grpo.cluster.machines import prepare_ray_environment
 from megatron_grpo.cluster.wait_notices import announce_waits
 from megatron_grpo.config.command_line import as_command
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.evaluation.request import read_request
 
 USAGE = """\
 python -m megatron_grpo.evaluate checkpoint=PATH output=DIR [data.val_path=SET] [key=value ...]
@@ -34,6 +33,8 @@ _TESTS = {"wilcoxon_p": "Wilcoxon", "mcnemar_p": "McNemar"}
 @as_command("evaluate", USAGE, failures=(RunError, OSError))
 def main(arguments: Sequence[str]) -> int:
     """Evaluate, and print the results; return the exit code."""
+    from megatron_grpo.evaluation.request import read_request  # here, because torch takes long to import
+
     request = read_request(arguments)
     if request.config.cluster.ray_address is None:
         prepare_ray_environment()

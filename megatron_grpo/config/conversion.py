@@ -103,6 +103,8 @@ def _describe_error(detail: ErrorDetails, algorithm: str) -> list[Problem]:
         return [describe_unknown_key(unknown, algorithm) for unknown in unknown_keys]
     subject = f"{name}={to_text(detail['input'])}"
     key = find_key(name)
+    if detail["type"] == "value_error":
+        return [Problem(subject, str(detail["ctx"]["error"]))]
     if key is not None:
         text = f"must be {read_keys()[key].type}"
         if isinstance(detail["input"], list) and name in ("data.train_path", "data.val_path"):

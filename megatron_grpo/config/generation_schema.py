@@ -281,7 +281,7 @@ class RefitConfig(Section):
 
     adapters: Literal["merged", "alone"] = "merged"
     """With policy.lora, what is sent. merged: the weights with adapters added. alone: only the adapters, into a slot
-    beside the base model, which engines read from policy.model.path (docs/lora.md)."""
+    beside the base model, which engines read from policy.model.path (docs/precision.md)."""
 
     bucket_mib: PositiveFloat = 64.0
     """Size of a rank's two send buffers; 64 MiB take 1.3 ms at 50 GB/s. Larger ones take memory and overlap less."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import resources
+import re
+import textwrap
 
 from megatron_grpo.config.command_line import find_version
 from megatron_grpo.config.keys import read_keys
-from megatron_grpo.config.overrides import CONF_MODULE, RECIPES, list_config_groups
+from megatron_grpo.config.overrides import RECIPES, list_config_groups
 
 # The commands and what each does.
 COMMANDS = {
@@ -25,39 +26,35 @@ COMMANDS = {
 
 # Keys that --help lists.
 _COMMON = """
-    run_dir policy.model.path policy.parallel.tensor policy.parallel.pipeline policy.parallel.data policy.optimizer.lr
-    policy.max_total_sequence_length generation.parallel.tensor generation.parallel.pipeline generation.parallel.data
-    generation.max_new_tokens grpo.num_prompts_per_step grpo.num_generations_per_prompt grpo.max_num_steps
-    loss_fn.reference_policy_kl_penalty data.train_path data.val_path cluster.gpus_per_node checkpointing.save_period
-    checkpointing.resume
+    run_dir policy.model.path data.train_path data.val_path policy.optimizer.lr grpo.max_num_steps
+    grpo.num_prompts_per_step grpo.num_generations_per_prompt generation.max_new_tokens
+    policy.max_total_sequence_length policy.parallel.tensor policy.parallel.pipeline
+    generation.parallel.tensor cluster.gpus_per_node checkpointing.save_period
 """
+_COLUMNS = 80
 
 _TEMPLATE = """\
 GRPO, PPO, distillation, SFT, DPO and reward models on Megatron-Core and vLLM.
 
-usage: python -m megatron_grpo.train [+exp=RECIPE] [GROUP=OPTION ...] [KEY=VALUE ...] [job=FILE]
-                                    [--check] [--cfg job] [--version] [--help]
+  python -m megatron_grpo.train [+exp=RECIPE] [GROUP=OPTION ...] [KEY=VALUE ...]
 
-  job=FILE    a flat YAML with the fields of GrpoParameters (docs/python.md), which the recipe is run with
-  --check     check everything that a start would, files and machine included; say what would run, and stop
-  --cfg job   print the configuration with everything filled in, and stop; say on standard error what is wrong with it
-  --version   the version
-  --help      this text
+  --check         check all that a start would, say what would run, and stop
+  --cfg job       print the whole configuration and what is wrong with it
+  --help PATTERN  explain keys, recipes and groups that match, such as lr
+  --version       the version
+  job=FILE        a flat YAML with the fields of GrpoParameters
 
-recipes (+exp=NAME):
-{recipes}
-
-groups (GROUP=OPTION):
+recipes for CPUs (--help recipes: all {recipes}, also for 1 to 512 GPUs):
+{quickstarts}
+groups (--help groups: their options):
 {groups}
-
-common keys (--cfg job shows all; docs/configuration.md explains them; grpo.KEY is a key of any algorithm's loop):
+common keys (--help KEY: type, default and text; docs/configuration.md: all):
 {keys}
 
 examples:
-  python -m megatron_grpo.train +exp=quickstart
-  python -m megatron_grpo.train +exp=quickstart grpo.max_num_steps=3 policy.parallel.tensor=2
-  python -m megatron_grpo.train +exp=qwen3_8b_8gpu policy.model.path=/models/mine data.train_path=mine.jsonl
-  python -m megatron_grpo.train +exp=quickstart run_dir=outputs/mine   (again: resumes where it stopped)
+  python -m megatron_grpo.train +exp=quickstart grpo.max_num_steps=3
+  python -m megatron_grpo.train +exp=qwen3_8b_8gpu data.train_path=mine.jsonl
+  python -m megatron_grpo.train run_dir=outputs/mine     (goes on with a run)
 """
 
 
@@ -69,19 +66,23 @@ def format_commands() -> str:
 
 
 def format_help() -> str:
-    """Format the usage: recipes, config groups, common keys and examples."""
+    """Format the usage, which fits a screen: recipes, config groups, common keys and examples."""
     options = list_config_groups()
-    recipes = {name: read_recipe_summary(name) for name in options.pop(RECIPES)}
-    groups = {name: ", ".join(names) for name, names in options.items()}
-    common = {f"{name} ({read_keys()[name].default_text})": read_keys()[name].doc for name in _COMMON.split()}
-    return _TEMPLATE.format(recipes=_format_table(recipes), groups=_format_table(groups), keys=_format_table(common))
+    recipes = options.pop(RECIPES)
+    quickstarts = ", ".join(name for name in recipes if name.startswith("quickstart"))
+    rows = {name: re.split(r"[.:;]( |$)", " ".join(read_keys()[name].doc.split()))[0] for name in _COMMON.split()}
+    width = _COLUMNS - 4 - max(map(len, rows))
+    keys = {name: textwrap.shorten(text, width, placeholder=" ...") for name, text in rows.items()}
+    return _TEMPLATE.format(
+        recipes=len(recipes),
+        quickstarts=_fill_screen(quickstarts),
+        groups=_fill_screen(", ".join(options)),
+        keys=_format_table(keys),
+    )
 
 
-def read_recipe_summary(name: str) -> str:
-    """Read the comment at the top of a recipe."""
-    lines = resources.files(CONF_MODULE).joinpath(RECIPES, f"{name}.yaml").read_text().splitlines()
-    comments = [line.removeprefix("#").strip() for line in lines if line.startswith("#") and "@package" not in line]
-    return " ".join(comments)
+def _fill_screen(text: str) -> str:
+    return textwrap.fill(text, _COLUMNS, initial_indent="  ", subsequent_indent="  ")
 
 
 def _format_table(rows: dict[str, str]) -> str:

@@ -51,7 +51,7 @@ class EarlyStopConfig(Section):
 
 
 class AsyncGRPOConfig(Section):
-    """Sampling of later steps' prompts while a step trains; docs/async.md."""
+    """Sampling of later steps' prompts while a step trains; docs/generation.md."""
 
     enabled: bool = False
     """Sample while a step trains and weights change; needs loss_fn.use_importance_sampling_correction."""
@@ -62,7 +62,7 @@ class AsyncGRPOConfig(Section):
 
     oversampling_factor: Annotated[float, Field(gt=1)] | None = None
     """Prompts in flight when a step begins = num_prompts_per_step * this, rounded down; the step takes those that
-    complete first. Must be below max_trajectory_age_steps + 1. null: prompts in the data's order (docs/async.md)."""
+    complete first. Must be below max_trajectory_age_steps + 1. null: in the data's order (docs/generation.md)."""
 
     recompute_kv_cache_after_weight_updates: bool = True
     """Compute the KV cache of responses in flight again when the weights change, so that each later token is sampled as

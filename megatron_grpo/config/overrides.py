@@ -121,6 +121,11 @@ def list_config_groups() -> Groups:
     return options
 
 
+def is_built_in(path: str) -> bool:
+    """True for a file of conf/ itself ("exp/quickstart")."""
+    return resources.files(CONF_MODULE).joinpath(f"{path}.yaml").is_file()
+
+
 def read_settings(path: str) -> dict[str, Any]:
     """Read the keys that a file of conf/ ("variant/dapo") sets itself."""
     file = next(file for folder in _list_folders() if (file := folder.joinpath(f"{path}.yaml")).is_file())

@@ -33,7 +33,7 @@ from megatron_grpo.data.supervised_rows import find_pair_problem, find_row_probl
 _WRITTEN_MESSAGES = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from|value)\1\s*:")
 # Kinds of rows that have the responses to learn from.
 _LEARNT = {algorithm.rows for algorithm in ALGORITHMS.values() if algorithm.rows}
-_MAX_REPORTED = 5  # bad rows of one set that are reported one by one
+_MAX_REPORTED = 5  # mistakes in the rows of one set that are reported one by one
 
 # Oddities of usable rows, as they stand after "whose" in a remark.
 _REPEATED = "prompt repeats that of an earlier row"
@@ -115,8 +115,6 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
     if os.path.isfile(config.path):
         report.digest = digest_file(config.path)
     messages = report.remarks if data.bad_rows == "skip" else report.problems
-    if report.bad_count > _MAX_REPORTED == len(messages):
-        messages.append(Problem(config.path, f"{report.bad_count - _MAX_REPORTED} more bad lines of {len(source)}"))
     if data.bad_rows == "skip" and report.bad_count:
         messages.append(Problem(config.path, f"{report.bad_count} of {len(source)} rows left out (data.bad_rows=skip)"))
     report.remarks += [Problem(config.path, text) for text in oddities]
@@ -129,17 +127,15 @@ def _check_rows(source: Source | RecordedRows, check: RowCheck, report: SetRepor
     oddities, details = Counter[str](), dict[str, str]()
     # A file is identified by its bytes, which is faster; other sets by their rows, whose split into files may differ.
     content = None if os.path.isfile(source.name) else xxh3_128()
-    messages = report.remarks if data.bad_rows == "skip" else report.problems
-    has_one_reason = True
+    mistakes = dict[str, list[int]]()  # by text, the first row that has it and the number of rows
     for number, row in enumerate(source.read_all()):
         if content is not None:
             content.update(_convert_to_bytes(row))
         converted = row if isinstance(row, str) else check.convert(row)
         if isinstance(converted, str):
             report.bad_count += 1
-            if report.bad_count <= _MAX_REPORTED:
-                messages.append(Problem(source.locate(number), converted))
-            has_one_reason = has_one_reason and converted == messages[0].text
+            if converted in mistakes or len(mistakes) < _MAX_REPORTED:
+                mistakes.setdefault(converted, [number, 0])[1] += 1
             continue
         report.usable.append(number)
         task = find_task(converted, check.default_task)
@@ -155,9 +151,9 @@ def _check_rows(source: Source | RecordedRows, check: RowCheck, report: SetRepor
         prompt = check.read_prompt(task, converted)
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
         digests.append(xxh3_64_intdigest(text.encode(errors="surrogatepass")))
+    messages = report.remarks if data.bad_rows == "skip" else report.problems
     report.rows = len(report.usable)
-    if has_one_reason and report.rows == 0 and report.bad_count > 1:
-        messages[:] = [Problem(source.name, f"{messages[0].text} (as in all of its {report.bad_count} rows)")]
+    messages += _describe_mistakes(source, mistakes, report)
     report.duplicates = report.rows - len(np.unique(np.array(digests, dtype=np.uint64)))
     report.digest = "" if content is None else content.hexdigest()
     if report.duplicates:
@@ -170,6 +166,21 @@ def _check_rows(source: Source | RecordedRows, check: RowCheck, report: SetRepor
     if 0 < report.duplicates == report.rows - 1:
         remarks[0] = f"has the same prompt in all of its {report.rows} rows"
     return remarks
+
+
+def _describe_mistakes(
+    source: Source | RecordedRows, mistakes: Mapping[str, list[int]], report: SetReport
+) -> Iterator[Problem]:
+    bad_count = report.bad_count
+    for text, (first, count) in mistakes.items():
+        if report.rows == 0 and count == bad_count > 1:
+            yield Problem(source.name, f"{text} (as in all of its {bad_count} rows)")
+            return
+        alike = f"; {format_count('other row', count - 1)} too" if count > 1 else ""
+        yield Problem(source.locate(first), text + alike)
+    unnamed = bad_count - sum(count for _, count in mistakes.values())
+    if unnamed:
+        yield Problem(source.name, f"{unnamed} more bad lines of {len(source)}")
 
 
 def digest_file(path: str) -> str:
@@ -242,7 +253,7 @@ class RowCheck:
                 read_row_tools(row)
         except ValueError as error:
             return str(error)
-        return _find_row_problem(row, spec, self._environments[task], task) or row
+        return _find_row_problem(row, spec, task, self._environments[task]) or row
 
     def read_prompt(self, task: str, row: Row) -> Any:
         """Read a converted row's prompt; the row itself if only a user's processor knows."""
@@ -269,7 +280,7 @@ class RowCheck:
             yield _UNREAD, to_text(str(answer))
 
 
-def _find_row_problem(row: Row, spec: TaskDataSpec, kind: str, task: str) -> str | None:
+def _find_row_problem(row: Row, spec: TaskDataSpec, task: str, kind: str) -> str | None:
     if kind in _LEARNT:
         check = find_row_problem if kind == SUPERVISED else find_pair_problem
         return check(row, spec)
@@ -300,8 +311,9 @@ def _find_row_problem(row: Row, spec: TaskDataSpec, kind: str, task: str) -> str
         return None
     problem = find_answer_problem(kind, row[spec.answer_key])
     answer = to_text(json.dumps(row[spec.answer_key], default=str))
-    text = f"column {spec.answer_key!r} (data.answer_key)"
-    return f"{text} {problem}: {answer} (env.{task}.type={kind} compares with it)" if problem else None
+    if problem is None:
+        return None
+    return f"column {spec.answer_key!r} (data.answer_key) {problem}: {answer} (env.{task}.type={kind} reads it)"
 
 
 def _find_missing_column(row: Row, spec: TaskDataSpec) -> str | None:

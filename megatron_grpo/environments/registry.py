@@ -66,7 +66,7 @@ def import_environment_class(kind: str) -> type[Environment]:
         if hasattr(environment, "remote"):
             text += "; take ray.remote away: the run starts the processes of environments itself (env.NAME.num_workers)"
         elif hasattr(environment, "global_post_process_and_metrics"):
-            text += "; docs/migrating.md says how to carry an environment of NeMo RL over"
+            text += "; docs/python.md says how to carry an environment of NeMo RL over"
         raise RunError(text)
     if inspect.isabstract(environment):
         raise RunError(f"does not define {', '.join(sorted(environment.__abstractmethods__))}")

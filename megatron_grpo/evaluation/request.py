@@ -223,6 +223,7 @@ def find_evaluation_problems(config: Config) -> list[Problem]:
     shape = find_model_shape(config)
     arguments = {key: values for key, values in select_passed_fields(config).items() if key.startswith("generation.")}
     path, has_score = config.policy.model.path, config.method.head == "score"
+    is_local = config.cluster.ray_address is None
     problems = [
         *find_secret_problems(config),
         *explain_unusable_model(f"policy.model.path={path}", path, has_score=has_score),
@@ -233,6 +234,7 @@ def find_evaluation_problems(config: Config) -> list[Problem]:
     ]
     return problems or [
         *(list(machine.find_gpu_problems(config)) or machine.find_cluster_problems(config)),
+        *(machine.find_missing_libraries(trains=False, samples=not config.generation.server.urls) if is_local else ()),
         *machine.find_sandbox_problems(config),
         *machine.find_library_problems(arguments),
     ]

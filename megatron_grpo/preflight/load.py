@@ -13,6 +13,7 @@ from megatron_grpo.config.data_schema import is_model_folder
 from megatron_grpo.config.errors import ConfigError, Problem, format_count
 from megatron_grpo.config.job import Job
 from megatron_grpo.config.keys import build_values
+from megatron_grpo.config.loop_names import translate_key
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.config.started_values import split_trust
 from megatron_grpo.models.source import adopt_families, find_model_shape
@@ -108,16 +109,17 @@ def _check_resume(run_dir: Path, overrides: Sequence[str]) -> ComposedConfig:
     except ValueError as error:
         return ComposedConfig(Job(), problems=_list_problems(error, f"{RUN_DIR}{run_dir}"))
     config.run_dir = str(run_dir)
-    checked = check_config(config)
+    # Of the keys that the last start had, it said what they do not change.
+    checked = check_config(config, {translate_key("grpo", change.partition("=")[0]) for change in changes})
     text = f"resumes with the configuration of its last start, {run_dir / CONFIG_FILE}"
     changed = f", and {' '.join(changes)}" if changes else ", unchanged"
     checked.remarks.insert(0, Problem(f"{RUN_DIR}{run_dir}", text + changed))
     return checked
 
 
-def check_config(config: Config) -> ComposedConfig:
+def check_config(config: Config, user_keys: set[str] | None = None) -> ComposedConfig:
     """Check a configuration that a script made, and this machine."""
-    checked = ComposedConfig(Job(), config, build_values(config), adopt_families(config))
+    checked = ComposedConfig(Job(), config, build_values(config), adopt_families(config), user_keys=user_keys)
     if not checked.problems:
         _check_settings(checked)
         _check_machine(checked, {})
@@ -203,7 +205,7 @@ def _check_machine(checked: ComposedConfig, rewards: Mapping[str, Callable[..., 
         return
     shape = find_model_shape(config)
     memory_remarks = [*find_refit_remarks(config, shape, find_hardware(config)), *find_routed_remarks(config, shape)]
-    checked.remarks = checked.rename_problems([*find_remarks(config), *memory_remarks, *remarks])
+    checked.remarks = checked.rename_problems([*find_remarks(config, checked.user_keys), *memory_remarks, *remarks])
 
 
 def _resolve_checkpoints(config: Config) -> Iterator[Problem]:

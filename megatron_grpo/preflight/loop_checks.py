@@ -88,7 +88,7 @@ def _check_data(config: Config) -> Iterator[Rule]:
         text += " use LOOP.async_grpo.enabled=false"
         yield config.async_sampling.enabled, "data.curriculum.column=", text
     has_two = data.train_path != MISSING and data.train_sets
-    yield has_two, "data.train_path=", "and data.train_sets say the same; give one of them"
+    yield has_two, "data.train_path=", "and data.train_sets both name training rows; give one of them"
 
 
 def _check_schedules(config: Config) -> Iterator[Rule]:
@@ -100,7 +100,7 @@ def _check_schedules(config: Config) -> Iterator[Rule]:
         text = f"is for a function of your own, and {section}.optimizer.decay_style={optimizer.decay_style} is none"
         for name, value in optimizer.decay_options.items() if optimizer.has_built_in_decay else ():
             yield True, f"{section}.optimizer.decay_options.{name}={to_text(value)}", text
-        text = f"and {section}.optimizer.warmup_ratio={ratio} say the same; give one of them"
+        text = f"and {section}.optimizer.warmup_ratio={ratio} both set the length of the warm-up; give one of them"
         is_given_twice = optimizer.warmup_steps > 0 and optimizer.warmup_ratio is not None
         yield is_given_twice, f"{section}.optimizer.warmup_steps=", text
         # Without decay_steps the schedule follows the length of the run, and a short run may end while it warms up.
@@ -260,10 +260,11 @@ def _check_rows(config: Config) -> Iterator[Rule]:
     text += f" use {per_row}"
     yield generations != per_row, "LOOP.num_generations_per_prompt=", text
     has_two = data.from_rollouts is not None and data.train_sets
-    yield has_two, "data.from_rollouts=", "and data.train_sets are training rows; give one of them"
+    yield has_two, "data.from_rollouts=", "and data.train_sets both name training rows; give one of them"
     text = "would cut conversations that are learnt; use filter or error"
     yield data.long_prompts == "cut_left", "data.long_prompts=", text
-    text = f"is not there for algorithm={name}; give data.train_path a file, or a set that is loaded"
+    text = f"cannot feed algorithm={name}, which counts its rows first; give data.train_path a file, or a set that is"
+    text += " loaded"
     yield data.streaming, "data.streaming=", text
     text = f"replaces sampling, and algorithm={name} samples nothing; use null"
     yield config.debug.rollouts_from is not None, "debug.rollouts_from=", text
@@ -280,11 +281,11 @@ def _check_pairs(config: Config) -> Iterator[Rule]:
     text = "is for algorithm=sft; name the columns data.chosen_key and data.rejected_key"
     yield config.data.response_key is not None, "data.response_key=", text
     yield config.data.from_rollouts is not None, "data.from_rollouts=", "is for algorithm=sft; use null"
-    text = "would make several optimizer steps of one, whose pairs are compared before the first; use null,"
-    text += " and fewer LOOP.num_prompts_per_step"
+    text = "splits a step into several optimizer steps, but pairs are compared once, before the first of them;"
+    text += " use null, and a smaller LOOP.num_prompts_per_step"
     yield config.policy.train_global_batch_samples is not None, "policy.train_global_batch_samples=", text
     is_scored = config.method.head == "score"
-    text = "is not there for a reward model, whose head is trained too; use 0"
+    text = "cannot train a reward model: adapters would leave its head out; use 0"
     yield is_scored and config.policy.lora.rank > 0, "policy.lora.rank=", text
     text = "is for engines that sample, and nothing samples with a reward model; use null"
     yield is_scored and config.policy.quantization is not None, "policy.quantization=", text

@@ -222,6 +222,9 @@ def examine_machine(config: Config, *, reads_rows: bool = True) -> tuple[list[Pr
 
 def _find_installation_problems(config: Config) -> Iterator[Problem]:
     """Check packages, the sandbox, and settings against the installed libraries and GPUs."""
+    if config.cluster.ray_address is None:
+        has_engines = config.needs_generation and not config.generation.server.urls
+        yield from find_missing_libraries(trains=config.debug.train, samples=has_engines)
     yield from find_package_problems(config)
     yield from find_fp8_machine_problems(config)
     if config.needs_generation:
@@ -338,6 +341,14 @@ def find_login_problems(config: Config) -> Iterator[Rule]:
     text = f"needs a login of {host}, and there is none: run `wandb login`, set WANDB_API_KEY,"
     text += " or give logger.wandb.mode=offline"
     yield login is None, "logger.wandb.enabled=", text
+
+
+def find_missing_libraries(*, trains: bool, samples: bool) -> Iterator[Problem]:
+    """Find those of Megatron-Core and vLLM that are needed and not installed."""
+    for is_needed, (library, package, _) in zip((trains, samples), _LIBRARIES.values(), strict=True):
+        if is_needed and not _is_installed(package):
+            text = "is not installed here: requirements/install_cpu.sh VENV, or install_cuda.sh for GPUs, installs the"
+            yield Problem(library, f"{text} packages of a run")
 
 
 def find_library_problems(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:

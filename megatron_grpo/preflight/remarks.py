@@ -1,15 +1,16 @@
 """Remarks on settings that may not be intended, or that change nothing.
 
-A changed setting without effect, because its switch is off, is not a mistake: a recipe's values may stay while its
-switch is turned off. It is reported so that nobody compares a variant that changes nothing.
+A changed setting without effect, because its switch is off, is not a mistake. One that the user set is reported, so
+that nobody compares a variant that changes nothing; a recipe's may stay while its switch is turned off.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.loop_names import translate_key
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX, SampledLoopConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.objective_checks import check_objective_cautions
@@ -21,11 +22,15 @@ from megatron_grpo.preflight.unused_settings import find_unused_settings
 _ZERO_OR_ONE = ("math", "addition", "format", "tools", "countdown")
 
 
-def find_remarks(config: Config) -> Iterator[Problem]:
-    """Find settings that may not be intended, and those that change nothing."""
+def find_remarks(config: Config, user_keys: Collection[str] | None = None) -> Iterator[Problem]:
+    """Find settings that may not be intended, or change nothing.
+
+    `user_keys`: those that are remarked on where they change nothing; None: all.
+    """
     yield from find_cautions(config)
     for unused in find_unused_settings(config):
-        yield Problem(unused.subject, f"changes nothing in this run: {unused.text}")
+        if user_keys is None or translate_key("grpo", unused.key) in user_keys:
+            yield Problem(unused.subject, f"changes nothing in this run: {unused.text}")
 
 
 @evaluate_rules

@@ -31,7 +31,8 @@ def check_requests(config: Config) -> Iterator[Rule]:
     size, engines, default = generation.generation_batch_size, generation.parallel.data, EngineConfig().max_num_seqs
     text = f"leaves some of the {engines} engines without a response; give {engines} or more"
     yield size is not None and size < engines, "generation.generation_batch_size=", text
-    text = f"and generation.engine.max_num_seqs={generation.engine.max_num_seqs} say the same; give one of them"
+    text = f"and generation.engine.max_num_seqs={generation.engine.max_num_seqs} both limit how many responses are"
+    text += " decoded at once; give one of them"
     is_given_twice = size is not None and generation.engine.max_num_seqs != default
     yield is_given_twice, "generation.generation_batch_size=", text
     longest = speculative.prompt_lookup_max

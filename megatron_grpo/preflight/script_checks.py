@@ -116,7 +116,7 @@ def _find_environment_problems(environments: Any) -> Iterator[Problem]:
         # Ray's actor classes and handles are known by their module, since Ray is not imported here.
         if any(base.__module__.partition(".")[0] == "ray" for base in type(kind).__mro__):
             text = f"is a Ray actor, and the run starts the processes of environments itself (env.{task}.num_workers);"
-            text += f" give a class of {_INTERFACE} without ray.remote (docs/migrating.md)"
+            text += f" give a class of {_INTERFACE} without ray.remote (docs/python.md)"
             yield Problem(subject, text)
         elif not isinstance(kind, str | type):
             text = f"give the class, and what it is made with in env.{task}.options"

@@ -133,7 +133,11 @@ def _list_without_effect(config: Config) -> Iterator[Rule]:
     for section, optimizer in (("policy", config.policy.optimizer), ("value", config.value.optimizer)):
         key = f"{section}.optimizer"
         is_constant = optimizer.decay_style in ("constant", "constant_with_warmup")
-        yield is_constant, f"{key}.min_lr {key}.decay_steps", f"needs {key}.decay_style=linear or cosine"
+        yield (
+            is_constant,
+            f"{key}.min_lr {key}.decay_steps",
+            f"needs another {key}.decay_style than {optimizer.decay_style}",
+        )
     is_fused = kernel == "fused" or (kernel == "auto" and config.cluster.gpus > 0)
     text = "is for policy.logprob_kernel=chunked"
     yield is_fused and not has_filter, "policy.logprob_chunk_size", text

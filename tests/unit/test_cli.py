@@ -62,14 +62,66 @@ def with_note(error: BaseException, note: str) -> BaseException:
     return error
 
 
-def test_help_names_every_recipe_and_group(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_fits_a_screen_and_says_where_the_rest_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--help"]) == 0
-    text = capsys.readouterr().out
-    for group, options in list_config_groups().items():
-        assert group in text
-        assert all(option in text for option in options)
-    assert "policy.parallel.tensor (1)" in text
-    assert "data.train_path (required)" in text
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    for word in ("--help PATTERN", "quickstart_dpo", "variant", "policy.model.path", "--help recipes", "--help groups"):
+        assert word in "\n".join(lines)
+
+
+@pytest.mark.parametrize("program", [command, overview, evaluate, plan], ids=lambda module: module.__name__)
+def test_help_with_a_word_names_every_recipe_and_group(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    for word, listed in (("recipes", ["exp"]), ("groups", [name for name in list_config_groups() if name != "exp"])):
+        assert program.main(["--help", word]) == 0
+        words = set(re.split(r"[\s,]+", capsys.readouterr().out))
+        for group in listed:
+            assert {*list_config_groups()[group]} <= words
+            assert group == "exp" or group in words
+
+
+@pytest.mark.parametrize(
+    ("pattern", "texts"),
+    [
+        ("lr", ["policy.optimizer.lr  (float > 0, by default 1e-06)", "Peak learning rate."]),
+        ("policy.optimizer.lr", ["policy.optimizer.lr  (float"]),
+        ("policy.optimizer.lr=3e-6", ["policy.optimizer.lr  (float"]),
+        ("LORA", ["policy.lora.rank  (int >= 0, by default 0)", "refit.adapters"]),
+        ("learning_rate", ["TRL's learning_rate is policy.optimizer.lr here", "Peak learning rate."]),
+        ("model.path", ["policy.model.path  (required, text)"]),
+        ("dapo", ["variant\n      dapo\n", "grpo.use_dynamic_sampling"]),
+        ("+exp=quickstart_dpo", ["quickstart_dpo\n      The quickstart with pairs"]),
+        ("num_promts_per_step", ["did you mean grpo.num_prompts_per_step"]),
+        ("zzzz", ["no key, recipe or group matches zzzz; docs/configuration.md has every key"]),
+    ],
+)
+def test_help_searches_keys_recipes_and_groups(
+    pattern: str, texts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["--help", pattern]) == 0
+    out = capsys.readouterr().out
+    for text in texts:
+        assert text in out
+    assert max(map(len, out.splitlines()[1:]), default=0) <= 200
+
+
+def test_a_search_for_help_finds_words_and_not_their_insides(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--help", "lr"]) == 0
+    assert "processor" not in capsys.readouterr().out  # whose text has "already"
+
+
+def test_help_imports_neither_torch_nor_ray() -> None:
+    """In a process of its own, which has imported nothing else."""
+    code = f"""if True:
+        import importlib, sys
+        for name in {[*COMMANDS, "__main__"]!r}:
+            assert importlib.import_module(f"megatron_grpo.{{name}}").main(["--help"]) in (0, None)
+            assert importlib.import_module(f"megatron_grpo.{{name}}").main(["--help", "lr"]) in (0, None)
+        print(sorted({{"torch", "ray", "vllm", "transformers", "megatron.core"}} & set(sys.modules)))
+    """
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize("option", [["--cfg", "job"], ["--cfg=job"], ["-c", "job"]])
@@ -266,6 +318,34 @@ def test_remarks_come_before_the_run(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "grpo.early_stop.threshold=0.9 changes nothing in this run: needs grpo.early_stop.enabled=true" in before
     assert command.main([*overrides, "--check"]) == 0
     assert "generation.temperature=0 is greedy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "subjects"),
+    [
+        ([], []),
+        (["grpo.val_period=7"], ["grpo.val_period=7"]),
+        (["ppo.val_period=7"], ["grpo.val_period=7"]),  # the same key under another name
+        (["variant=dapo"], ["loss_fn.ratio_clip_max=0.28"]),
+        (["data={shuffle_buffer: 3}"], ["data.shuffle_buffer=3"]),
+    ],
+)
+def test_keys_of_a_recipe_that_change_nothing_are_not_remarked_on(
+    overrides: list[str], subjects: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recipe sets the period, the size and the rows of a validation, and the command line removes its set."""
+    removed = ["+exp=quickstart", "data.val_path=null", "checkpointing=none"]
+    assert command.main([*removed, *overrides, "--check"]) == 0
+    remarks = re.findall(r"^(\S+) .*changes nothing in this run", capsys.readouterr().out, flags=re.MULTILINE)
+    assert [remark for remark in remarks if "val" in remark or "val" not in str(subjects)] == subjects
+
+
+def test_keys_of_a_recipe_of_ones_own_are_remarked_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "exp").mkdir()
+    recipe = "# @package _global_\ndefaults: [/exp/quickstart, _self_]\ndata: {shuffle_buffer: 3}\n"
+    (tmp_path / "exp" / "mine.yaml").write_text(recipe)
+    assert command.main([f"--config-dir={tmp_path}", "+exp=mine", "--check"]) == 0
+    assert "data.shuffle_buffer=3 changes nothing in this run: needs data.streaming=true" in capsys.readouterr().out
 
 
 def test_the_version_and_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

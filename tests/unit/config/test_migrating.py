@@ -1,4 +1,4 @@
-"""Every line of the tables in docs/migrating.md composes."""
+"""Every line of the tables in docs/python.md composes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from megatron_grpo.config.keys import read_keys
 from megatron_grpo.config.suggestions import load_foreign_names
 from megatron_grpo.preflight.load import compose_config
 
-PAGE = Path(__file__).parents[3] / "docs" / "migrating.md"
-TEXT = re.sub(r"### Environments.*?(?=\n## )", "", PAGE.read_text(), flags=re.DOTALL)  # a table without settings
+PAGE = Path(__file__).parents[3] / "docs" / "python.md"
+SECTION = PAGE.read_text().partition("\n## Names of other frameworks\n")[2].partition("\n## Flat jobs\n")[0]
+TEXT = re.sub(r"### Environments.*?(?=\n## )", "", SECTION, flags=re.DOTALL)  # a table without settings
 LINES = [line for line in TEXT.splitlines() if line.startswith("| `")]
 NEEDS = {
     "generation.max_new_tokens=256": ["policy.max_total_sequence_length=2048"],
@@ -40,7 +41,7 @@ def test_a_line_composes(base_overrides: list[str], line: str) -> None:
 
 
 def test_defaults_that_differ_are_told_as_they_are() -> None:
-    text = PAGE.read_text().partition("### Defaults that differ")[2].partition("### Defaults of TRL's")[0]
+    text = SECTION.partition("### Defaults that differ")[2].partition("### Defaults of TRL's")[0]
     rows = re.findall(r"^\| `(\w+)=(.+?)` \((.+?)\) \| `([\w.]+)=(\S+?)`", text, flags=re.MULTILINE)
     assert len(rows) == 8
     theirs = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
@@ -80,7 +81,7 @@ ON_THE_PAGE = {
 
 
 def test_the_defaults_of_trls_page_compose_together(base_overrides: list[str]) -> None:
-    section = PAGE.read_text().partition("### Defaults of TRL's GRPO page")[2].partition("\n\n`policy.max_total")[0]
+    section = SECTION.partition("### Defaults of TRL's GRPO page")[2].partition("\n\n`policy.max_total")[0]
     rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| ")][1:]
     listed = dict(re.findall(r"`(\w+)=(.+?)`", "".join(setting for setting, _ in rows)))
     assert {name: ast.literal_eval(value) for name, value in listed.items()} == ON_THE_PAGE
@@ -98,4 +99,4 @@ def test_the_defaults_of_trls_page_compose_together(base_overrides: list[str]) -
 
 def test_the_tables_are_of_three_frameworks() -> None:
     assert len(LINES) > 90
-    assert re.findall(r"^## (\w+)", PAGE.read_text(), flags=re.MULTILINE) == ["TRL", "NeMo", "verl"]
+    assert re.findall(r"^## (\w+)", SECTION, flags=re.MULTILINE) == ["TRL", "NeMo", "verl"]

@@ -116,7 +116,7 @@ def test_training_sets_on_the_command_line_take_the_place_of_the_recipes_single_
     recipe = ["+exp=qwen3_8b_8gpu", "policy.model.path=m"]
     assert list(compose_config([*recipe, sets]).data.training_sets) == ["data.train_sets.sums.path"]
     problems = setting_problems_of([*recipe, sets, "data.train_path=b.jsonl"])
-    assert problems == {"data.train_path=b.jsonl": "and data.train_sets say the same; give one of them"}
+    assert problems == {"data.train_path=b.jsonl": "and data.train_sets both name training rows; give one of them"}
 
 
 def test_an_environment_variable_and_the_time_are_filled_in(

@@ -26,7 +26,7 @@ class Plain:
 @pytest.mark.parametrize(
     ("loader", "text"),
     [
-        (MathLike, "; docs/migrating.md says how to carry an environment of NeMo RL over"),
+        (MathLike, "; docs/python.md says how to carry an environment of NeMo RL over"),
         (ray.remote(MathLike), "; take ray.remote away: the run starts the processes of environments itself"),
         (ray.remote(num_cpus=2)(Plain), "; take ray.remote away: the run starts the processes of environments itself"),
         (ray.remote(lambda: None), "; take ray.remote away: the run starts the processes of environments itself"),

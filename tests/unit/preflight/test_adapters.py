@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3Config
 
+from megatron_grpo.config.policy_schema import MainTarget
 from megatron_grpo.config.schema import Config, LoraConfig
 from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape
+from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.preflight.model_checks import find_adapter_problems
 from megatron_grpo.preflight.remarks import find_unused_settings
 from tests.support.config_problems import SMALL, problems_of
@@ -57,8 +64,54 @@ def test_a_base_model_that_would_have_to_move_is_refused() -> None:
     assert text.endswith("use false, or train all weights with policy.lora.rank=0")
 
 
-def test_an_unknown_layer_is_refused() -> None:
-    assert "policy.lora.target_modules" in str(problems_of(["policy.lora.target_modules=[q_proj]"]))
+@pytest.mark.parametrize(
+    ("targets", "layers"),
+    [
+        ("[q_proj,k_proj,v_proj]", ["linear_qkv"]),
+        ("[down_proj,v_proj,o_proj,q_proj,k_proj]", ["linear_fc2", "linear_qkv", "linear_proj"]),
+        ("[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]", list(get_args(MainTarget))),
+        ("all-linear", list(get_args(MainTarget))),
+        ("[all-linear]", list(get_args(MainTarget))),
+        ("[qkv_proj,gate_up_proj]", ["linear_qkv", "linear_fc1"]),
+        ("[linear_proj,down_proj]", ["linear_proj", "linear_fc2"]),
+    ],
+)
+def test_names_of_peft_are_taken(targets: str, layers: list[str]) -> None:
+    overrides = ["+exp=quickstart", "policy.lora.rank=8", f"policy.lora.target_modules={targets}"]
+    assert compose_config(overrides).policy.lora.target_modules == layers
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen3Config, MistralConfig, Gemma3TextConfig])
+def test_every_linear_layer_that_peft_finds_has_a_name_here(config_class: type) -> None:
+    settings = config_class(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings)
+    adapted = get_peft_model(model, PeftConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    found = {name.split(".")[-3] for name, _ in adapted.named_parameters() if ".lora_A." in name}
+    layers = LoraConfig(rank=2, target_modules=_convert_targets(sorted(found))).target_modules
+    assert {*layers} == {*get_args(MainTarget)}
+
+
+def _convert_targets(names: list[str]) -> list[str]:
+    overrides = ["+exp=quickstart", f"policy.lora.target_modules=[{','.join(names)}]", "policy.lora.rank=2"]
+    return list(compose_config(overrides).policy.lora.target_modules)
+
+
+@pytest.mark.parametrize(
+    ("targets", "text"),
+    [
+        ("[query]", "must be list of one of linear_qkv, linear_proj, linear_fc1, linear_fc2, in_proj, out_proj, or"),
+        ("[q_proj,v_proj]", "has q_proj and v_proj alone; name k_proj too, or linear_qkv: these matrices share one"),
+        ("[o_proj,up_proj]", "has up_proj alone; name gate_proj too, or linear_fc1"),
+        (".*proj", "must be list of"),
+    ],
+)
+def test_layers_that_cannot_be_told_apart_or_are_unknown_are_refused(targets: str, text: str) -> None:
+    problems = problems_of([f"policy.lora.target_modules={targets}", "policy.lora.rank=8"])
+    assert [subject for subject in problems if subject.startswith("policy.lora.target_modules")]
+    assert text in str(problems)
 
 
 def test_settings_of_adapters_without_adapters_change_nothing() -> None:

@@ -53,17 +53,13 @@ def test_bad_rows_are_named_by_file_and_line(base_overrides: list[str], rows: Pa
     assert text in message
 
 
-def test_many_bad_rows_are_summed_up(base_overrides: list[str], rows: Path) -> None:
-    rows.write_text("{}\n" * 99 + "[]\n")
-    problems = problems_of(base_overrides)
-    assert len(problems) == 6
-    assert problems[str(rows)] == "95 more bad lines of 100"
-
-
-def test_a_column_that_no_row_has_is_one_problem(base_overrides: list[str], rows: Path) -> None:
-    rows.write_text('{"question": "1?"}\n' * 100)
-    text = "has no column 'prompt' (data.prompt_key); it has question (as in all of its 100 rows)"
-    assert problems_of(base_overrides) == {str(rows): text}
+def test_rows_with_one_mistake_are_one_problem(base_overrides: list[str], rows: Path) -> None:
+    wrong = '{"question": "1?"}\n'
+    text = "has no column 'prompt' (data.prompt_key); it has question"
+    rows.write_text(wrong * 100)
+    assert problems_of(base_overrides) == {str(rows): f"{text} (as in all of its 100 rows)"}
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n' + wrong * 99)
+    assert problems_of(base_overrides) == {f"{rows}:2": f"{text}; 98 other rows too"}
 
 
 def test_rows_that_are_all_left_out_are_explained(base_overrides: list[str], rows: Path) -> None:
@@ -71,6 +67,22 @@ def test_rows_that_are_all_left_out_are_explained(base_overrides: list[str], row
     (text,) = problems_of([*base_overrides, "data.bad_rows=skip"]).values()
     assert text.startswith("has 0 rows, fewer than the 32 prompts that are sampled together (100 rows left out")
     assert "has no column 'prompt' (data.prompt_key); it has question" in text
+
+
+def test_many_mistakes_are_summed_up(base_overrides: list[str], rows: Path) -> None:
+    rows.write_text("".join(f'{{"column_{number}": 1}}\n' for number in range(100)))
+    problems = problems_of(base_overrides)
+    assert list(problems) == [*(f"{rows}:{line}" for line in range(1, 6)), str(rows)]
+    assert problems[str(rows)] == "95 more bad lines of 100"
+
+
+def test_an_answer_that_cannot_be_compared_names_its_environment(base_overrides: list[str], rows: Path) -> None:
+    row = '{"prompt": "1?", "answer": "one"}\n'
+    rows.write_text(row * 3)
+    overrides = [*base_overrides, "~env.math", "env.addition.type=addition", "data.task_name=addition"]
+    ((_, text),) = problems_of(overrides).items()
+    assert "is not the digits of a sum" in text
+    assert '"one" (env.addition.type=addition reads it) (as in all of its 3 rows)' in text
 
 
 def test_missing_files(model: Path, rows: Path, tmp_path: Path) -> None:

@@ -257,3 +257,26 @@ def test_a_recipe_composes_as_ever(run_dir: Path, tmp_path: Path) -> None:
     assert find_recorded_run(["job=a.yaml", f"run_dir={run_dir}"]) is None
     assert find_recorded_run([f"run_dir={tmp_path}/new"]) is None
     assert find_recorded_run([f"run_dir={run_dir}"]) == run_dir
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lacking", "named"),
+    [
+        ([], {"megatron.core", "vllm"}, ["Megatron-Core", "vLLM"]),
+        ([], {"vllm"}, ["vLLM"]),
+        (["debug.train=false"], {"megatron.core", "vllm"}, ["vLLM"]),
+    ],
+)
+def test_a_package_that_a_run_cannot_do_without_is_missed_before_it_starts(
+    overrides: list[str],
+    lacking: set[str],
+    named: list[str],
+    base_overrides: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in an environment with `pip install .` alone."""
+    installed = machine_checks._is_installed
+    monkeypatch.setattr(machine_checks, "_is_installed", lambda package: package not in lacking and installed(package))
+    problems = problems_of([*base_overrides, *overrides])
+    assert [name for name in problems if name in ("Megatron-Core", "vLLM")] == named
+    assert all("requirements/install_cpu.sh VENV" in problems[name] for name in named)
