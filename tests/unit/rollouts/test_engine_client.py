@@ -13,6 +13,7 @@ from megatron_grpo.batch.generation_requests import GenerationOutput, Generation
 from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
 from megatron_grpo.rollouts.failures import RolloutFailure
+from tests.support.virtual_time import run_at_once
 
 SETTINGS = SamplingSettings(max_new_tokens=4)
 
@@ -107,7 +108,7 @@ def test_what_is_asked_in_one_moment_is_one_call_in_its_order() -> None:
         second = await client.generate(request(1), SETTINGS)
         return actor, [result.text for result in [*first, second]]
 
-    actor, texts = asyncio.run(scene())
+    actor, texts = run_at_once(scene())
     assert texts == ["5", "3", "9", "1"]
     assert actor.calls == [("w.0", [5, 3, 9], SETTINGS), ("w.1", [1], SETTINGS)]
 
@@ -122,7 +123,7 @@ def test_requests_with_other_settings_are_another_call() -> None:
         await asyncio.gather(*(client.generate(request(seed), settings) for seed, settings in requests))
         return actor
 
-    assert [(seeds, settings) for _, seeds, settings in asyncio.run(scene()).calls] == [
+    assert [(seeds, settings) for _, seeds, settings in run_at_once(scene()).calls] == [
         ([1, 2], SETTINGS),
         ([3], greedy),
     ]
@@ -135,7 +136,7 @@ def test_a_request_that_is_given_up_fails_alone() -> None:
         requests = (client.generate(request(seed), SETTINGS) for seed in (1, 2))
         return await asyncio.gather(*requests, return_exceptions=True)
 
-    good, bad = asyncio.run(scene())
+    good, bad = run_at_once(scene())
     assert good.text == "1"
     assert isinstance(bad, RolloutFailure)
     assert str(bad) == "no memory for it"
@@ -153,7 +154,7 @@ def test_an_engine_that_fails_fails_everybody_who_waits(answered: int) -> None:
         assert not client.is_busy
         return results
 
-    results = asyncio.run(scene())
+    results = run_at_once(scene())
     assert [isinstance(result, SamplingError) for result in results] == [True, True, not answered]
     text = "generation: generation engine 3 failed with RuntimeError: out of order"
     assert {str(result)[: len(text)] for result in results if isinstance(result, SamplingError)} == {text}
@@ -166,7 +167,7 @@ def test_an_answer_that_makes_no_sense_leaves_nobody_waiting() -> None:
         )
 
     with pytest.raises(SamplingError, match="generation engine 0 ended a call without an answer"):
-        asyncio.run(scene())
+        run_at_once(scene())
 
 
 def test_an_engine_that_forgets_a_request_is_an_error() -> None:
@@ -174,7 +175,7 @@ def test_an_engine_that_forgets_a_request_is_an_error() -> None:
         return await EngineClient(FakeActor(lambda _: []), 0, "w").generate(request(1), SETTINGS)
 
     with pytest.raises(SamplingError, match="generation engine 0 ended a call without an answer"):
-        asyncio.run(scene())
+        run_at_once(scene())
 
 
 def test_who_stops_waiting_is_aborted() -> None:
@@ -192,7 +193,7 @@ def test_who_stops_waiting_is_aborted() -> None:
         assert not client.is_busy
         return actor
 
-    actor = asyncio.run(scene())
+    actor = run_at_once(scene())
     assert [seeds for _, seeds, _ in actor.calls] == [[1, 2, 3]]
     assert actor.aborted == [("w.0", [1, 2])]
 
@@ -208,7 +209,7 @@ def test_at_the_deadline_the_late_engines_are_lost_and_named() -> None:
         watching.cancel()
         return losses, await asyncio.gather(*tasks, return_exceptions=True)
 
-    losses, (good, *bad) = asyncio.run(scene())
+    losses, (good, *bad) = run_at_once(scene())
     assert good.text == "1"
     text = "generation: no answer from generation engine 1, generation engine 2 within 0.1 s"
     assert [(isinstance(error, EngineLostError), str(error)[: len(text)]) for error in bad] == [(True, text)] * 2
@@ -232,7 +233,7 @@ def test_the_deadline_of_an_engine_that_was_replaced_begins_anew() -> None:
         watching.cancel()
         return early, client.loss is not None
 
-    assert asyncio.run(scene()) == (False, True)
+    assert run_at_once(scene()) == (False, True)
 
 
 @pytest.mark.parametrize("error", [RayActorError(), RayTaskError("generate", "", EngineLostError("a process ended"))])
@@ -254,7 +255,7 @@ def test_what_a_lost_engine_has_not_answered_can_be_asked_of_the_next(error: Exc
         again = await asyncio.gather(*(client.generate(request(seed), SETTINGS) for seed in (1, 2)))
         return losses, first, [result.text for result in again], new.calls, client.restarts
 
-    losses, first, again, calls, restarts = asyncio.run(scene())
+    losses, first, again, calls, restarts = run_at_once(scene())
     assert [isinstance(result, EngineLostError) for result in first] == [True, True, False]
     assert losses[0].reason.startswith("generation: generation engine 0 ")
     assert again == ["1", "2"]
@@ -281,7 +282,7 @@ def test_the_end_of_an_engine_that_was_replaced_before_it_was_noticed_is_no_loss
         await asyncio.sleep(0.1)
         return answer, client.loss, (await client.generate(request(2), SETTINGS)).text
 
-    answer, loss, text = asyncio.run(scene())
+    answer, loss, text = run_at_once(scene())
     assert isinstance(answer, EngineLostError)
     assert (loss, text) == (None, "2")
 
@@ -295,5 +296,5 @@ def test_an_engine_that_nobody_replaces_fails_everybody_who_needs_it() -> None:
         client.give_up("it burns; no other")
         return await asyncio.gather(waiting, client.generate(request(1), SETTINGS), return_exceptions=True)
 
-    results = asyncio.run(scene())
+    results = run_at_once(scene())
     assert [(type(result), str(result)) for result in results] == [(SamplingError, "it burns; no other")] * 2

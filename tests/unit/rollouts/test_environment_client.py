@@ -20,6 +20,7 @@ from megatron_grpo.environments.interface import Environment, EnvironmentSetting
 from megatron_grpo.rollouts.clock import RolloutClock
 from megatron_grpo.rollouts.environment_client import PROMPT_WORK, EnvironmentClient, PromptWork
 from megatron_grpo.rollouts.failures import ResponseFailure, RolloutFailure
+from tests.support.virtual_time import run_at_once
 
 
 class FakeProcess:
@@ -104,7 +105,7 @@ def scores(handle: Handle, *groups: tuple[str, ...]) -> list[list[Any]]:
             [score if isinstance(score, str) else score.fault or score.reward for score in result] for result in results
         ]
 
-    return asyncio.run(scene())
+    return run_at_once(scene())
 
 
 def test_calls_are_shared_out_one_at_a_time() -> None:
@@ -154,7 +155,7 @@ def test_who_stops_waiting_is_not_asked_for() -> None:
         given_up.cancel()
         assert [result.reward for result in await task] == [1.0]  # type: ignore[union-attr]
 
-    asyncio.run(scene())
+    run_at_once(scene())
     assert handle.actors[0].calls == [("y",)]
 
 
@@ -164,11 +165,11 @@ def test_resets_and_steps_are_calls_too() -> None:
         await client.start()
         return await call(client)
 
-    assert asyncio.run(scene(lambda client: client.step("state", "text", 7))).state == ("state", "text", 7)
+    assert run_at_once(scene(lambda client: client.step("state", "text", 7))).state == ("state", "text", 7)
     with pytest.raises(RolloutFailure, match="it raised"):
-        asyncio.run(scene(lambda client: client.step("raise", "text", 7)))
+        run_at_once(scene(lambda client: client.step("raise", "text", 7)))
     with pytest.raises(RolloutFailure, match="its process ended over this response"):
-        asyncio.run(scene(lambda client: client.step("die", "text", 7)))
+        run_at_once(scene(lambda client: client.step("die", "text", 7)))
 
 
 def test_an_environment_of_a_single_turn_is_not_asked_for_turns() -> None:
@@ -176,7 +177,7 @@ def test_an_environment_of_a_single_turn_is_not_asked_for_turns() -> None:
         client = EnvironmentClient(Handle(), RolloutClock())  # without a process that could answer
         return await client.reset("p", {}), await client.step(None, "text", 7)
 
-    state, turn = asyncio.run(scene())
+    state, turn = run_at_once(scene())
     assert state is None
     assert turn.done
 
@@ -226,7 +227,7 @@ def score_here(environment: Fickle, *responses: str) -> tuple[list[Any], list[st
         await client.start()
         return await client.score(job(*responses)), client.remarks
 
-    return asyncio.run(scene())
+    return run_at_once(scene())
 
 
 def test_a_group_whose_scoring_fails_is_scored_again_as_a_group() -> None:
@@ -290,7 +291,7 @@ def test_calls_behind_one_that_loses_its_process_are_neither_late_nor_lost(bad: 
         processes.extend(handle.spawned)
         return waits, failures
 
-    waits, failures = asyncio.run(scene())
+    waits, failures = run_at_once(scene())
     assert max(waits) < 0.25, "before the deadline of the calls that hang"
     assert [type(failure) for failure in failures] == [ResponseFailure] * 2
     calls = Counter(call for process in processes for call in process.calls)
@@ -313,7 +314,7 @@ def test_repeated_calls_leave_half_of_the_processes_to_others(processes: int, fr
         await asyncio.gather(*repeated, return_exceptions=True)
         return list(waits)
 
-    assert max(asyncio.run(scene())) < 0.2
+    assert max(run_at_once(scene())) < 0.2
 
 
 def test_repeated_calls_are_answered_while_others_keep_coming() -> None:
@@ -332,16 +333,15 @@ def test_repeated_calls_are_answered_while_others_keep_coming() -> None:
             task.cancel()
         return turn
 
-    assert asyncio.run(scene()).state == ("again", "text", 7)
+    assert run_at_once(scene()).state == ("again", "text", 7)
 
 
 class SlowProcess(FakeProcess):
-    """Takes 0.1 s for a call of a slow prompt."""
+    """Takes 0.1 s for a call of a slow prompt, and 1 ms for others."""
 
     async def _run(self, packed: Any) -> Any:
         answer = await super()._run(packed)
-        if self.calls[-1][0].startswith("slow"):
-            await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1 if self.calls[-1][0].startswith("slow") else 0.001)
         return answer
 
 
@@ -358,7 +358,7 @@ def run_prompts(processes: list[SlowProcess], **samples: int) -> None:
         prompts = [asyncio.create_task(run_prompt(client, *prompt)) for prompt in samples.items()]
         await asyncio.gather(*prompts)
 
-    asyncio.run(scene())
+    run_at_once(scene())
 
 
 def test_a_slow_prompt_before_others_does_not_hold_them_up() -> None:
@@ -390,7 +390,7 @@ def test_calls_that_fail_or_are_given_up_leave_no_share_taken() -> None:
         await asyncio.gather(*calls, return_exceptions=True)
         return work
 
-    work = asyncio.run(scene())
+    work = run_at_once(scene())
     assert work.calls == 0
     assert work.seconds > 0.09, "with the call that hung"
 
@@ -408,7 +408,7 @@ def test_a_process_does_not_stay_with_a_call_that_was_given_up(method: str, kill
                 await call
         return await measure(client.step("sound", "text", 7)), client.remarks
 
-    wait, remarks = asyncio.run(scene())
+    wait, remarks = run_at_once(scene())
     assert wait < 1
     assert killed == [process]
     (remark,) = remarks

@@ -31,6 +31,7 @@ from megatron_grpo.environments.reward_functions import RewardFunctionEnvironmen
 from megatron_grpo.rollouts.clock import RolloutClock
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings
+from tests.support.virtual_time import run_at_once
 
 DATUM: DatumSpec = {
     "message_log": [{"role": "user", "content": "", "token_ids": [1, 2, 3]}],
@@ -137,7 +138,7 @@ def run(
             finished.append(await group.score())
         return finished
 
-    return asyncio.run(scene())
+    return run_at_once(scene())
 
 
 def verdicts(group: Sequence[Trajectory]) -> list[tuple[float | None, bool, bool]]:

@@ -19,6 +19,7 @@ from megatron_grpo.rollouts.clock import RolloutClock
 from megatron_grpo.rollouts.environment_client import PROMPT_WORK, PromptWork
 from megatron_grpo.rollouts.failures import RolloutFailure
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings, compute_sample_seed
+from tests.support.virtual_time import run_at_once
 
 BATCH_SETTINGS = RolloutSettings(
     samples_per_prompt=3,
@@ -140,7 +141,7 @@ def run(
         await group.sample(engine)
         return await group.score()
 
-    trajectories = asyncio.run(scene())
+    trajectories = run_at_once(scene())
     assert engine.load == 0, "who is through, or has failed, adds no load"
     return trajectories
 
@@ -190,7 +191,7 @@ def test_all_calls_for_a_prompt_count_as_its_own_work() -> None:
         await asyncio.gather(run_group(), run_group())
 
     work: list[PromptWork] = []
-    asyncio.run(scene())
+    run_at_once(scene())
     assert sorted(Counter(map(id, work)).values()) == [4, 4], "of two prompts, three steps and a score each"
 
 

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,6 +147,13 @@ def test_a_canary_that_no_engine_computed_is_no_difference(caplog: pytest.LogCap
     assert "generation engine 0: vLLM did not compute the canary" in caplog.text
 
 
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock of a second more at each look, so that a canary takes seconds."""
+    monkeypatch.setattr(time, "monotonic", count().__next__)
+
+
+@pytest.mark.usefixtures("ticking")
 def test_a_suspect_sequence_is_spared_once_and_both_checks_follow(caplog: pytest.LogCaptureFixture) -> None:
     """A near tie of experts is gone with the next weights, and a fault is not."""
     engine: Any = OneEngine()
@@ -256,6 +264,7 @@ def test_weights_are_compared_at_first_and_at_a_period() -> None:
     assert not Canary(RefitConfig(weight_check_period=None), ((1, 2),)).should_compare_weights(0, new=True)
 
 
+@pytest.mark.usefixtures("ticking")
 def test_checks_that_are_required_follow_the_next_refit() -> None:
     engine: Any = OneEngine()
     config = RefitConfig(canary_share=1e-6, weight_check_period=1000)
