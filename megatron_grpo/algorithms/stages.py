@@ -61,7 +61,8 @@ def add_logprobs(
 ) -> dict[str, float]:
     """Add the log-probabilities that the step needs.
 
-    prev_logprobs are those of the policy before the step, reference_logprobs those of the reference policy. Returns
+    prev_logprobs are those of the policy before the step, prev_entropy the entropies there, reference_logprobs those of
+    the reference policy. Returns
     metrics about responses that were left out.
 
     RunError: a log-probability that the step uses is not finite, or too far from that of generation.
@@ -76,6 +77,10 @@ def add_logprobs(
                 policy.watch_states(batch)
             is_finite = policy.add_field(batch, "prev_logprobs")
         check.require_finite("prev_logprobs", is_finite | ~(batch.in_loss | needs_all), batch)
+    if config.loss_fn.selection == "highest_entropy":
+        with timer.phase("logprobs"):
+            is_finite = policy.add_field(batch, "prev_entropy")
+        check.require_finite("prev_entropy", is_finite | ~batch.in_loss, batch)
     if needs_all and config.generation.has_training_filter:  # prev_logprobs lack tokens that the filter removes
         with timer.phase("logprobs"):
             is_finite = policy.add_field(batch, "unfiltered_logprobs")

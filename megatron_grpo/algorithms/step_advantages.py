@@ -17,12 +17,14 @@ from megatron_grpo.algorithms.token_functions import (
     compute_ppo_token_advantages,
     compute_token_advantages,
     repeat_turn_advantages,
+    select_step_tokens,
 )
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.config.schema import Config, GRPOConfig, PPOConfig
 from megatron_grpo.losses import advantages as formulas
+from megatron_grpo.losses.selections import list_figures
 from megatron_grpo.rollouts.partitions import compute_over_tokens
 from megatron_grpo.rollouts.pool import RolloutPool
 
@@ -143,6 +145,19 @@ def _lay_out_turns(outcomes: Sequence[Outcome], penalties: Tensor, discount: flo
 
 
 def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: RolloutPool) -> NDArray[np.bool_]:
+    """Add advantages, and the tokens that the loss chooses by them.
+
+    The result is that of `_add_advantages`.
+    """
+    is_finite = _add_advantages(config, scores, batch, rollouts)
+    if config.loss_fn.selection is not None:
+        by_sequence = batch.advantages
+        fields = ("sampled", *list_figures(config.loss_fn.selection), *(("advantages",) if by_sequence is None else ()))
+        rollouts.compute(select_step_tokens, batch, fields, config, batch.in_loss, by_sequence)
+    return is_finite
+
+
+def _add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: RolloutPool) -> NDArray[np.bool_]:
     """Add advantages, and for PPO returns, to the batch.
 
     There is one advantage per sequence if its tokens share it, else one per token. The result, [sequences], bool, is

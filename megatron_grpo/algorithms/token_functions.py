@@ -18,6 +18,7 @@ from megatron_grpo.losses import advantages as formulas
 from megatron_grpo.losses.divergence import find_inconsistent_sequences, kl_estimate
 from megatron_grpo.losses.loss import bounded_exp
 from megatron_grpo.losses.named_formula import NamedFormula
+from megatron_grpo.losses.selections import list_figures, mark_selected
 from megatron_grpo.losses.value import estimate_advantages, token_rewards, whiten
 
 
@@ -65,6 +66,29 @@ def repeat_turn_advantages(
     by_token = formulas.clip_advantages(by_sequence.repeat_interleave(counts), config.sampled_loop)
     field = scatter_sampled(by_token, arrays["sampled"])
     return {"advantages": field}, find_finite_sequences(field, lengths)
+
+
+def select_step_tokens(
+    lengths: NDArray[np.int64],
+    arrays: TokenArrays,
+    config: Config,
+    in_loss: NDArray[np.bool_],
+    advantages: NDArray[np.float32] | None,
+) -> tuple[TokenArrays, None]:
+    """Choose tokens among all in the loss, by the rule of the loss.
+
+    Args:
+        arrays: sampled, and the figures of the rule (`list_figures`); advantages unless given.
+        in_loss: [sequences], bool.
+        advantages: [sequences], float32, if the tokens of a sequence share them.
+
+    Returns selected: 1 for chosen tokens, else 0.
+    """
+    assert config.loss_fn.selection is not None
+    (figures,) = (torch.from_numpy(arrays[name]) for name in list_figures(config.loss_fn.selection))
+    by_token = arrays["advantages"] if advantages is None else np.repeat(advantages, lengths)
+    is_candidate = torch.from_numpy(arrays["sampled"] & np.repeat(in_loss, lengths))
+    return {"selected": mark_selected(config.loss_fn, figures, torch.from_numpy(by_token), is_candidate).numpy()}, None
 
 
 def compute_ppo_token_advantages(

@@ -1,4 +1,4 @@
-"""From rewards to advantages: GRPO, RLOO, REINFORCE++ and GDPO.
+"""From rewards to advantages: GRPO, RLOO, REINFORCE++, GDPO and others.
 
 Rewards are [groups, samples], floating point, NaN where a sample has no reward. Such a sample is ignored in means and
 standard deviations, and its advantage is 0.
@@ -10,6 +10,7 @@ those with the name of a key of grpo or grpo.adv_estimator get its value; all ot
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -133,8 +134,7 @@ def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, o
         std = group_std(exact.view(1, -1)) if over_batch else group_std(exact)
         advantages = advantages / (std + STD_EPSILON)
     # Groups of equal rewards get 0: the division by nearly 0 would blow up the rounding error of their mean.
-    advantages = torch.where(has_signal(rewards)[:, None], _replace_nan(advantages), torch.zeros_like(advantages))
-    return advantages.to(rewards.dtype)
+    return _replace_without_signal(rewards, advantages)
 
 
 def grpo(
@@ -192,6 +192,67 @@ def gdpo(reward_parts: Tensor, reward_weights: Tensor) -> Tensor:
     # One row: the step is one group of all responses. NaN keeps responses without a score out of its mean.
     whole_step = torch.where(is_scored, scores, torch.full_like(scores, torch.nan)).view(1, -1)
     return group_advantages(whole_step, leave_one_out=False, normalize=True).view_as(scores)
+
+
+def maxrl(rewards: Tensor) -> Tensor:
+    """Reward minus the group's mean, over the mean.
+
+    MaxRL (Tajwar et al. 2026, arXiv:2602.02710), 0 where the mean is not above 0. With rewards of 0 and 1 its
+    expectation is the gradient of the log-likelihood of success, up to the order of the group's size, so that hard
+    prompts weigh more.
+    """
+    mean = group_mean(rewards.double())
+    advantages = (rewards - mean) / mean.clamp(min=STD_EPSILON)
+    return _replace_without_signal(rewards, torch.where(mean > STD_EPSILON, advantages, torch.zeros_like(advantages)))
+
+
+def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """Reward minus the group's mean, weighted by lengths.
+
+    OPO (Hao et al. 2025, arXiv:2505.23585): the baseline of least variance, if the squared gradient of a
+    response grows with its length. `lengths`: [groups, samples], int64: sampled tokens of each response.
+    """
+    weights = torch.where(rewards.isnan(), 0, lengths).double()
+    baseline = (weights * _replace_nan(rewards.double())).sum(dim=1, keepdim=True)
+    return _replace_without_signal(rewards, rewards - baseline / weights.sum(dim=1, keepdim=True).clamp(min=1))
+
+
+def pass_at_k(rewards: Tensor, *, pass_k: int) -> Tensor:
+    """Advantages of the best of k responses (Chen et al. 2025, arXiv:2508.10751).
+
+    A set of k responses has the reward of its best one. Its advantage is relative to mean and standard deviation over
+    all sets of the group; a response's is the mean over the sets that it is in. For rewards of 0 and 1 these are the
+    paper's closed forms; for others the same by their order. A group with fewer than k rewards gets 0.
+    """
+    rows = [_best_of_sets(group, pass_k) for group in rewards.double()]
+    return _replace_without_signal(rewards, torch.stack(rows))
+
+
+def _best_of_sets(rewards: Tensor, size: int) -> Tensor:
+    """Advantages of a group's responses, [samples], float64; NaN without a reward."""
+    advantages = torch.full_like(rewards, torch.nan)
+    order = rewards.argsort(stable=True)[: int((~rewards.isnan()).sum())]  # NaN comes last
+    count = len(order)
+    if count < size:
+        return advantages
+    ranked = rewards[order]
+    # Shares of sets whose best is the response of a rank: all others of the set are below it.
+    lower = torch.tensor([math.comb(rank, size - 1) for rank in range(count)], dtype=torch.float64)
+    best = lower / math.comb(count, size)
+    mean = (best * ranked).sum()
+    std = (best * (ranked - mean).square()).sum().sqrt()
+    # The same among the sets with a given response: a higher one is best, or the response itself.
+    with_given = math.comb(count - 1, size - 1)
+    higher = torch.tensor([math.comb(rank - 1, size - 2) if rank else 0 for rank in range(count)], dtype=torch.float64)
+    above = (higher * ranked).flip(0).cumsum(0).flip(0) - higher * ranked
+    advantages[order] = ((above + lower * ranked) / with_given - mean) / (std + STD_EPSILON)
+    return advantages
+
+
+def _replace_without_signal(rewards: Tensor, advantages: Tensor) -> Tensor:
+    """Replace by 0 what has no reward, and groups whose rewards are all equal."""
+    zeros = torch.zeros_like(advantages)
+    return torch.where(has_signal(rewards)[:, None], _replace_nan(advantages), zeros).to(rewards.dtype)
 
 
 def compute_turn_returns(rewards: Tensor, discount: float) -> Tensor:

@@ -198,16 +198,19 @@ class ModelRank(ABC):
 
     @torch.no_grad()
     def _forward_tokens(
-        self, chunks: list[DecoderModel], batch: TokenBatch, microbatches: Microbatches
+        self, chunks: list[DecoderModel], batch: TokenBatch, microbatches: Microbatches, field: str | None = None
     ) -> Tensor | None:
         # One output per token, [sum(lengths), ...], on the host, of the output rank only. It is 0 for tokens that were
-        # not sampled; without the field `sampled` every token has its output.
+        # not sampled; without the field `sampled` every token has its output. With `field` it is this field that the
+        # head adds, in place of the output.
         for chunk in chunks:
             chunk.eval()
 
         def keep(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, tuple[Tensor, NDArray[np.int64]]]:
             # Megatron-Core's schedule wants a loss and a token count; both are 0 here.
-            values, _ = self._apply_head(chunks[-1], output, microbatch.tokens)
+            values, fields = self._apply_head(chunks[-1], output, microbatch.tokens)
+            if field is not None:
+                values = getattr(fields, field)
             if values.dim() > 1 and self.config.parallel.context == 1:
                 values = values.cpu()  # wide outputs of all tokens may not fit the device
             return values.new_zeros(()), values.new_zeros((), dtype=torch.int), (values, microbatch.token_indices)
@@ -326,8 +329,13 @@ class PolicyRank(ModelRank):
             with on_device(self.reference, self.platform.device) if reference.offload else nullcontext():
                 return self._forward_tokens(self.reference, batch, microbatches)
 
+    def compute_entropy(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
+        """Compute the entropy of the distribution that drew each token."""
+        return self._forward_tokens(self.gather_chunks(), batch, microbatches, field="entropy")
+
     outputs: ClassVar = {
         "prev_logprobs": compute_logprobs,
+        "prev_entropy": compute_entropy,
         "unfiltered_logprobs": compute_unfiltered_logprobs,
         "reference_logprobs": compute_reference_logprobs,
     }
