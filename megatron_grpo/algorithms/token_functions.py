@@ -33,7 +33,8 @@ def compute_token_advantages(
     """Compute the advantage of every sampled token, 0 for the others.
 
     Args:
-        arrays: sampled; with use_kl_in_reward reference_logprobs and the policy's (`choose_policy_logprobs`).
+        arrays: sampled; score_sizes if the estimator needs them; with use_kl_in_reward reference_logprobs and the
+            policy's (`choose_policy_logprobs`).
         rewards: [groups, samples], float32: `Scores.rewards`, scaled and shaped; NaN where there is none.
         response_tokens: [rollouts], int64: sampled tokens of each.
 
@@ -43,7 +44,8 @@ def compute_token_advantages(
     assert isinstance(loop, GRPOConfig)
     penalty, tokens = compute_kl_penalty(config, arrays), torch.from_numpy(response_tokens).view_as(rewards)
     if loop.adv_estimator.by_token:
-        advantages = estimator(rewards=rewards, lengths=tokens, token_penalty=penalty)
+        sizes = torch.from_numpy(arrays["score_sizes"][arrays["sampled"]]) if "score_sizes" in arrays else None
+        advantages = estimator(rewards=rewards, lengths=tokens, token_penalty=penalty, score_sizes=sizes)
     else:
         assert penalty is not None
         # A KL penalty lowers the response's reward by its sum (as in RLOO, Ahmadian et al. 2024).

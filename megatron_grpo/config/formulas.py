@@ -123,6 +123,10 @@ class Advantages:
     """Whether it takes the rewards of each reward function."""
     compares_samples: bool = True
     """Whether it needs several responses to a prompt."""
+    needs_score_sizes: bool = False
+    """Whether it takes the size of each token's gradient by the logits, of two more forward passes."""
+    has_task_baselines: bool = False
+    """Whether its baseline is a mean over earlier rewards of the task."""
 
 
 ADVANTAGES = {
@@ -132,4 +136,6 @@ ADVANTAGES = {
     "maxrl": Advantages(),
     "opo": Advantages(),
     "pass_at_k": Advantages(reads=frozenset({"pass_k"})),
+    "otb": Advantages(by_token=True, needs_score_sizes=True),
+    "rae": Advantages(compares_samples=False, has_task_baselines=True),
 }

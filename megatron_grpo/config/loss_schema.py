@@ -331,7 +331,8 @@ class AdvantageEstimatorConfig(Section):
     name: AdvantagesName = "grpo"
     """grpo: relative to the group; reinforce_plus_plus: normalised over the tokens of the step; gdpo: each reward
     function normalised within the group, then their weighted sum over the step; maxrl: over the group's mean reward;
-    opo: the baseline weighs rewards by lengths; pass_at_k: for the best of pass_k responses; or a function of your own
+    opo: the baseline weighs rewards by lengths; pass_at_k: for the best of pass_k responses; otb: a
+    baseline of each token; rae: a baseline of each task over earlier steps; or a function of your own
     (docs/extending.md)."""
 
     options: FormulaOptions = field(default_factory=dict)
@@ -343,6 +344,9 @@ class AdvantageEstimatorConfig(Section):
     pass_k: Annotated[int, Field(ge=2)] = 4
     """pass_at_k only: responses of which the best one counts."""
 
+    baseline_decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """rae only: share that a task's baseline keeps when a reward is added to it."""
+
     @property
     def entry(self) -> Advantages | None:
         """The row of the table; None: the user's own function."""
@@ -352,6 +356,16 @@ class AdvantageEstimatorConfig(Section):
     def by_token(self) -> bool:
         """True if each token has an advantage of its own."""
         return self.entry is not None and self.entry.by_token
+
+    @property
+    def needs_score_sizes(self) -> bool:
+        """True if the size of each token's gradient counts."""
+        return self.entry is not None and self.entry.needs_score_sizes
+
+    @property
+    def has_task_baselines(self) -> bool:
+        """True if each task has a baseline over steps."""
+        return self.entry is not None and self.entry.has_task_baselines
 
     @property
     def needs_parts(self) -> bool:

@@ -29,6 +29,8 @@ INPUTS = {
     "reward_parts": "[functions, groups, samples], float32: rewards of each function",
     "reward_weights": "[functions], float32: weight of each function",
     "token_penalty": "[lengths.sum()], float32: KL penalty of each token, or None",
+    "score_sizes": "[lengths.sum()], float32: squared size of each token's gradient by the logits",
+    "task_baselines": "[groups, samples], float64: the task's mean of rewards up to each response",
 }
 """Tensors that a function may take, by the name of the parameter; those of the user take the first two."""
 USER_INPUTS = ("rewards", "lengths")
@@ -247,6 +249,60 @@ def _best_of_sets(rewards: Tensor, size: int) -> Tensor:
     above = (higher * ranked).flip(0).cumsum(0).flip(0) - higher * ranked
     advantages[order] = ((above + lower * ranked) / with_given - mean) / (std + STD_EPSILON)
     return advantages
+
+
+def rae(rewards: Tensor, task_baselines: Tensor) -> Tensor:
+    """Reward minus the running mean of its task; 0 without a reward.
+
+    Role-conditioned advantage estimation of SPIRAL (Liu et al. 2025, arXiv:2506.24119): in self-play each role of a
+    game has a baseline, b <- decay b + (1 - decay) R before A = R - b (`update_task_baselines`). A role is a task here.
+    """
+    return _replace_nan(rewards - task_baselines).to(rewards.dtype)
+
+
+def update_task_baselines(baselines: dict[str, float], tasks: list[str], rewards: Tensor, decay: float) -> Tensor:
+    """Add rewards to the running means of their tasks, which begin at 0.
+
+    `tasks` has the task of each group, `rewards` is [groups, samples]; NaN changes nothing. Returns the mean after each
+    reward, [groups, samples], float64; `baselines` has the last ones.
+    """
+    means = torch.zeros(rewards.shape, dtype=torch.float64)
+    for group, (task, row) in enumerate(zip(tasks, rewards.tolist(), strict=True)):
+        for sample, reward in enumerate(row):
+            if not math.isnan(reward):
+                baselines[task] = decay * baselines.get(task, 0.0) + (1 - decay) * reward
+            means[group, sample] = baselines.get(task, 0.0)
+    return means
+
+
+def otb(rewards: Tensor, lengths: Tensor, token_penalty: Tensor | None, score_sizes: Tensor) -> Tensor:
+    """Return of each token minus the group's optimal baseline at it.
+
+    The optimal token baseline (Li et al. 2026, arXiv:2602.07078): B_t = sum of G_t W_t over sum of W_t over the group's
+    responses that have a token t, W_t the sum of `score_sizes` up to t. It has the least variance if gradients by
+    logits stand for those by weights. G_t is the reward minus the KL penalties from t on. A token that no other
+    response reaches has the advantage 0. The result is [lengths.sum()].
+    """
+    counts, exact = lengths.flatten().tolist(), _replace_nan(rewards.double()).flatten()
+    returns = exact.repeat_interleave(lengths.flatten())
+    if token_penalty is not None:
+        returns = returns - reward_to_go(token_penalty.double(), counts)
+    is_scored = (~rewards.isnan()).flatten().repeat_interleave(lengths.flatten())
+    sizes = torch.where(is_scored, score_sizes.double(), 0.0)
+    energy = torch.cat([piece.cumsum(0) for piece in sizes.split(counts)])
+    # A number for each position of each group.
+    positions = torch.cat([torch.arange(count) for count in counts])
+    group = torch.arange(len(rewards)).repeat_interleave(lengths.sum(dim=1))
+    width = max(max(counts), 1)
+    index = group * width + positions
+    sums = torch.zeros(2, len(rewards) * width, dtype=torch.float64)
+    sums[0].index_add_(0, index, returns * energy)
+    sums[1].index_add_(0, index, energy)
+    baseline = sums[0] / sums[1].clamp(min=torch.finfo(torch.float64).tiny)
+    advantages = torch.where(is_scored & (sums[1][index] > 0), returns - baseline[index], 0.0)
+    # Responses of equal return leave only the rounding error of their mean.
+    is_noise = advantages.abs() <= ROUNDING_SHARE**2 * returns.abs()
+    return torch.where(is_noise, 0.0, advantages).to(rewards.dtype)
 
 
 def _replace_without_signal(rewards: Tensor, advantages: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ SETTLE_S = 3.0
 OUTPUTS = {
     "prev_logprobs": "log-probabilities",
     "prev_entropy": "entropies",
+    "score_sizes": "sizes of gradients",  # by the logits
     "unfiltered_logprobs": "log-probabilities",  # over the vocabulary without the filter of sampling
     "reference_logprobs": "reference log-probabilities",  # under the frozen reference policy
     "values": "values",  # the expected return before every token

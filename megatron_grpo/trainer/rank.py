@@ -333,8 +333,25 @@ class PolicyRank(ModelRank):
         """Compute the entropy of the distribution that drew each token."""
         return self._forward_tokens(self.gather_chunks(), batch, microbatches, field="entropy")
 
+    def compute_score_sizes(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
+        """Compute the squared size of each token's gradient by the logits.
+
+        With p the distribution and t the token it is 1 - 2 p_t + sum_v p_v^2. Doubled logits give the normalised p^2,
+        in which the token has the probability p_t^2 / sum_v p_v^2.
+        """
+        logprobs, settings = self.compute_logprobs(batch, microbatches), self.settings
+        self.settings = replace(settings, logit_scale=2 * settings.logit_scale)
+        try:
+            of_squares = self.compute_logprobs(batch, microbatches)
+        finally:
+            self.settings = settings
+        if logprobs is None or of_squares is None:
+            return None
+        return 1 - 2 * logprobs.exp() + (2 * logprobs - of_squares).exp()  # 0 where nothing was sampled
+
     outputs: ClassVar = {
         "prev_logprobs": compute_logprobs,
+        "score_sizes": compute_score_sizes,
         "prev_entropy": compute_entropy,
         "unfiltered_logprobs": compute_unfiltered_logprobs,
         "reference_logprobs": compute_reference_logprobs,

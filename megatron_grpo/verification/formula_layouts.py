@@ -123,14 +123,20 @@ def _estimate_advantages(estimator: NamedFormula, batch: TokenBatch, draw: torch
     rewards = torch.randint(0, 3, shape, generator=draw).float()
     lengths = lengths.view(shape)
     if "token_penalty" in estimator.inputs:
-        by_token = estimator(rewards=rewards, lengths=lengths, token_penalty=None).float()
+        sizes = torch.rand(int(lengths.sum()), generator=draw)
+        by_token = estimator(rewards=rewards, lengths=lengths, token_penalty=None, score_sizes=sizes).float()
         advantages = torch.zeros(sum(batch.lengths))
         in_loss = require_field(batch.fields.loss_mask) > 0
         advantages[in_loss] = by_token[: int(in_loss.sum())]
         return advantages
     parts = torch.stack([rewards, torch.randint(0, 2, shape, generator=draw).float()])
     by_response = response_advantages(
-        estimator, rewards, lengths, reward_parts=parts, reward_weights=torch.tensor([1.0, 0.5])
+        estimator,
+        rewards,
+        lengths,
+        reward_parts=parts,
+        reward_weights=torch.tensor([1.0, 0.5]),
+        task_baselines=rewards / 2,
     ).flatten()[: len(batch)]
     return by_response.repeat_interleave(torch.tensor(batch.lengths))
 

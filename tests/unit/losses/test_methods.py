@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,10 +17,20 @@ from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.config.formulas import ADVANTAGES, CORRECTIONS, OBJECTIVES
 from megatron_grpo.config.loss_schema import AdvantageEstimatorConfig
 from megatron_grpo.config.schema import GRPOConfig, LossConfig
-from megatron_grpo.losses.advantages import make_estimator, maxrl, opo, pass_at_k, response_advantages
+from megatron_grpo.losses.advantages import (
+    make_estimator,
+    maxrl,
+    opo,
+    otb,
+    pass_at_k,
+    rae,
+    response_advantages,
+    update_task_baselines,
+)
 from megatron_grpo.losses.loss import Segments, onward_sum
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.selections import mark_selected, select_tokens
+from megatron_grpo.trainer.rank import PolicyRank
 from tests.support.loss_oracle import CONFIGS, METHODS, counts_of, random_batch
 
 LIMITS = {"truncated_importance_sampling_ratio": 1.3, "truncated_importance_sampling_ratio_min": 0.8}
@@ -172,6 +182,67 @@ def test_opo_weighs_rewards_by_lengths() -> None:
     torch.testing.assert_close(opo(rewards, lengths), torch.tensor(expected, dtype=torch.float64))
 
 
+def test_the_optimal_token_baseline_balances_what_it_weighs() -> None:
+    """At each position the weighted advantages of a group add up to 0, which minimises their weighted squares."""
+    draw = torch.Generator().manual_seed(4)
+    rewards = torch.tensor([[1.0, 0.0, 0.5, math.nan], [0.2, 0.2, 0.2, 0.2]], dtype=torch.float64)
+    lengths = torch.tensor([[4, 2, 3, 2], [3, 1, 0, 2]])
+    sizes = torch.rand(int(lengths.sum()), generator=draw, dtype=torch.float64)
+    penalty = 0.1 * torch.rand(int(lengths.sum()), generator=draw, dtype=torch.float64)
+    for token_penalty in (None, penalty):
+        advantages = otb(rewards, lengths, token_penalty, sizes)
+        pieces = [values.split(lengths.flatten().tolist()) for values in (advantages, sizes, penalty)]
+        for group, position in itertools.product(range(2), range(4)):
+            members = [i for i in range(4) if lengths[group, i] > position and not rewards[group, i].isnan()]
+            rows = [4 * group + i for i in members]
+            energy = [float(pieces[1][row][: position + 1].sum()) for row in rows]
+            later = [0.0 if token_penalty is None else float(pieces[2][row][position:].sum()) for row in rows]
+            returns = [float(rewards[group, i]) - further for i, further in zip(members, later, strict=True)]
+            weighted = sum(weight * value for weight, value in zip(energy, returns, strict=True))
+            for row, value in zip(rows, returns, strict=True):
+                expected = value - weighted / sum(energy)
+                assert float(pieces[0][row][position]) == pytest.approx(expected, abs=1e-7)
+    assert (otb(rewards, lengths, None, sizes)[11:] == 0).all()
+
+
+def test_sizes_of_scores_are_those_of_the_softmax() -> None:
+    """Log-probabilities at doubled logits give the sum of squared probabilities."""
+    draw = torch.Generator().manual_seed(6)
+    logits, targets = 2 * torch.randn(5, 11, generator=draw), torch.tensor([0, 3, 3, 10, 7])
+
+    @dataclass
+    class Settings:
+        logit_scale: float = 0.7
+
+    class Rank:
+        settings = Settings()
+
+        def compute_logprobs(self, batch: object, microbatches: object) -> Tensor:
+            return (self.settings.logit_scale * logits).log_softmax(1)[torch.arange(5), targets]
+
+    rank: Any = Rank()
+    probabilities = (0.7 * logits).softmax(1)
+    slopes = torch.nn.functional.one_hot(targets, 11) - probabilities  # d log p(target) / d logits
+    actual = PolicyRank.compute_score_sizes(rank, None, None)  # type: ignore[arg-type]
+    torch.testing.assert_close(actual, slopes.square().sum(dim=1))
+    assert rank.settings.logit_scale == 0.7
+
+
+def test_each_task_has_a_running_baseline() -> None:
+    """As SPIRAL's actors do it, game by game: the baseline moves first, then the advantage is taken."""
+    baselines: dict[str, float] = {"solver": 0.5}
+    rewards = torch.tensor([[1.0, 0.0], [1.0, math.nan], [-1.0, 1.0]])
+    means = update_task_baselines(baselines, ["proposer", "solver", "proposer"], rewards, 0.9)
+    expected, state = [], {"solver": 0.5}
+    for task, reward in [("proposer", 1.0), ("proposer", 0.0), ("solver", 1.0), ("proposer", -1.0), ("proposer", 1.0)]:
+        state[task] = 0.9 * state.get(task, 0.0) + 0.1 * reward
+        expected.append(reward - state[task])
+    advantages = rae(rewards, means)
+    assert advantages[~rewards.isnan()].tolist() == pytest.approx(expected)
+    assert advantages[1, 1] == 0
+    assert baselines == pytest.approx(state)
+
+
 def test_the_step_chooses_by_covariance_and_entropy() -> None:
     draw = torch.Generator().manual_seed(2)
     logprobs, advantages = -torch.rand(200, generator=draw), torch.randn(200, generator=draw)
@@ -293,6 +364,8 @@ def test_edges_of_all_advantages(name: str, data: st.DataObject) -> None:
     lengths = torch.tensor(rows).view_as(rewards)
     estimator = make_estimator(GRPOConfig(adv_estimator=AdvantageEstimatorConfig(name=name, pass_k=2)))
     parts: dict[str, Any] = {"reward_parts": rewards[None], "reward_weights": torch.ones(1), "token_penalty": None}
+    sizes = data.draw(st.lists(st.sampled_from([0.0, 0.3, 2.0]), min_size=int(lengths.sum())))
+    parts |= {"score_sizes": torch.tensor(sizes)[: int(lengths.sum())], "task_baselines": torch.zeros_like(rewards)}
     if ADVANTAGES[name].by_token:
         advantages = estimator(rewards=rewards, lengths=lengths, **parts)
         assert advantages.shape == (int(lengths.sum()),)
@@ -302,7 +375,7 @@ def test_edges_of_all_advantages(name: str, data: st.DataObject) -> None:
     assert advantages.shape == rewards.shape
     assert advantages.isfinite().all()
     assert (advantages[rewards.isnan()] == 0).all()
-    if name != "gdpo":  # which compares responses of other groups
+    if name not in ("gdpo", "rae"):  # which compare responses of other groups
         for row, result in zip(rewards, advantages, strict=True):
             present = row[~row.isnan()]
             assert (present != present[:1]).any() or (result == 0).all()

@@ -26,8 +26,8 @@ from tests.support.grpo_run import SHAPE
 
 VARIANTS = [
     *("cispo", "clip_cov", "dapo", "divergence_mask", "dppo", "dr_grpo", "dro", "fipo", "gmpo", "gspo", "high_entropy"),
-    *("kl_cov", "luspo", "maxrl", "off_policy_mask", "opo", "pass_at_k", "reinforce_plus_plus", "rloo", "sapo"),
-    *("seq_tis", "vespo"),
+    *("kl_cov", "luspo", "maxrl", "off_policy_mask", "opo", "otb", "pass_at_k", "rae", "reinforce_plus_plus", "rloo"),
+    *("sapo", "seq_tis", "vespo"),
 ]
 
 
