@@ -51,7 +51,7 @@ Runs the same tokens through each layout in float32 on this machine, and compare
 may be a small multiple as far away as transformers in float32. Exit code 1 when something is further.
 
 With loss=NAME the tokens have the loss of an objective, a correction or advantages: one of loss_fn.objective, of
-loss_fn.truncated_importance_sampling_type or of grpo.adv_estimator.name, or a function of your own (docs/extending.md).
+loss_fn.corrections or of grpo.adv_estimator.name, or a function of your own (docs/extending.md).
 Its loss and gradient are compared with those of one process on rectangles, packed and padded, in one microbatch and in
 many, and in [{FORMULA_LAYOUTS}].
 

@@ -78,6 +78,7 @@ class GRPOSaveState(TypedDict):
     early_stop: EarlyStopState
     prob_error: NotRequired[ProbErrorState]  # absent before the first step that has a probability error
     idle_tensors: NotRequired[IdleTensorState]  # absent before the first such tensor
+    task_baselines: NotRequired[dict[str, float]]  # running mean of the rewards of each task; absent without any
     val_step: NotRequired[int]  # steps before the last validation
     val_reward: NotRequired[float | None]
     val_accuracy: NotRequired[float | None]

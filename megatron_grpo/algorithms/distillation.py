@@ -44,7 +44,7 @@ def distillation_step(run: DistillationRun, batches: Iterator[list[DatumSpec]]) 
     check.require_finite("the teacher's output", is_finite | ~batch.in_loss, batch)
     if config.uses_rewards:
         with timer.phase("advantages"):
-            is_finite = add_advantages(config, samples.scores, batch, rollouts)
+            is_finite = add_advantages(config, samples.scores, batch, rollouts, run.state)
         check.require_finite("advantages", is_finite | ~batch.in_loss, batch)
     run.dumps.begin()
     with timer.phase("train"):

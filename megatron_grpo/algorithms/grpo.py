@@ -104,7 +104,7 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
     batch, check = prepare_batch(run, samples, timer)
     logprob_metrics = add_logprobs(config, batch, policy, rollouts, check, timer)
     with timer.phase("advantages"):
-        is_finite = add_advantages(config, samples.scores, batch, rollouts)
+        is_finite = add_advantages(config, samples.scores, batch, rollouts, run.state)
     check.require_finite("advantages", is_finite | ~batch.in_loss, batch)
     run.dumps.begin()  # rollouts are written while the policy learns
     with timer.phase("train"):

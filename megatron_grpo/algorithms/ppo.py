@@ -36,7 +36,7 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
         is_finite = run.value.add_field(batch, "values")
     check.require_finite("values", is_finite | ~batch.in_loss, batch)
     with timer.phase("advantages"):
-        is_finite = add_advantages(config, samples.scores, batch, rollouts)
+        is_finite = add_advantages(config, samples.scores, batch, rollouts, run.state)
     check.require_finite("advantages", is_finite | ~batch.in_loss, batch)
     run.dumps.begin()
     # In the first steps only the value model is trained. The policy's unchanged weights are still published, so that

@@ -18,7 +18,7 @@ from megatron_grpo.batch.replay_files import StepFigures, locate_figures_file, w
 from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
 from megatron_grpo.batch.trajectory import SampledGroup
 from megatron_grpo.config.keys import build_values
-from megatron_grpo.config.schema import Config
+from megatron_grpo.config.schema import Config, GRPOConfig
 from megatron_grpo.losses.loss import LossFunction, combine_metrics, is_extreme
 from megatron_grpo.losses.policy_loss import add_derived_metrics
 from megatron_grpo.losses.value import MseValueLossFn, add_explained_variance
@@ -61,7 +61,8 @@ def add_logprobs(
 ) -> dict[str, float]:
     """Add the log-probabilities that the step needs.
 
-    prev_logprobs are those of the policy before the step, reference_logprobs those of the reference policy. Returns
+    prev_logprobs are those of the policy before the step, prev_entropy the entropies there, reference_logprobs those of
+    the reference policy. Returns
     metrics about responses that were left out.
 
     RunError: a log-probability that the step uses is not finite, or too far from that of generation.
@@ -76,6 +77,12 @@ def add_logprobs(
                 policy.watch_states(batch)
             is_finite = policy.add_field(batch, "prev_logprobs")
         check.require_finite("prev_logprobs", is_finite | ~(batch.in_loss | needs_all), batch)
+    needs_sizes = isinstance(config.loop, GRPOConfig) and config.loop.adv_estimator.needs_score_sizes
+    chooses_by_entropy = config.loss_fn.selection == "highest_entropy"
+    for field in (*(("prev_entropy",) if chooses_by_entropy else ()), *(("score_sizes",) if needs_sizes else ())):
+        with timer.phase("logprobs"):
+            is_finite = policy.add_field(batch, field)
+        check.require_finite(field, is_finite | ~batch.in_loss, batch)
     if needs_all and config.generation.has_training_filter:  # prev_logprobs lack tokens that the filter removes
         with timer.phase("logprobs"):
             is_finite = policy.add_field(batch, "unfiltered_logprobs")

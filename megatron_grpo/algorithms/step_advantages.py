@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,14 +17,19 @@ from megatron_grpo.algorithms.token_functions import (
     compute_ppo_token_advantages,
     compute_token_advantages,
     repeat_turn_advantages,
+    select_step_tokens,
 )
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.schema import Config, GRPOConfig, PPOConfig
 from megatron_grpo.config.started_values import list_code_folders
 from megatron_grpo.losses import advantages as formulas
+from megatron_grpo.losses.selections import list_figures
 from megatron_grpo.rollouts.partitions import compute_over_tokens
 from megatron_grpo.rollouts.pool import RolloutPool
+
+if TYPE_CHECKING:
+    from megatron_grpo.algorithms.context import GRPOSaveState
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,8 @@ class Scores:
     """[groups], bool: whether dynamic sampling keeps the group."""
     turns: Turns | None = None
     """Returns by turn; None: all tokens of a response share an advantage."""
+    tasks: list[str] = field(default_factory=list)
+    """Task of each group."""
 
     @staticmethod
     def join(scores: Sequence[Scores]) -> Scores:
@@ -75,6 +82,7 @@ class Scores:
             function_weights=scores[0].function_weights,
             differs=torch.cat([part.differs for part in scores]),
             has_signal=torch.cat([part.has_signal for part in scores]),
+            tasks=[task for part in scores for task in part.tasks],
             turns=None if scores[0].turns is None else Turns.join([part.turns for part in scores if part.turns]),
         )
 
@@ -108,7 +116,8 @@ def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
     # Rewards must differ before shaping, too. Length penalties alone are no signal: responses that are all right or all
     # wrong nearly always differ in length, and DAPO drops them (Yu et al. 2025, eq. 11).
     differs = formulas.has_signal(shaped)
-    return Scores(shaped, None, None, differs, formulas.has_signal(scaled) & differs)
+    tasks = [outcome.task_name for outcome in outcomes[::samples]]
+    return Scores(shaped, None, None, differs, formulas.has_signal(scaled) & differs, tasks=tasks)
 
 
 def _find_reward(config: Config, outcome: Outcome) -> float:
@@ -142,7 +151,24 @@ def _lay_out_turns(outcomes: Sequence[Outcome], penalties: Tensor, discount: flo
     return Turns(returns, laid_tokens.T.reshape(shape))
 
 
-def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: RolloutPool) -> NDArray[np.bool_]:
+def add_advantages(
+    config: Config, scores: Scores, batch: StepBatch, rollouts: RolloutPool, state: GRPOSaveState | None = None
+) -> NDArray[np.bool_]:
+    """Add advantages, and the tokens that the loss chooses by them.
+
+    `state`: of the run, for baselines over its steps. The result is that of `_add_advantages`.
+    """
+    is_finite = _add_advantages(config, scores, batch, rollouts, state)
+    if config.loss_fn.selection is not None:
+        by_sequence = batch.advantages
+        fields = ("sampled", *list_figures(config.loss_fn.selection), *(("advantages",) if by_sequence is None else ()))
+        rollouts.compute(select_step_tokens, batch, fields, config, batch.in_loss, by_sequence)
+    return is_finite
+
+
+def _add_advantages(
+    config: Config, scores: Scores, batch: StepBatch, rollouts: RolloutPool, state: GRPOSaveState | None
+) -> NDArray[np.bool_]:
     """Add advantages, and for PPO returns, to the batch.
 
     There is one advantage per sequence if its tokens share it, else one per token. The result, [sequences], bool, is
@@ -166,6 +192,13 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
         return is_finite
     assert isinstance(loop, GRPOConfig)
     estimator = formulas.make_estimator(loop, list_code_folders(config))
+    settings = loop.adv_estimator
+    fields = (*fields, "score_sizes") if settings.needs_score_sizes else fields
+    means = None
+    if settings.has_task_baselines:
+        assert state is not None, "baselines are part of the run's state"
+        baselines = state.setdefault("task_baselines", {})
+        means = formulas.update_task_baselines(baselines, scores.tasks, scores.rewards, settings.baseline_decay)
     if loop.adv_estimator.by_token or config.loss_fn.use_kl_in_reward:
         is_finite = rollouts.compute(compute_token_advantages, batch, fields, *arguments, estimator)
     elif scores.turns is not None:
@@ -178,6 +211,7 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
             torch.from_numpy(response_tokens).view_as(scores.rewards),
             reward_parts=scores.reward_parts,
             reward_weights=scores.function_weights,
+            task_baselines=means,
         )
         by_rollout = formulas.clip_advantages(advantages.flatten(), loop).float().numpy()
         batch.advantages = batch.repeat_by_sequence(by_rollout)

@@ -20,6 +20,7 @@ from megatron_grpo.losses import advantages as formulas
 from megatron_grpo.losses.divergence import find_inconsistent_sequences, kl_estimate
 from megatron_grpo.losses.loss import bounded_exp
 from megatron_grpo.losses.named_formula import NamedFormula
+from megatron_grpo.losses.selections import list_figures, mark_selected
 from megatron_grpo.losses.value import estimate_advantages, token_rewards, whiten
 
 
@@ -34,7 +35,8 @@ def compute_token_advantages(
     """Compute the advantage of every sampled token, 0 for the others.
 
     Args:
-        arrays: sampled; with use_kl_in_reward reference_logprobs and the policy's (`choose_policy_logprobs`).
+        arrays: sampled; score_sizes if the estimator needs them; with use_kl_in_reward reference_logprobs and the
+            policy's (`choose_policy_logprobs`).
         rewards: [groups, samples], float32: `Scores.rewards`, scaled and shaped; NaN where there is none.
         response_tokens: [rollouts], int64: sampled tokens of each.
 
@@ -44,7 +46,8 @@ def compute_token_advantages(
     assert isinstance(loop, GRPOConfig)
     penalty, tokens = compute_kl_penalty(config, arrays), torch.from_numpy(response_tokens).view_as(rewards)
     if loop.adv_estimator.by_token:
-        advantages = estimator(rewards=rewards, lengths=tokens, token_penalty=penalty)
+        sizes = torch.from_numpy(arrays["score_sizes"][arrays["sampled"]]) if "score_sizes" in arrays else None
+        advantages = estimator(rewards=rewards, lengths=tokens, token_penalty=penalty, score_sizes=sizes)
     else:
         assert penalty is not None
         # A KL penalty lowers the response's reward by its sum (as in RLOO, Ahmadian et al. 2024).
@@ -67,6 +70,29 @@ def repeat_turn_advantages(
     by_token = formulas.clip_advantages(by_sequence.repeat_interleave(counts), config.sampled_loop)
     field = scatter_sampled(by_token, arrays["sampled"])
     return {"advantages": field}, find_finite_sequences(field, lengths)
+
+
+def select_step_tokens(
+    lengths: NDArray[np.int64],
+    arrays: TokenArrays,
+    config: Config,
+    in_loss: NDArray[np.bool_],
+    advantages: NDArray[np.float32] | None,
+) -> tuple[TokenArrays, None]:
+    """Choose tokens among all in the loss, by the rule of the loss.
+
+    Args:
+        arrays: sampled, and the figures of the rule (`list_figures`); advantages unless given.
+        in_loss: [sequences], bool.
+        advantages: [sequences], float32, if the tokens of a sequence share them.
+
+    Returns selected: 1 for chosen tokens, else 0.
+    """
+    assert config.loss_fn.selection is not None
+    (figures,) = (torch.from_numpy(arrays[name]) for name in list_figures(config.loss_fn.selection))
+    by_token = arrays["advantages"] if advantages is None else np.repeat(advantages, lengths)
+    is_candidate = torch.from_numpy(arrays["sampled"] & np.repeat(in_loss, lengths))
+    return {"selected": mark_selected(config.loss_fn, figures, torch.from_numpy(by_token), is_candidate).numpy()}, None
 
 
 def compute_ppo_token_advantages(

@@ -42,6 +42,9 @@ class TokenFields:
     filter removes tokens. With one, the policy's other log-probabilities are over the tokens that it keeps, and -inf
     for those that it removes."""
     advantages: Tensor | None = None  # advantage of the token, 0 where none was sampled: [...], float32
+    prev_entropy: Tensor | None = None  # entropy in training, at the start of the step: [...], float32
+    score_sizes: Tensor | None = None  # squared size of the gradient by the logits: [...], float32
+    selected: Tensor | None = None  # 1 for tokens that a rule chose among all of the step, else 0: [...], float32
     positive: Tensor | None = None  # 1 in the sampled tokens of correct responses, else 0: [...], float32
     weight: Tensor | None = None
     """Weight of the sequence in the loss, 0 where no token was sampled: [...], float32. None: all weigh 1."""
@@ -76,7 +79,9 @@ _LOGPROBS = ("generation_logprobs", "prev_logprobs", "reference_logprobs", "unfi
 STORED_DTYPES: dict[str, type[np.generic]] = {
     "token_ids": np.int32,
     "sampled": np.bool_,
-    **dict.fromkeys((*_LOGPROBS, "advantages", "values", "returns"), np.float32),
+    **dict.fromkeys(
+        (*_LOGPROBS, "prev_entropy", "score_sizes", "selected", "advantages", "values", "returns"), np.float32
+    ),
 }
 """Types of the fields in the object store. `WIDE_FIELDS` are stored too, routed_experts as bytes (`RoutedForm`); the
 other fields are computed on the rank."""

@@ -8,13 +8,22 @@ from typing import Annotated, Literal
 from annotated_types import Predicate
 from pydantic import Field
 
-from megatron_grpo.config.formulas import ADVANTAGES, OBJECTIVES, Advantages, Objective
+from megatron_grpo.config.formulas import (
+    ADVANTAGES,
+    CORRECTIONS,
+    OBJECTIVES,
+    WEIGHTS,
+    Advantages,
+    Objective,
+    Selection,
+)
 from megatron_grpo.config.section import (
     FormulaOptions,
     ImportPath,
     NonNegativeFloat,
     Positive,
     PositiveFloat,
+    PositiveShare,
     Section,
     Share,
 )
@@ -30,6 +39,10 @@ AdvantagesName = Annotated[
     Predicate(lambda path: path in ADVANTAGES or "." in path),
     f"one of {', '.join(ADVANTAGES)}, or module.function",
 ]
+WeightName = Literal["tis", "icepop", "seq-mask-tis", "seq-tis"]
+CorrectionName = Literal[
+    "tis", "icepop", "seq-mask-tis", "seq-tis", "seq-mask", "off-policy-mask", "divergence-mask", "high-entropy"
+]
 
 
 class LossConfig(Section):
@@ -37,19 +50,20 @@ class LossConfig(Section):
 
     objective: ObjectiveName = "clipped"
     """Loss of each token. clipped: PPO's; gspo, cispo, sapo, reinforce, on_policy: as the switches below, which choose
-    them too; or a function of your own (docs/extending.md)."""
+    them too; the others as docs/algorithms.md says; or a function of your own (docs/extending.md)."""
 
     objective_options: FormulaOptions = field(default_factory=dict)
     """Parameters of the objective by name, such as objective_options.delta=0.2; those of the built-in ones are keys."""
 
     ratio_clip_min: Share = 0.2
-    """Clip probability ratios from below at 1 - this; 1 means no lower bound."""
+    """Clip probability ratios from below at 1 - this; 1 means no lower bound. gmpo: log ratios at minus this."""
 
     ratio_clip_max: NonNegativeFloat | None = None
-    """Clip probability ratios from above at 1 + this; null: ratio_clip_min."""
+    """Clip probability ratios from above at 1 + this; null: ratio_clip_min. gmpo: log ratios at this."""
 
     ratio_clip_c: Annotated[float, Field(gt=1)] | None = None
-    """Dual clipping: bound on the loss of tokens with a negative advantage; null is off."""
+    """Dual clipping: bound on the loss of tokens with a negative advantage; null is off. dppo_tv and dppo_kl: the
+    largest ratio; fipo: also the largest ratio of a token that counts in the sums of later tokens."""
 
     sequence_level_importance_ratios: bool = False
     """GSPO: one ratio for a response, the geometric mean of its tokens' ratios. Needs token_level_loss=false."""
@@ -71,6 +85,55 @@ class LossConfig(Section):
 
     force_on_policy_ratio: bool = False
     """Compare the policy with itself: the ratio is 1 with the policy's gradient, and nothing is clipped."""
+
+    divergence_clip_min: PositiveFloat = 0.2
+    """dppo_tv, dppo_kl: largest divergence from the engine's policy of a token that the loss makes less likely."""
+
+    divergence_clip_max: PositiveFloat = 0.2
+    """dppo_tv, dppo_kl: largest divergence from the engine's policy of a token that the loss makes more likely."""
+
+    dro_beta: NonNegativeFloat = 0.05
+    """dro: weight of half the squared log ratio to the engine's policy."""
+
+    vespo_k_pos: NonNegativeFloat = 2.0
+    """vespo: power of a response's ratio where the advantage is not negative."""
+
+    vespo_lambda_pos: NonNegativeFloat = 3.0
+    """vespo: decay with a response's ratio where the advantage is not negative."""
+
+    vespo_k_neg: NonNegativeFloat = 3.0
+    """vespo: power of a response's ratio where the advantage is negative."""
+
+    vespo_lambda_neg: NonNegativeFloat = 2.0
+    """vespo: decay with a response's ratio where the advantage is negative."""
+
+    fipo_half_life: PositiveFloat = 32.0
+    """fipo: tokens after which a later token counts half."""
+
+    fipo_clip_min: Share = 0.2
+    """fipo: the factor of an advantage is at least 1 - this; 0: it only grows."""
+
+    fipo_clip_max: NonNegativeFloat = 0.2
+    """fipo: the factor of an advantage is at most 1 + this."""
+
+    clip_cov_share: PositiveShare = 0.0002
+    """clip_cov: share of the step's tokens that it leaves out."""
+
+    clip_cov_min: float = 1.0
+    """clip_cov: smallest covariance of a token that may be left out."""
+
+    clip_cov_max: float = 5.0
+    """clip_cov: largest covariance of a token that may be left out."""
+
+    kl_cov_share: PositiveShare = 0.002
+    """kl_cov: share of the step's tokens, those with the largest covariance, that have the penalty."""
+
+    kl_cov_weight: NonNegativeFloat = 1.0
+    """kl_cov: weight of the penalty, the size of the log ratio."""
+
+    log_ratio_penalty: NonNegativeFloat = 0.0
+    """Weight of the squared log ratio to the engine's policy, which is added to the loss of each token (Kimi K2.5);
+    0 is off."""
 
     token_level_loss: bool = True
     """true: average over all tokens of the step; false: over sequences, each averaged over its tokens."""
@@ -103,15 +166,38 @@ class LossConfig(Section):
     use_importance_sampling_correction: bool = False
     """Weight the loss by training probability / sampling probability, which corrects for different engines."""
 
-    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
+    truncated_importance_sampling_type: WeightName | None = None
     """Treatment of extreme correction weights: tis lowers them to the upper limit; icepop sets weights outside the
-    limits to 0; seq-mask-tis leaves out responses whose weights have a geometric mean outside."""
+    limits to 0; seq-mask-tis leaves out responses whose weights have a geometric mean outside; seq-tis gives all tokens
+    of a response its weight, the product over its tokens, and lowers it to the upper limit."""
 
     truncated_importance_sampling_ratio: PositiveFloat | None = None
     """Upper limit of the correction weight."""
 
     truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None
     """Lower limit of the correction weight, for icepop and seq-mask-tis."""
+
+    corrections: list[CorrectionName] = field(default_factory=list)
+    """Factors of the objective, multiplied; docs/algorithms.md has their formulas. Masks: seq-mask, off-policy-mask,
+    divergence-mask, high-entropy. At most one weight, which is as use_importance_sampling_correction=true with this
+    truncated_importance_sampling_type: tis, icepop, seq-mask-tis, seq-tis."""
+
+    sequence_mask_min: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """seq-mask: smallest geometric mean of the weights of a response in the loss."""
+
+    sequence_mask_max: Annotated[float, Field(gt=1)] = 1.01
+    """seq-mask: largest geometric mean of the weights of a response in the loss."""
+
+    off_policy_mask_threshold: NonNegativeFloat = 0.1
+    """off-policy-mask: leave out responses with a negative advantage whose mean log ratio, sampling / current policy,
+    is above this."""
+
+    divergence_mask_threshold: NonNegativeFloat = 0.02
+    """divergence-mask: in responses whose total variation from the engine's policy is above this, leave out tokens that
+    the loss would move further away."""
+
+    top_entropy_quantile: PositiveShare = 0.2
+    """high-entropy: share of the step's tokens, those of the highest entropy, that are in the loss."""
 
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus: the mean entropy of the policy's next-token distributions; 0 is off."""
@@ -154,6 +240,40 @@ class LossConfig(Section):
     def averages_responses(self) -> bool:
         """True if a response counts as one, with one importance weight."""
         return self.objective_entry is not None and self.objective_entry.averages_responses
+
+    @property
+    def chosen_corrections(self) -> tuple[str, ...]:
+        """Names of the factors of the objective; a weight without a limit has none."""
+        kind = self.truncated_importance_sampling_type
+        has_type = self.use_importance_sampling_correction and kind is not None
+        return (*((kind,) if has_type and kind is not None else ()), *self.corrections)
+
+    @property
+    def chosen_weight(self) -> str | None:
+        """Name of the limited weight among the corrections."""
+        return next((name for name in self.chosen_corrections if name in WEIGHTS), None)
+
+    @property
+    def has_weights(self) -> bool:
+        """True if the loss is weighted by training / sampling probability."""
+        return self.use_importance_sampling_correction or self.chosen_weight is not None
+
+    @property
+    def corrects_sampling(self) -> bool:
+        """True if the loss accounts for samples of another policy."""
+        return self.has_weights or (self.objective_entry is not None and self.objective_entry.compares_engine)
+
+    @property
+    def selection(self) -> Selection | None:
+        """Rule that chooses tokens among all of a step; None: the loss needs none."""
+        entries = [CORRECTIONS[name] for name in self.chosen_corrections]
+        of_objective = self.objective_entry.selection if self.objective_entry is not None else None
+        return next((entry.selection for entry in entries if entry.selection is not None), of_objective)
+
+    @property
+    def selects_by_covariance(self) -> bool:
+        """True if log-probabilities before the step choose tokens."""
+        return self.selection in ("covariance_band", "highest_covariance")
 
     @property
     def kl_in_loss(self) -> float:
@@ -210,7 +330,9 @@ class AdvantageEstimatorConfig(Section):
 
     name: AdvantagesName = "grpo"
     """grpo: relative to the group; reinforce_plus_plus: normalised over the tokens of the step; gdpo: each reward
-    function normalised within the group, then their weighted sum over the step; or a function of your own
+    function normalised within the group, then their weighted sum over the step; maxrl: over the group's mean reward;
+    opo: the baseline weighs rewards by lengths; pass_at_k: for the best of pass_k responses; otb: a
+    baseline of each token; rae: a baseline of each task over earlier steps; or a function of your own
     (docs/extending.md)."""
 
     options: FormulaOptions = field(default_factory=dict)
@@ -218,6 +340,12 @@ class AdvantageEstimatorConfig(Section):
 
     minus_baseline: bool = False
     """REINFORCE++ only: subtract the mean reward of the group first (the variant with baseline)."""
+
+    pass_k: Annotated[int, Field(ge=2)] = 4
+    """pass_at_k only: responses of which the best one counts."""
+
+    baseline_decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """rae only: share that a task's baseline keeps when a reward is added to it."""
 
     @property
     def entry(self) -> Advantages | None:
@@ -228,6 +356,16 @@ class AdvantageEstimatorConfig(Section):
     def by_token(self) -> bool:
         """True if each token has an advantage of its own."""
         return self.entry is not None and self.entry.by_token
+
+    @property
+    def needs_score_sizes(self) -> bool:
+        """True if the size of each token's gradient counts."""
+        return self.entry is not None and self.entry.needs_score_sizes
+
+    @property
+    def has_task_baselines(self) -> bool:
+        """True if each task has a baseline over steps."""
+        return self.entry is not None and self.entry.has_task_baselines
 
     @property
     def needs_parts(self) -> bool:

@@ -47,8 +47,8 @@ def _list_conditions(config: Config) -> Iterator[tuple[bool, str, str]]:
     yield loop.num_generations_per_prompt > 1, "groups_without_signal", f"{name}.num_generations_per_prompt above 1"
     if isinstance(loop, SampledLoopConfig):
         yield from _list_of_sampling(loop, name)
-    has_limit = loss.truncated_importance_sampling_type is not None
-    yield has_limit, "is_oob_ratio", "loss_fn.truncated_importance_sampling_type"
+    needs = "loss_fn.truncated_importance_sampling_type or loss_fn.corrections"
+    yield bool(loss.chosen_corrections), "is_oob_ratio", needs
     yield loss.entropy_coef > 0, "entropy", "loss_fn.entropy_coef above 0"
     needs = "loss_fn.positive_example_nll_weight above 0"
     yield loss.positive_example_nll_weight > 0, "positive_nll positive_share", needs

@@ -293,7 +293,8 @@ class Config(Section):
         if self.method.rows:
             return self.method.has_pairs
         # A single optimizer step on the samples computes them itself, unless an option needs them earlier.
-        is_needed_earlier = self.sampled_loop.seq_logprob_error_threshold is not None or self.loss_fn.use_kl_in_reward
+        is_filtered = self.sampled_loop.seq_logprob_error_threshold is not None
+        is_needed_earlier = is_filtered or self.loss_fn.use_kl_in_reward or self.loss_fn.selects_by_covariance
         return self.optimizer_steps_per_step > 1 or is_needed_earlier
 
     @property

@@ -1,4 +1,4 @@
-"""From rewards to advantages: GRPO, RLOO, REINFORCE++ and GDPO.
+"""From rewards to advantages: GRPO, RLOO, REINFORCE++, GDPO and others.
 
 Rewards are [groups, samples], floating point, NaN where a sample has no reward. Such a sample is ignored in means and
 standard deviations, and its advantage is 0.
@@ -10,6 +10,7 @@ those with the name of a key of grpo or grpo.adv_estimator get its value; all ot
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -28,6 +29,8 @@ INPUTS = {
     "reward_parts": "[functions, groups, samples], float32: rewards of each function",
     "reward_weights": "[functions], float32: weight of each function",
     "token_penalty": "[lengths.sum()], float32: KL penalty of each token, or None",
+    "score_sizes": "[lengths.sum()], float32: squared size of each token's gradient by the logits",
+    "task_baselines": "[groups, samples], float64: the task's mean of rewards up to each response",
 }
 """Tensors that a function may take, by the name of the parameter; those of the user take the first two."""
 USER_INPUTS = ("rewards", "lengths")
@@ -133,8 +136,7 @@ def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, o
         std = group_std(exact.view(1, -1)) if over_batch else group_std(exact)
         advantages = advantages / (std + STD_EPSILON)
     # Groups of equal rewards get 0: the division by nearly 0 would blow up the rounding error of their mean.
-    advantages = torch.where(has_signal(rewards)[:, None], _replace_nan(advantages), torch.zeros_like(advantages))
-    return advantages.to(rewards.dtype)
+    return _replace_without_signal(rewards, advantages)
 
 
 def grpo(
@@ -192,6 +194,121 @@ def gdpo(reward_parts: Tensor, reward_weights: Tensor) -> Tensor:
     # One row: the step is one group of all responses. NaN keeps responses without a score out of its mean.
     whole_step = torch.where(is_scored, scores, torch.full_like(scores, torch.nan)).view(1, -1)
     return group_advantages(whole_step, leave_one_out=False, normalize=True).view_as(scores)
+
+
+def maxrl(rewards: Tensor) -> Tensor:
+    """Reward minus the group's mean, over the mean.
+
+    MaxRL (Tajwar et al. 2026, arXiv:2602.02710), 0 where the mean is not above 0. With rewards of 0 and 1 its
+    expectation is the gradient of the log-likelihood of success, up to the order of the group's size, so that hard
+    prompts weigh more.
+    """
+    mean = group_mean(rewards.double())
+    advantages = (rewards - mean) / mean.clamp(min=STD_EPSILON)
+    return _replace_without_signal(rewards, torch.where(mean > STD_EPSILON, advantages, torch.zeros_like(advantages)))
+
+
+def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """Reward minus the group's mean, weighted by lengths.
+
+    OPO (Hao et al. 2025, arXiv:2505.23585): the baseline of least variance, if the squared gradient of a
+    response grows with its length. `lengths`: [groups, samples], int64: sampled tokens of each response.
+    """
+    weights = torch.where(rewards.isnan(), 0, lengths).double()
+    baseline = (weights * _replace_nan(rewards.double())).sum(dim=1, keepdim=True)
+    return _replace_without_signal(rewards, rewards - baseline / weights.sum(dim=1, keepdim=True).clamp(min=1))
+
+
+def pass_at_k(rewards: Tensor, *, pass_k: int) -> Tensor:
+    """Advantages of the best of k responses (Chen et al. 2025, arXiv:2508.10751).
+
+    A set of k responses has the reward of its best one. Its advantage is relative to mean and standard deviation over
+    all sets of the group; a response's is the mean over the sets that it is in. For rewards of 0 and 1 these are the
+    paper's closed forms; for others the same by their order. A group with fewer than k rewards gets 0.
+    """
+    rows = [_best_of_sets(group, pass_k) for group in rewards.double()]
+    return _replace_without_signal(rewards, torch.stack(rows))
+
+
+def _best_of_sets(rewards: Tensor, size: int) -> Tensor:
+    """Advantages of a group's responses, [samples], float64; NaN without a reward."""
+    advantages = torch.full_like(rewards, torch.nan)
+    order = rewards.argsort(stable=True)[: int((~rewards.isnan()).sum())]  # NaN comes last
+    count = len(order)
+    if count < size:
+        return advantages
+    ranked = rewards[order]
+    # Shares of sets whose best is the response of a rank: all others of the set are below it.
+    lower = torch.tensor([math.comb(rank, size - 1) for rank in range(count)], dtype=torch.float64)
+    best = lower / math.comb(count, size)
+    mean = (best * ranked).sum()
+    std = (best * (ranked - mean).square()).sum().sqrt()
+    # The same among the sets with a given response: a higher one is best, or the response itself.
+    with_given = math.comb(count - 1, size - 1)
+    higher = torch.tensor([math.comb(rank - 1, size - 2) if rank else 0 for rank in range(count)], dtype=torch.float64)
+    above = (higher * ranked).flip(0).cumsum(0).flip(0) - higher * ranked
+    advantages[order] = ((above + lower * ranked) / with_given - mean) / (std + STD_EPSILON)
+    return advantages
+
+
+def rae(rewards: Tensor, task_baselines: Tensor) -> Tensor:
+    """Reward minus the running mean of its task; 0 without a reward.
+
+    Role-conditioned advantage estimation of SPIRAL (Liu et al. 2025, arXiv:2506.24119): in self-play each role of a
+    game has a baseline, b <- decay b + (1 - decay) R before A = R - b (`update_task_baselines`). A role is a task here.
+    """
+    return _replace_nan(rewards - task_baselines).to(rewards.dtype)
+
+
+def update_task_baselines(baselines: dict[str, float], tasks: list[str], rewards: Tensor, decay: float) -> Tensor:
+    """Add rewards to the running means of their tasks, which begin at 0.
+
+    `tasks` has the task of each group, `rewards` is [groups, samples]; NaN changes nothing. Returns the mean after each
+    reward, [groups, samples], float64; `baselines` has the last ones.
+    """
+    means = torch.zeros(rewards.shape, dtype=torch.float64)
+    for group, (task, row) in enumerate(zip(tasks, rewards.tolist(), strict=True)):
+        for sample, reward in enumerate(row):
+            if not math.isnan(reward):
+                baselines[task] = decay * baselines.get(task, 0.0) + (1 - decay) * reward
+            means[group, sample] = baselines.get(task, 0.0)
+    return means
+
+
+def otb(rewards: Tensor, lengths: Tensor, token_penalty: Tensor | None, score_sizes: Tensor) -> Tensor:
+    """Return of each token minus the group's optimal baseline at it.
+
+    The optimal token baseline (Li et al. 2026, arXiv:2602.07078): B_t = sum of G_t W_t over sum of W_t over the group's
+    responses that have a token t, W_t the sum of `score_sizes` up to t. It has the least variance if gradients by
+    logits stand for those by weights. G_t is the reward minus the KL penalties from t on. A token that no other
+    response reaches has the advantage 0. The result is [lengths.sum()].
+    """
+    counts, exact = lengths.flatten().tolist(), _replace_nan(rewards.double()).flatten()
+    returns = exact.repeat_interleave(lengths.flatten())
+    if token_penalty is not None:
+        returns = returns - reward_to_go(token_penalty.double(), counts)
+    is_scored = (~rewards.isnan()).flatten().repeat_interleave(lengths.flatten())
+    sizes = torch.where(is_scored, score_sizes.double(), 0.0)
+    energy = torch.cat([piece.cumsum(0) for piece in sizes.split(counts)])
+    # A number for each position of each group.
+    positions = torch.cat([torch.arange(count) for count in counts])
+    group = torch.arange(len(rewards)).repeat_interleave(lengths.sum(dim=1))
+    width = max(max(counts), 1)
+    index = group * width + positions
+    sums = torch.zeros(2, len(rewards) * width, dtype=torch.float64)
+    sums[0].index_add_(0, index, returns * energy)
+    sums[1].index_add_(0, index, energy)
+    baseline = sums[0] / sums[1].clamp(min=torch.finfo(torch.float64).tiny)
+    advantages = torch.where(is_scored & (sums[1][index] > 0), returns - baseline[index], 0.0)
+    # Responses of equal return leave only the rounding error of their mean.
+    is_noise = advantages.abs() <= ROUNDING_SHARE**2 * returns.abs()
+    return torch.where(is_noise, 0.0, advantages).to(rewards.dtype)
+
+
+def _replace_without_signal(rewards: Tensor, advantages: Tensor) -> Tensor:
+    """Replace by 0 what has no reward, and groups whose rewards are all equal."""
+    zeros = torch.zeros_like(advantages)
+    return torch.where(has_signal(rewards)[:, None], _replace_nan(advantages), zeros).to(rewards.dtype)
 
 
 def compute_turn_returns(rewards: Tensor, discount: float) -> Tensor:

@@ -1,4 +1,9 @@
-"""Corrections for the mismatch of engine and trainer: importance weights, and limits of them by name."""
+"""Factors of the objective by name: importance weights against the engines' mismatch, and masks.
+
+A factor is a function. Parameters with a name of `INPUTS` get tensors, in one of the forms in loss.py and without
+gradient; those with the name of a key of loss_fn get its value. It returns the factor of each token, float32, and where
+it changed or dropped a token.
+"""
 
 from __future__ import annotations
 
@@ -8,47 +13,87 @@ from torch import Tensor
 from megatron_grpo.config.formulas import CORRECTIONS
 from megatron_grpo.config.loss_schema import LossConfig
 from megatron_grpo.losses.loss import Segments, bounded_exp
-from megatron_grpo.losses.named_formula import make_formula
+from megatron_grpo.losses.named_formula import NamedFormula, make_formula
 from megatron_grpo.losses.objectives import Responses
 
-INPUTS = ("weights", "log_weights", "responses")
-"""Tensors that a limit may take, by the name of the parameter; it returns new weights, and where it changed them."""
+INPUTS = {
+    "weights": "importance weight, training / sampling probability; of the response where it counts as one (GSPO)",
+    "log_weights": "log of the token's importance weight",
+    "staleness": "log of the ratio sampling / current policy",
+    "advantages": "advantage of the token",
+    "responses": "sums and means over whole responses (`Responses`)",
+    "selected": "True for tokens that the rule chose among all of the step, bool",
+}
+"""Tensors that a factor may take, by the name of the parameter."""
 
 
-def sampling_correction(
-    prev: Tensor, generation: Tensor, mask: Tensor, config: LossConfig, segments: Segments | None = None
+def make_corrections(config: LossConfig) -> tuple[NamedFormula, ...]:
+    """Make the configured factors, in their order."""
+    return tuple(
+        make_formula(
+            f"loss_fn.corrections={name}",
+            f"{__name__}.{CORRECTIONS[name].function}",
+            inputs=INPUTS,
+            keys=vars(config),
+            options={},
+            folders=(),
+        )
+        for name in config.chosen_corrections
+    )
+
+
+def correction_factor(
+    config: LossConfig,
+    corrections: tuple[NamedFormula, ...],
+    *,
+    curr: Tensor,
+    prev: Tensor,
+    generation: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    selected: Tensor,
+    segments: Segments | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Importance weights, training / sampling probability, limited as configured.
+    """Product of the factors of each token, and where some factor changed it.
 
     A weight w is that of a token, or, where a response counts as one (GSPO), that of the response, the product over its
-    tokens. Tokens of weight 0 still count in the denominator of the loss. Tensors have one of the forms in loss.py,
-    with 0 outside the mask; `prev` and `generation` are log-probabilities in the training framework and the engine,
-    float32.
-
-    Returns the factor of each token's policy-gradient term, float32, without gradient; and where a limit changed it.
+    tokens. Tokens of factor 0 still count in the denominator of the loss. Tensors have one of the forms in loss.py,
+    with 0 outside the mask; `curr`, `prev` and `generation` are log-probabilities under the current policy, under that
+    before the step, and in the engine.
     """
-    # Detached: the weight is a constant of the sample; a gradient through it would change the objective.
+    # Detached: a factor is a constant of the sample; a gradient through it would change the objective.
     log_weights, responses = (prev - generation).detach(), Responses(mask, segments)
     weights = bounded_exp(responses.sum(log_weights) if config.averages_responses else log_weights)
-    name = config.truncated_importance_sampling_type
-    if name is None:
-        return weights, torch.zeros_like(mask)
-    limit = make_formula(
-        f"loss_fn.truncated_importance_sampling_type={name}",
-        f"{__name__}.{CORRECTIONS[name].function}",
-        inputs=INPUTS,
-        keys=vars(config),
-        options={},
-        folders=(),
-    )
-    limited: tuple[Tensor, Tensor] = limit(weights=weights, log_weights=log_weights, responses=responses)
-    return limited
+    is_limited = config.chosen_weight is not None
+    factor = weights if config.has_weights and not is_limited else torch.ones_like(weights)
+    is_changed = torch.zeros_like(mask)
+    inputs = {
+        "weights": weights,
+        "log_weights": log_weights,
+        "staleness": (generation - curr).detach(),
+        "advantages": advantages,
+        "responses": responses,
+        "selected": selected,
+    }
+    for correction in corrections:
+        further, changes = correction(**inputs)
+        factor, is_changed = factor * further, is_changed | changes
+    return factor, is_changed
 
 
 def truncate(weights: Tensor, *, truncated_importance_sampling_ratio: float) -> tuple[Tensor, Tensor]:
     """min(w, M) (Yao et al. 2025, truncated importance sampling)."""
     high = truncated_importance_sampling_ratio
     return weights.clamp(max=high), weights > high
+
+
+def truncate_responses(
+    log_weights: Tensor, responses: Responses, *, truncated_importance_sampling_ratio: float
+) -> tuple[Tensor, Tensor]:
+    """min(W, M), W the product of the response's weights (truncation by sequence)."""
+    return truncate(
+        bounded_exp(responses.sum(log_weights)), truncated_importance_sampling_ratio=truncated_importance_sampling_ratio
+    )
 
 
 def mask_tokens(
@@ -73,6 +118,45 @@ def mask_responses(
     # A geometric mean does not grow with the length of the response, so one pair of limits serves all lengths.
     means = bounded_exp(responses.mean(log_weights))
     return _keep_within(means, weights, truncated_importance_sampling_ratio_min, truncated_importance_sampling_ratio)
+
+
+def keep_close_responses(
+    log_weights: Tensor, responses: Responses, *, sequence_mask_min: float, sequence_mask_max: float
+) -> tuple[Tensor, Tensor]:
+    """1 where the geometric mean of the response's weights is within limits, else 0."""
+    means = bounded_exp(responses.mean(log_weights))
+    return _keep_within(means, torch.ones_like(means), sequence_mask_min, sequence_mask_max)
+
+
+def drop_stale_failures(
+    staleness: Tensor, advantages: Tensor, responses: Responses, *, off_policy_mask_threshold: float
+) -> tuple[Tensor, Tensor]:
+    """0 where A < 0 and mean log(sampling / current) > delta, else 1.
+
+    Off-policy sequence masking of DeepSeek-V3.2 (2025, arXiv:2512.02556). The mean is over the response's
+    tokens: a bad response that the policy has left is no longer pushed down.
+    """
+    is_stale = (advantages < 0) & (responses.mean(staleness) > off_policy_mask_threshold)
+    return (~is_stale).to(staleness.dtype), is_stale
+
+
+def drop_diverging_tokens(
+    log_weights: Tensor, advantages: Tensor, responses: Responses, *, divergence_mask_threshold: float
+) -> tuple[Tensor, Tensor]:
+    """0 where D > delta and A log w > 0, else 1.
+
+    The filter of VACO (Honari et al. 2026, arXiv:2603.01365) for responses. D, half the mean |w - 1| of the response,
+    estimates the total variation between the trainer's policy and the engine's; tokens whose update would increase it
+    are left out.
+    """
+    variation = responses.mean((bounded_exp(log_weights) - 1).abs()) / 2
+    is_leaving = (variation > divergence_mask_threshold) & (advantages * log_weights > 0)
+    return (~is_leaving).to(log_weights.dtype), is_leaving
+
+
+def keep_selected(weights: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
+    """1 for tokens that the rule chose among all of the step, else 0."""
+    return selected.to(weights.dtype), ~selected
 
 
 def _keep_within(values: Tensor, weights: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:

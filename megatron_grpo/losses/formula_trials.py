@@ -24,6 +24,7 @@ PROMPT, WIDTH = 2, 12  # tokens before each response, and of a row with its padd
 _ROWS = range(len(LENGTHS))
 TOLERANCE = 1e-5
 SAMPLING_SHIFT = 0.05  # of log-probabilities, less than any clipping
+SELECTED = 0.3  # share of tokens that a rule of the step has chosen
 
 
 @dataclass(slots=True)
@@ -91,7 +92,11 @@ def _draw_step() -> dict[str, Tensor]:
     }
     positions = torch.arange(WIDTH) - PROMPT
     mask = (positions >= 0) & (positions < torch.tensor(LENGTHS)[:, None])
-    return {name: torch.where(mask, values, 0.0) for name, values in step.items()} | {"mask": mask}
+    selected = mask & (torch.rand(shape, generator=draw) < SELECTED)
+    return {name: torch.where(mask, values, 0.0) for name, values in step.items()} | {
+        "mask": mask,
+        "selected": selected,
+    }
 
 
 def _measure(
@@ -167,7 +172,9 @@ def _try_context(objective: NamedFormula, step: dict[str, Tensor], results: _Res
         try:
             is_token = (torch.arange(WIDTH) % 2 == rank).expand(len(LENGTHS), WIDTH)
             rows, columns = is_token.nonzero(as_tuple=True)
-            segments = Segments(rows, torch.tensor(LENGTHS).float(), sum_over_ranks)
+            lengths = torch.tensor(LENGTHS)
+            order = (lengths.cumsum(0) - lengths)[rows] + columns - PROMPT
+            segments = Segments(rows, lengths.float(), sum_over_ranks, order)
             flat = torch.ones(len(rows), dtype=torch.bool)
             _measure(objective, step, results, (rows, columns), flat, segments)
         except RunError as error:

@@ -41,6 +41,9 @@ class Segments:
     sizes: Tensor  # [sequences], float32: tokens in the loss of each whole sequence, on all ranks that share it
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
     """Sums [sequences] over the context-parallel ranks that share them; None: this rank has whole sequences."""
+    order: Tensor | None = None
+    """[tokens], int64: place of each token in the loss among those of all ranks that share the sequences, which lie end
+    to end. None: this rank has all of them, in order."""
 
     @torch.no_grad()
     def sum_by_sequence(self, values: Tensor) -> Tensor:
@@ -186,6 +189,41 @@ def remaining_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Te
     sums = torch.zeros_like(segments.sizes, dtype=in_loss.dtype).index_add_(0, segments.sequence_index, in_loss)
     later = sums.flip(0).cumsum(0).flip(0) - sums  # sum over all later responses of the microbatch
     return (onwards - later[segments.sequence_index]).to(values.dtype)
+
+
+@torch.no_grad()
+def onward_sum(values: Tensor, mask: Tensor, segments: Segments | None, discount: float) -> Tensor:
+    """Sum of masked values from each token on, discounted by distance; no gradient.
+
+    At token t it is the sum over tokens k >= t of the response of discount^(k - t) times their values; a distance
+    counts the tokens in the loss.
+    """
+    in_loss, sums = values[mask], torch.zeros_like(values)
+    if segments is None:
+        sums[mask] = _scan_backwards(in_loss, mask.nonzero(as_tuple=True)[0], discount)
+    elif segments.order is None:
+        sums[mask] = _scan_backwards(in_loss, segments.sequence_index[mask], discount)
+    else:
+        assert segments.sum_over_ranks is not None, "tokens of other ranks come from a sum over ranks"
+        # Each rank gives its tokens their places in the whole sequences, and the sum over ranks fills in the others.
+        order, sizes = segments.order[mask], segments.sizes.long()
+        sequences = values.new_zeros(int(sizes.sum())).index_put_((order,), in_loss)
+        index = torch.arange(len(sizes), device=values.device).repeat_interleave(sizes)
+        sums[mask] = _scan_backwards(segments.sum_over_ranks(sequences), index, discount)[order]
+    return sums
+
+
+def _scan_backwards(values: Tensor, sequence_index: Tensor, discount: float) -> Tensor:
+    # After a pass each token has the sum over twice as many tokens as before, so that few passes reach the end.
+    shift, factor = 1, discount
+    while shift < len(values):
+        is_shared = sequence_index[shift:] == sequence_index[:-shift]
+        if not is_shared.any():
+            break
+        later = torch.where(is_shared, values[shift:], torch.zeros_like(values[shift:]))
+        values = torch.cat([values[:-shift] + factor * later, values[-shift:]])
+        shift, factor = 2 * shift, factor * factor
+    return values
 
 
 def response_size(mask: Tensor, segments: Segments | None) -> Tensor:

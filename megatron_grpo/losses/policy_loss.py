@@ -9,7 +9,7 @@ from megatron_grpo.batch.token_batch import TokenFields, require_field
 from megatron_grpo.config.loss_schema import LossConfig
 from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.losses import objectives
-from megatron_grpo.losses.corrections import sampling_correction
+from megatron_grpo.losses.corrections import correction_factor, make_corrections
 from megatron_grpo.losses.divergence import divergences, effective_sample_size, kl_estimate
 from megatron_grpo.losses.loss import (
     GlobalCounts,
@@ -23,7 +23,7 @@ from megatron_grpo.losses.loss import (
     weighted_mean,
 )
 from megatron_grpo.losses.named_formula import NamedFormula, make_formula
-from megatron_grpo.losses.objectives import INPUTS, Responses, Statistics, token_loss
+from megatron_grpo.losses.objectives import INPUTS, Responses, Statistics, squared_log_ratio, token_loss
 
 
 def make_objective(config: LossConfig, folders: tuple[str, ...] = ()) -> NamedFormula:
@@ -44,7 +44,8 @@ class ClippedPGLossFn:
 
     ::
 
-        loss = average(-correction * objective + kl_penalty * weight * KL(curr, reference))
+        loss = average(-correction * objective + kl_penalty * weight * KL(curr, reference)
+                       + log_ratio_penalty * log(curr / generation)^2)
                - entropy_coef * token mean of the entropy
                + positive_example_nll_weight * mean of -curr over the tokens of correct responses
 
@@ -52,8 +53,8 @@ class ClippedPGLossFn:
       curr with prev, the training framework's log-probabilities at the start of the step. Without prev_logprobs (a
       single optimizer step on these samples) prev is curr without gradient: the ratio is 1 and has the policy's
       gradient. objective=on_policy does so in any case.
-    - correction: see `sampling_correction`; 1 unless use_importance_sampling_correction. It is a constant of the
-      sample: no gradient, and it does not touch the other terms.
+    - correction: see `correction_factor`; 1 unless use_importance_sampling_correction or corrections. It is a constant
+      of the sample: no gradient, and it does not touch the other terms.
     - weight: the token's ratio with use_on_policy_kl_approximation, else 1. The ratio keeps its gradient: then the
       expected gradient of the term is that of KL(policy || reference), also at ratio 1. Without this weight the
       gradient of k3 alone is that of KL(reference || policy) when sampling from the policy, as in the original GRPO.
@@ -72,6 +73,7 @@ class ClippedPGLossFn:
     def __init__(self, config: LossConfig, folders: tuple[str, ...] = ()) -> None:
         """`folders`: of the user, which an objective of their own is imported from."""
         self.config, self.objective = config, make_objective(config, folders)
+        self.corrections = make_corrections(config)
 
     # Ranks fetch these fields (`ModelRank.list_needed_fields`).
     field_names: tuple[str, ...] = (
@@ -80,6 +82,7 @@ class ClippedPGLossFn:
         "prev_logprobs",
         "reference_logprobs",
         "advantages",
+        "selected",
     )
 
     def __call__(
@@ -107,6 +110,8 @@ class ClippedPGLossFn:
         prev = curr.detach() if tokens.prev_logprobs is None else mask_values(tokens.prev_logprobs, allowed_mask)
         old = curr.detach() if config.is_on_policy else prev
 
+        # Without a rule nothing reads it.
+        selected = torch.zeros_like(mask) if tokens.selected is None else mask & (tokens.selected > 0)
         log_ratio = curr - old
         loss, statistics = token_loss(
             self.objective,
@@ -117,12 +122,25 @@ class ClippedPGLossFn:
             advantages=advantages,
             mask=mask,
             responses=Responses(mask, segments),
+            selected=selected,
         )
         metrics = _ratio_metrics(statistics, log_ratio, mask, counts)
-        if config.use_importance_sampling_correction:
-            weights, out_of_bounds = sampling_correction(prev, generation, mask, config, segments)
-            loss = loss * weights  # before the KL penalty joins: the weights belong to the surrogate alone
-            metrics["is_oob_ratio"] = token_mean(out_of_bounds, mask, counts)
+        if config.has_weights or self.corrections:
+            factor, is_changed = correction_factor(
+                config,
+                self.corrections,
+                curr=curr,
+                prev=prev,
+                generation=generation,
+                advantages=advantages,
+                mask=mask,
+                selected=selected,
+                segments=segments,
+            )
+            loss = loss * factor  # before the KL penalty joins: the factors belong to the surrogate alone
+            metrics["is_oob_ratio"] = token_mean(is_changed, mask, counts)
+        if config.log_ratio_penalty:
+            loss = loss + config.log_ratio_penalty * squared_log_ratio(curr, generation)
         if tokens.reference_logprobs is not None:
             # The ratio anew: with a shared one the gradients of both terms would add up in another order.
             kl = self._kl(curr, curr - old, tokens, allowed_mask, segments)
@@ -183,6 +201,7 @@ class ClippedPGLossFn:
             "reference_logprobs": ("reference_policy_kl_penalty", config.kl_in_loss > 0),
             "entropy": ("entropy_coef", config.entropy_coef > 0),
             "positive": ("positive_example_nll_weight", config.positive_example_nll_weight > 0),
+            "selected": ("objective and loss_fn.corrections", config.selection is not None),
         }
         for field, (key, is_needed) in needs.items():
             if is_needed and getattr(tokens, field) is None:

@@ -203,6 +203,8 @@ def _run_learning_phases(rank: _Rank, config: Config, mode: DryMode, phases: Con
     batch, microbatches = make_full_microbatches(
         rank, policy.microbatch_tokens, reference=reference, teacher_width=width if config.named_teachers else 0
     )
+    if config.loss_fn.selection is not None and not rank.shape.head.is_scalar:
+        batch.fields.selected = batch.fields.advantages
     counts = GlobalCounts(
         tokens=float(sum(batch.lengths)), sequences=float(len(batch)), all_sequences=float(len(batch))
     )

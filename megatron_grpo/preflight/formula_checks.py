@@ -56,7 +56,7 @@ def _find_objective_problems(config: Config) -> Iterator[Problem]:
         return
     if reason := find_objective_problem(objective):
         yield Problem(subject, reason)
-    keys = frozenset().union(*(entry.reads for entry in OBJECTIVES.values()))
+    keys = frozenset().union(*(entry.keys for entry in OBJECTIVES.values()))
     yield from _find_unread_keys(config, "loss_fn", keys, objective)
 
 

@@ -67,7 +67,7 @@ def _check_sampling(config: Config, loop: SampledLoopConfig) -> Iterator[Rule]:
     text = "trains on samples of earlier weights without an importance correction; give"
     text += " loss_fn.use_importance_sampling_correction=true, best with"
     text += " loss_fn.truncated_importance_sampling_type=tis and loss_fn.truncated_importance_sampling_ratio=2"
-    is_corrected = config.loss_fn.use_importance_sampling_correction or not config.uses_rewards
+    is_corrected = config.loss_fn.corrects_sampling or not config.uses_rewards
     yield asynchrony.can_sample_ahead and not is_corrected, "LOOP.async_grpo.enabled=", text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_grpo.config.formulas import CORRECTIONS, LOWER, WEIGHTS
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.objective_checks import check_objective
 from megatron_grpo.preflight.rules import Rule
@@ -48,26 +49,59 @@ def _check_kl(config: Config) -> Iterator[Rule]:
 def _check_corrections(config: Config) -> Iterator[Rule]:
     loss = config.loss_fn
     kind, upper = loss.truncated_importance_sampling_type, loss.truncated_importance_sampling_ratio
-    lower = loss.truncated_importance_sampling_ratio_min
-    if kind is None:
-        text = "needs loss_fn.truncated_importance_sampling_type: tis, icepop or seq-mask-tis"
+    lower, weight = loss.truncated_importance_sampling_ratio_min, loss.chosen_weight or kind
+    yield from _check_combination(config)
+    if weight is None:
+        text = f"needs loss_fn.truncated_importance_sampling_type: {', '.join(WEIGHTS)}"
         yield upper is not None, "loss_fn.truncated_importance_sampling_ratio=", text
         yield lower is not None, "loss_fn.truncated_importance_sampling_ratio_min=", text
         return
     text = "needs loss_fn.use_importance_sampling_correction=true, whose weights it limits"
-    yield not loss.use_importance_sampling_correction, "loss_fn.truncated_importance_sampling_type=", text
+    is_unused = kind is not None and not loss.use_importance_sampling_correction
+    yield is_unused, "loss_fn.truncated_importance_sampling_type=", text
+    subject = "loss_fn.corrections=" if kind is None else "loss_fn.truncated_importance_sampling_type="
     text = "needs loss_fn.truncated_importance_sampling_ratio, the upper limit"
-    yield upper is None, "loss_fn.truncated_importance_sampling_type=", text
+    yield upper is None, subject, text
     # Tokens on which both frameworks agree have the weight 1, which no limit may change.
-    if kind == "tis":
-        text = "tis has no lower limit; use null, or icepop or seq-mask-tis"
+    if LOWER not in CORRECTIONS[weight].reads:
+        text = f"{weight} has no lower limit; use null, or icepop or seq-mask-tis"
         yield lower is not None, "loss_fn.truncated_importance_sampling_ratio_min=", text
         text = "must be at least 1, the weight of a token that both frameworks agree about, which is to stay as it is"
         yield upper is not None and upper < 1, "loss_fn.truncated_importance_sampling_ratio=", text
         return
     text = "needs loss_fn.truncated_importance_sampling_ratio_min, the lower limit"
-    yield lower is None, "loss_fn.truncated_importance_sampling_type=", text
+    yield lower is None, subject, text
     text = "must be below 1, the weight of a token that both frameworks agree about, which is to stay in the loss"
     yield lower is not None and lower >= 1, "loss_fn.truncated_importance_sampling_ratio_min=", text
     text = "must be above 1, the weight of a token that both frameworks agree about, which is to stay as it is"
     yield upper is not None and upper <= 1, "loss_fn.truncated_importance_sampling_ratio=", text
+
+
+def _check_combination(config: Config) -> Iterator[Rule]:
+    """Check which factors of the objective go together, and with which objective."""
+    loss, key = config.loss_fn, "loss_fn.corrections="
+    weights = [name for name in loss.corrections if name in WEIGHTS]
+    repeated = [name for name in CORRECTIONS if loss.corrections.count(name) > 1]
+    yield repeated, key, f"has {', '.join(repeated)} twice; name each factor once"
+    text = f"has the weights {' and '.join(dict.fromkeys(weights))}, and a token has one weight; leave one of them out"
+    yield len({*weights}) > 1, key, text
+    text = "excludes loss_fn.use_importance_sampling_correction=true, which weighs tokens too; leave one of them out"
+    yield weights and loss.use_importance_sampling_correction, key, text
+    name = loss.chosen_objective
+    text = f"weighs tokens against the engine, and the ratio of {name} is to the engine's policy already; use false"
+    compares_engine = loss.objective_entry is not None and loss.objective_entry.compares_engine
+    is_weighted = compares_engine and loss.use_importance_sampling_correction
+    yield is_weighted, "loss_fn.use_importance_sampling_correction=", text
+    text = (
+        f"has the weight {' '.join(weights[:1])}, and the ratio of {name} is to the engine's policy already; leave it"
+    )
+    text += " out"
+    yield compares_engine and weights, key, text
+    of_objective = loss.objective_entry is not None and loss.objective_entry.selection
+    text = f"chooses tokens of the step by entropy, and {name} by covariance; a run has one such rule"
+    yield of_objective and "high-entropy" in loss.corrections, key, text
+    is_empty = loss.objective_entry is not None and loss.clip_cov_min >= loss.clip_cov_max
+    text = f"must be below loss_fn.clip_cov_max={loss.clip_cov_max:g}"
+    yield name == "clip_cov" and is_empty, "loss_fn.clip_cov_min=", text
+    text = "has seq-mask beside seq-mask-tis, which masks responses by the same mean; leave one of them out"
+    yield {"seq-mask", "seq-mask-tis"} <= {*loss.chosen_corrections}, key, text

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.config.formulas import OBJECTIVES
+from megatron_grpo.config.formulas import CORRECTIONS, OBJECTIVES
 from megatron_grpo.config.loss_schema import LossConfig
 from megatron_grpo.config.schema import Config, GRPOConfig
 from megatron_grpo.preflight.rules import Rule
 
-# Keys that some objectives read, the switches apart.
-_OBJECTIVE_KEYS = frozenset().union(*(entry.reads for entry in OBJECTIVES.values()))
+# Keys that some objectives read, the switches apart; and keys that some masks read.
+_OBJECTIVE_KEYS = frozenset().union(*(entry.keys for entry in OBJECTIVES.values()))
+_MASKS = {name: entry for name, entry in CORRECTIONS.items() if not entry.is_weight}
 
 
 def check_objective(config: Config) -> Iterator[Rule]:
@@ -30,7 +31,7 @@ def check_objective(config: Config) -> Iterator[Rule]:
     is_contradiction = switches and loss.objective not in (LossConfig().objective, loss.chosen_objective)
     text = f"excludes loss_fn.{key}, which is loss_fn.objective={loss.chosen_objective}; leave one of them out"
     yield is_contradiction, "loss_fn.objective=", text
-    reads = entry.reads if entry is not None else _OBJECTIVE_KEYS
+    reads = entry.keys if entry is not None else _OBJECTIVE_KEYS
     text = f"bounds the clipped objective, and loss_fn.{key}={getattr(loss, key)} is another; use null"
     is_unbounded = "ratio_clip_c" not in reads and not loss.is_on_policy
     yield loss.ratio_clip_c is not None and is_unbounded, "loss_fn.ratio_clip_c=", text
@@ -70,6 +71,8 @@ def _find_objective_key(loss: LossConfig) -> str:
 def list_idle_keys(config: Config) -> Iterator[tuple[str, str]]:
     """Yield keys of the objective that change nothing, each with the reason."""
     loss, entry = config.loss_fn, config.loss_fn.objective_entry
+    for mask in _MASKS.keys() - {*loss.corrections}:
+        yield from ((f"loss_fn.{name}", f"needs loss_fn.corrections=[{mask}]") for name in _MASKS[mask].keys)
     if entry is None:
         return
     key = f"loss_fn.{_find_objective_key(loss)}"
@@ -83,15 +86,13 @@ def list_idle_keys(config: Config) -> Iterator[tuple[str, str]]:
                 key,
                 "with one optimizer step on a sample all ratios are 1, and the gradient is that of REINFORCE anyway",
             )
-        elif loss.chosen_objective != "on_policy" and not (
-            loss.averages_responses and loss.use_importance_sampling_correction
-        ):
+        elif loss.chosen_objective != "on_policy" and not (loss.averages_responses and loss.has_weights):
             yield key, text
-        for name in sorted(entry.reads):
+        for name in sorted(entry.keys):
             yield f"loss_fn.{name}", text
     if loss.is_on_policy and not config.needs_prev_logprobs:
         text = "with one optimizer step on a sample the policy is the old one anyway"
         yield from ((name, text) for name in ("loss_fn.objective", "loss_fn.force_on_policy_ratio"))
-    for name in sorted(_OBJECTIVE_KEYS - entry.reads):
-        readers = [objective for objective, reader in OBJECTIVES.items() if name in reader.reads]
+    for name in sorted(_OBJECTIVE_KEYS - entry.keys):
+        readers = [objective for objective, reader in OBJECTIVES.items() if name in reader.keys]
         yield f"loss_fn.{name}", f"needs loss_fn.objective={' or '.join(readers)}"

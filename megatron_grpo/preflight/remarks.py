@@ -54,7 +54,8 @@ def _check_samples(config: Config) -> Iterator[Rule]:
     text = "puts no limit on the importance weights of samples from earlier versions of the policy;"
     text += " loss_fn.truncated_importance_sampling_type=tis and loss_fn.truncated_importance_sampling_ratio=2 give"
     text += " one"
-    yield config.loss_fn.truncated_importance_sampling_type is None, "LOOP.async_grpo.enabled=", text
+    has_limit = config.loss_fn.chosen_weight is not None
+    yield config.loss_fn.has_weights and not has_limit, "LOOP.async_grpo.enabled=", text
     text = "also leaves out responses from earlier versions of the policy, on which the frameworks need not disagree"
     yield loop.seq_logprob_error_threshold is not None, "LOOP.seq_logprob_error_threshold=", text
 

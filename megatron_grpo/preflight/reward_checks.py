@@ -142,8 +142,19 @@ def _check_normalization(config: Config, loop: GRPOConfig) -> Iterator[Rule]:
     text += " grpo.normalize_rewards=false, grpo.normalize_rewards_over=batch or another grpo.adv_estimator.name"
     divides_groups = estimator == "grpo" and loop.normalize_rewards and is_over_group
     yield config.loss_fn.use_kl_in_reward and divides_groups, "loss_fn.use_kl_in_reward=", text
+    text = f"does not go with grpo.adv_estimator.name={estimator}, which scales or compares rewards alone; use false"
+    has_own_baseline = estimator in ("maxrl", "pass_at_k", "rae")
+    yield config.loss_fn.use_kl_in_reward and has_own_baseline, "loss_fn.use_kl_in_reward=", text
+    text = "drops groups of equal rewards, which have advantages with grpo.adv_estimator.name=rae; use false"
+    yield loop.use_dynamic_sampling and options.has_task_baselines, "grpo.use_dynamic_sampling=", text
+    text = "is of whole distributions, and generation filters them; leave generation.top_p, top_k and min_p out"
+    yield options.needs_score_sizes and config.generation.has_training_filter, "grpo.adv_estimator.name=", text
+    text = "takes the best of so many responses; needs grpo.num_generations_per_prompt that high"
+    is_too_large = estimator == "pass_at_k" and options.pass_k > loop.num_generations_per_prompt
+    yield is_too_large, "grpo.adv_estimator.pass_k=", text
     text = "the baseline of a sample comes from the others of its prompt; use 2 or more"
-    compares_samples = estimator in ("grpo", "gdpo") or (has_one_baseline and options.minus_baseline)
+    entry = options.entry
+    compares_samples = (entry is not None and entry.compares_samples) or (has_one_baseline and options.minus_baseline)
     yield compares_samples and loop.num_generations_per_prompt < 2, "grpo.num_generations_per_prompt=", text
 
 

@@ -15,10 +15,14 @@ from megatron_grpo.config.generation_schema import (
     GenerationConfig,
     StructuredConfig,
 )
+from megatron_grpo.config.loss_schema import LossConfig
 from megatron_grpo.config.paths import TOKEN_VARIABLE, check_url, is_loopback, read_token
 from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.vllm_parsers import read_parser_names
 from megatron_grpo.preflight.rules import Rule
+
+# Corrections that leave out tokens on which the frameworks disagree.
+_DROPPING = frozenset({"icepop", "seq-mask-tis", "seq-mask", "off-policy-mask", "divergence-mask"})
 
 
 def check_requests(config: Config) -> Iterator[Rule]:
@@ -69,8 +73,7 @@ def check_filters(config: Config) -> Iterator[Rule]:
     text += " probability of 1; use null, or another type than icepop and seq-mask-tis, beside generation.structured"
     yield dropping_option and generation.structured != StructuredConfig(), dropping_option or "", text
     # Training renormalises over the tokens that a filter keeps only if it can repeat the filter on the same logits.
-    is_corrected = config.loss_fn.use_importance_sampling_correction
-    comparing_option = "loss_fn.use_importance_sampling_correction=True" if is_corrected else dropping_option
+    comparing_option = _find_comparing_option(config.loss_fn) or dropping_option
     for name in generation.select_changed(FILTERS):
         default = to_text(getattr(GenerationConfig(), name))
         text = f"is a filter that training does not repeat beside {hiding_key}, which changes the logits before it, and"
@@ -87,11 +90,25 @@ def _find_hiding_key(generation: GenerationConfig) -> str:
     return f"generation.{penalties[0]}" if penalties else "generation.structured"
 
 
+def _find_comparing_option(loss: LossConfig) -> str | None:
+    """Find the option (KEY=VALUE) by which the loss compares the frameworks."""
+    if loss.use_importance_sampling_correction:
+        return "loss_fn.use_importance_sampling_correction=True"
+    if loss.corrects_sampling and loss.chosen_weight is None:
+        return f"loss_fn.objective={loss.chosen_objective}"
+    if loss.log_ratio_penalty:
+        return f"loss_fn.log_ratio_penalty={loss.log_ratio_penalty:g}"
+    compares = loss.chosen_corrections and loss.chosen_corrections != ("high-entropy",)
+    return f"loss_fn.corrections={to_text(loss.corrections)}" if compares else None
+
+
 def _find_dropping_option(config: Config) -> str | None:
     """Find the option (KEY=VALUE) that drops tokens on which frameworks disagree."""
-    kind = config.loss_fn.truncated_importance_sampling_type
-    if kind in ("icepop", "seq-mask-tis"):
-        return f"loss_fn.truncated_importance_sampling_type={kind}"
+    loss = config.loss_fn
+    if loss.truncated_importance_sampling_type in _DROPPING:
+        return f"loss_fn.truncated_importance_sampling_type={loss.truncated_importance_sampling_type}"
+    if _DROPPING & {*loss.corrections}:
+        return f"loss_fn.corrections={to_text(loss.corrections)}"
     threshold = getattr(config.loop, "seq_logprob_error_threshold", None)
     return None if threshold is None else f"{config.loop_name}.seq_logprob_error_threshold={threshold:g}"
 

@@ -70,6 +70,12 @@ def _list_of_loop(config: Config) -> Iterator[Rule]:
     if isinstance(loop, GRPOConfig):
         text = "needs grpo.adv_estimator.name=grpo"
         yield loop.adv_estimator.name != "grpo", "grpo.use_leave_one_out_baseline", text
+        has_own_scale = loop.adv_estimator.name in ("maxrl", "opo", "pass_at_k", "otb", "rae")
+        yield has_own_scale, "grpo.normalize_rewards grpo.normalize_rewards_over", text
+        text = "needs grpo.adv_estimator.name=pass_at_k"
+        yield loop.adv_estimator.name != "pass_at_k", "grpo.adv_estimator.pass_k", text
+        text = "needs grpo.adv_estimator.name=rae"
+        yield loop.adv_estimator.name != "rae", "grpo.adv_estimator.baseline_decay", text
         yield not loop.normalize_rewards, "grpo.normalize_rewards_over", "needs grpo.normalize_rewards=true"
     if not isinstance(loop, SampledLoopConfig):
         return

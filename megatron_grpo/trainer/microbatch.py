@@ -116,10 +116,17 @@ class MicrobatchMaker:
             segments=Segments(
                 sequence_index=move(sequence[tokens]),
                 sizes=move(np.bincount(sequence[is_computed], minlength=len(selected)).astype(np.float32)),
-                sum_over_ranks=sum_over_context if self._parallel.context > 1 else None,
+                **self._share_sequences(is_computed, tokens),
             ),
             token_indices=token_indices,
         )
+
+    def _share_sequences(self, is_computed: NDArray[np.bool_], tokens: NDArray[np.int64]) -> dict[str, Any]:
+        """Say how context-parallel ranks share the sequences; nothing if they are whole."""
+        if self._parallel.context == 1:
+            return {}
+        order = np.cumsum(is_computed) - 1
+        return {"sum_over_ranks": sum_over_context, "order": self._move(order[tokens])}
 
     def _pack(self, layout: packs.PackedLayout, routed: Tensor | None, *, is_dummy: bool) -> packs.PackedSequences:
         # `routed`: the recorded experts in this rank's layers (`RoutedForm`), [tokens of the flat sequences, bytes].

@@ -44,6 +44,8 @@ SETTLE_S = 3.0
 # Outputs of models for each token, by their field in a batch, with their names in messages.
 OUTPUTS = {
     "prev_logprobs": "log-probabilities",
+    "prev_entropy": "entropies",
+    "score_sizes": "sizes of gradients",  # by the logits
     "unfiltered_logprobs": "log-probabilities",  # over the vocabulary without the filter of sampling
     "reference_logprobs": "reference log-probabilities",  # under the frozen reference policy
     "values": "values",  # the expected return before every token

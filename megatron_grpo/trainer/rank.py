@@ -198,16 +198,19 @@ class ModelRank(ABC):
 
     @torch.no_grad()
     def _forward_tokens(
-        self, chunks: list[DecoderModel], batch: TokenBatch, microbatches: Microbatches
+        self, chunks: list[DecoderModel], batch: TokenBatch, microbatches: Microbatches, field: str | None = None
     ) -> Tensor | None:
         # One output per token, [sum(lengths), ...], on the host, of the output rank only. It is 0 for tokens that were
-        # not sampled; without the field `sampled` every token has its output.
+        # not sampled; without the field `sampled` every token has its output. With `field` it is this field that the
+        # head adds, in place of the output.
         for chunk in chunks:
             chunk.eval()
 
         def keep(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, tuple[Tensor, NDArray[np.int64]]]:
             # Megatron-Core's schedule wants a loss and a token count; both are 0 here.
-            values, _ = self._apply_head(chunks[-1], output, microbatch.tokens)
+            values, fields = self._apply_head(chunks[-1], output, microbatch.tokens)
+            if field is not None:
+                values = getattr(fields, field)
             if values.dim() > 1 and self.config.parallel.context == 1:
                 values = values.cpu()  # wide outputs of all tokens may not fit the device
             return values.new_zeros(()), values.new_zeros((), dtype=torch.int), (values, microbatch.token_indices)
@@ -326,8 +329,30 @@ class PolicyRank(ModelRank):
             with on_device(self.reference, self.platform.device) if reference.offload else nullcontext():
                 return self._forward_tokens(self.reference, batch, microbatches)
 
+    def compute_entropy(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
+        """Compute the entropy of the distribution that drew each token."""
+        return self._forward_tokens(self.gather_chunks(), batch, microbatches, field="entropy")
+
+    def compute_score_sizes(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
+        """Compute the squared size of each token's gradient by the logits.
+
+        With p the distribution and t the token it is 1 - 2 p_t + sum_v p_v^2. Doubled logits give the normalised p^2,
+        in which the token has the probability p_t^2 / sum_v p_v^2.
+        """
+        logprobs, settings = self.compute_logprobs(batch, microbatches), self.settings
+        self.settings = replace(settings, logit_scale=2 * settings.logit_scale)
+        try:
+            of_squares = self.compute_logprobs(batch, microbatches)
+        finally:
+            self.settings = settings
+        if logprobs is None or of_squares is None:
+            return None
+        return 1 - 2 * logprobs.exp() + (2 * logprobs - of_squares).exp()  # 0 where nothing was sampled
+
     outputs: ClassVar = {
         "prev_logprobs": compute_logprobs,
+        "score_sizes": compute_score_sizes,
+        "prev_entropy": compute_entropy,
         "unfiltered_logprobs": compute_unfiltered_logprobs,
         "reference_logprobs": compute_reference_logprobs,
     }

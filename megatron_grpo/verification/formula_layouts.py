@@ -22,10 +22,23 @@ from megatron_grpo.losses.advantages import make_estimator, response_advantages
 from megatron_grpo.losses.formula_trials import find_advantages_problem, find_objective_problem
 from megatron_grpo.losses.named_formula import NamedFormula, load_formula
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.losses.selections import mark_selected
 from megatron_grpo.verification.problem import SequenceLoss, count_tokens
 
 SAMPLES = 4  # responses of a prompt, of which groups of advantages are made
 SHIFT = 0.3  # standard deviation of log-probabilities from those of the model
+# Values of keys at which a formula changes some of the drawn tokens, and not all.
+_LIMITS: dict[str, Any] = {
+    LOWER: 0.8,
+    UPPER: 1.3,
+    "sequence_mask_min": 0.95,
+    "sequence_mask_max": 1.05,
+    "off_policy_mask_threshold": 0.0,
+    "divergence_mask_threshold": 0.1,
+    "divergence_clip_min": 0.01,
+    "divergence_clip_max": 0.01,
+    "fipo_half_life": 4.0,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +62,8 @@ def make_formula_problem(name: str, options: Mapping[str, Any]) -> FormulaProble
     folders, config = list_import_folders(), LossConfig(reference_policy_kl_penalty=0.0)
     try:
         if name in CORRECTIONS:
-            limits: dict[str, Any] = {LOWER: 0.8, UPPER: 1.3}
-            keys = {key: limits[key] for key in CORRECTIONS[name].reads} | {"truncated_importance_sampling_type": name}
-            config = replace(config, use_importance_sampling_correction=True, **keys)
+            keys = {key: _LIMITS[key] for key in CORRECTIONS[name].reads}
+            config = replace(config, corrections=[name], **keys)
             return FormulaProblem(loss=ClippedPGLossFn(config), estimator=None)
         if name in ADVANTAGES or ("." in name and _takes_rewards(name, folders)):
             settings = AdvantageEstimatorConfig(name=name, options=dict(options))
@@ -61,7 +73,8 @@ def make_formula_problem(name: str, options: Mapping[str, Any]) -> FormulaProble
         elif name in OBJECTIVES or "." in name:
             entry = OBJECTIVES.get(name)
             by_token = entry is None or not entry.averages_responses
-            config = replace(config, objective=name, objective_options=dict(options), token_level_loss=by_token)
+            keys = {} if entry is None else {key: _LIMITS[key] for key in entry.reads & _LIMITS.keys()}
+            config = replace(config, objective=name, objective_options=dict(options), token_level_loss=by_token, **keys)
             loss, estimator = ClippedPGLossFn(config, folders), None
             problem = find_objective_problem(loss.objective)
         else:
@@ -90,6 +103,13 @@ def draw_fields(problem: FormulaProblem, batch: TokenBatch, logprobs: Tensor, se
     fields = replace(batch.fields, prev_logprobs=shift(), generation_logprobs=shift())
     if problem.estimator is not None:
         fields.advantages = _estimate_advantages(problem.estimator, batch, draw)
+    config = problem.loss.config
+    if config.selection is not None:
+        # Entropies are of the size of the log-probabilities.
+        figures = require_field(fields.prev_logprobs).abs()
+        is_candidate = require_field(fields.loss_mask) > 0
+        wide = replace(config, clip_cov_share=0.3, kl_cov_share=0.3, clip_cov_min=-1.0)
+        fields.selected = mark_selected(wide, figures, require_field(fields.advantages), is_candidate)
     return TokenBatch(batch.lengths, fields)
 
 
@@ -103,14 +123,20 @@ def _estimate_advantages(estimator: NamedFormula, batch: TokenBatch, draw: torch
     rewards = torch.randint(0, 3, shape, generator=draw).float()
     lengths = lengths.view(shape)
     if "token_penalty" in estimator.inputs:
-        by_token = estimator(rewards=rewards, lengths=lengths, token_penalty=None).float()
+        sizes = torch.rand(int(lengths.sum()), generator=draw)
+        by_token = estimator(rewards=rewards, lengths=lengths, token_penalty=None, score_sizes=sizes).float()
         advantages = torch.zeros(sum(batch.lengths))
         in_loss = require_field(batch.fields.loss_mask) > 0
         advantages[in_loss] = by_token[: int(in_loss.sum())]
         return advantages
     parts = torch.stack([rewards, torch.randint(0, 2, shape, generator=draw).float()])
     by_response = response_advantages(
-        estimator, rewards, lengths, reward_parts=parts, reward_weights=torch.tensor([1.0, 0.5])
+        estimator,
+        rewards,
+        lengths,
+        reward_parts=parts,
+        reward_weights=torch.tensor([1.0, 0.5]),
+        task_baselines=rewards / 2,
     ).flatten()[: len(batch)]
     return by_response.repeat_interleave(torch.tensor(batch.lengths))
 

@@ -107,6 +107,8 @@ class FakePolicy(FakeModel):
     def add_field(self, batch: StepBatch, field: str) -> NDArray[np.bool_]:
         line, offset = {
             "prev_logprobs": ("policy says", 0.0),
+            "prev_entropy": ("policy says entropies", 0.0),
+            "score_sizes": ("policy says sizes", 0.0),
             "unfiltered_logprobs": ("policy says without filter", -0.25),
             "reference_logprobs": ("reference says", self.reference_offset),
             "values": ("policy scores", 0.5),

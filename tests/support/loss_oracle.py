@@ -40,6 +40,7 @@ def random_batch(seed: int, sequences: int = 6, length: int = 9) -> tuple[Tensor
         entropy=normal(1.0).abs(),
         positive=positive,
     )
+    tokens.selected = (normal(1.0) > 0.3).double() * mask
     return curr, tokens
 
 
@@ -86,6 +87,7 @@ def _token_loss(row: Row, t: int, config: LossConfig) -> float:
     now, old, advantage = row["now"][t], row["prev_logprobs"][t], row["advantages"][t]
     ratio = math.exp(now - old)
     loss = -_correction(row, t, config) * _objective(row, ratio, now, advantage, t, config)
+    loss += config.log_ratio_penalty * (now - row["generation_logprobs"][t]) ** 2
     if config.use_kl_in_reward:
         return loss
     difference = now - row["reference_logprobs"][t]
@@ -104,6 +106,8 @@ def _token_loss(row: Row, t: int, config: LossConfig) -> float:
 def _objective(row: Row, ratio: float, now: float, advantage: float, t: int, config: LossConfig) -> float:
     if config.disable_ppo_ratio:
         return advantage * now
+    if config.objective in METHODS:
+        return METHODS[config.objective](row, ratio, now, advantage, t, config)
     if config.sequence_level_importance_ratios:
         ratio = math.prod(math.exp(a - b) for a, b in zip(row["now"], row["prev_logprobs"], strict=True)) ** (
             1 / len(row["now"])
@@ -121,17 +125,127 @@ def _objective(row: Row, ratio: float, now: float, advantage: float, t: int, con
     return objective
 
 
+def _bounds(config: LossConfig) -> tuple[float, float]:
+    return config.ratio_clip_min, config.ratio_clip_min if config.ratio_clip_max is None else config.ratio_clip_max
+
+
+def _clipped(ratio: float, advantage: float, config: LossConfig) -> float:
+    below, above = _bounds(config)
+    return min(ratio * advantage, min(max(ratio, 1 - below), 1 + above) * advantage)
+
+
+def _binary_divergence(current: float, sampling: float, kind: str) -> float:
+    """Divergence of Bernoulli distributions, (sampling || current)."""
+    if kind == "dppo_tv":
+        return abs(current - sampling)
+    # Batches may have probabilities above 1.
+    others = max(1 - sampling, math.ulp(1.0)), max(1 - current, math.ulp(1.0))
+    pairs = ((sampling, current), others)
+    return sum(p * math.log(p / q) for p, q in pairs)
+
+
+def _dppo(row: Row, ratio: float, now: float, advantage: float, t: int, config: LossConfig) -> float:
+    sampled_at = row["generation_logprobs"][t]
+    current, sampling = math.exp(now), math.exp(sampled_at)
+    distance = _binary_divergence(current, sampling, config.objective)
+    leaves_up = advantage > 0 and current > sampling and distance > config.divergence_clip_max
+    leaves_down = advantage <= 0 and current < sampling and distance > config.divergence_clip_min
+    if leaves_up or leaves_down:
+        return 0.0
+    return min(current / sampling, config.ratio_clip_c or math.inf) * advantage * now
+
+
+def _dro(row: Row, ratio: float, now: float, advantage: float, t: int, config: LossConfig) -> float:
+    return advantage * now - config.dro_beta / 2 * (now - row["generation_logprobs"][t]) ** 2
+
+
+def _vespo(row: Row, ratio: float, now: float, advantage: float, t: int, config: LossConfig) -> float:
+    pairs = zip(row["now"], row["generation_logprobs"], strict=True)
+    weight = math.prod(math.exp(a) / math.exp(b) for a, b in pairs)
+    good = (config.vespo_k_pos, config.vespo_lambda_pos)
+    power, decay = good if advantage >= 0 else (config.vespo_k_neg, config.vespo_lambda_neg)
+    return weight**power * math.exp(decay * (1 - weight)) * advantage * now
+
+
+def _luspo(row: Row, ratio: float, now: float, advantage: float, t: int, config: LossConfig) -> float:
+    ratios = [math.exp(a - b) for a, b in zip(row["now"], row["prev_logprobs"], strict=True)]
+    return len(ratios) * _clipped(math.prod(ratios) ** (1 / len(ratios)), advantage, config)
+
+
+def _gmpo(row: Row, ratio: float, now: float, advantage: float, t: int, config: LossConfig) -> float:
+    below, above = _bounds(config)
+    logs = [a - b for a, b in zip(row["now"], row["prev_logprobs"], strict=True)]
+    signs = row["advantages"]
+    bounded = [min(log, above) if sign > 0 else max(log, -below) for log, sign in zip(logs, signs, strict=True)]
+    return math.exp(math.fsum(bounded) / len(bounded)) * advantage
+
+
+def _fipo(row: Row, ratio: float, now: float, advantage: float, t: int, config: LossConfig) -> float:
+    gamma, future = 2 ** (-1 / config.fipo_half_life), 0.0
+    for k in range(t, len(row["now"])):
+        log = row["now"][k] - row["prev_logprobs"][k]
+        if config.ratio_clip_c is None or math.exp(log) <= config.ratio_clip_c:
+            future += gamma ** (k - t) * log
+    influence = min(max(math.exp(future), 1 - config.fipo_clip_min), 1 + config.fipo_clip_max)
+    objective = _clipped(ratio, advantage * influence, config)
+    if config.ratio_clip_c is not None and advantage < 0:
+        objective = max(objective, config.ratio_clip_c * advantage * influence)
+    return objective
+
+
+def _clip_cov(row: Row, ratio: float, now: float, advantage: float, t: int, config: LossConfig) -> float:
+    return 0.0 if row["selected"][t] else _clipped(ratio, advantage, config)
+
+
+def _kl_cov(row: Row, ratio: float, now: float, advantage: float, t: int, config: LossConfig) -> float:
+    penalty = abs(now - row["prev_logprobs"][t]) if row["selected"][t] else 0.0
+    return ratio * advantage - config.kl_cov_weight * penalty
+
+
+METHODS = {
+    "dppo_tv": _dppo,
+    "dppo_kl": _dppo,
+    "dro": _dro,
+    "vespo": _vespo,
+    "luspo": _luspo,
+    "gmpo": _gmpo,
+    "fipo": _fipo,
+    "clip_cov": _clip_cov,
+    "kl_cov": _kl_cov,
+}
+
+
 def _correction(row: Row, t: int, config: LossConfig) -> float:
+    factor = math.prod(_factor(name, row, t, config) for name in config.corrections)
     if not config.use_importance_sampling_correction:
-        return 1.0
+        return factor
+    return factor * _factor(config.truncated_importance_sampling_type, row, t, config)
+
+
+def _factor(kind: str | None, row: Row, t: int, config: LossConfig) -> float:
     ratios = [math.exp(a - b) for a, b in zip(row["prev_logprobs"], row["generation_logprobs"], strict=True)]
-    weight = math.prod(ratios) if config.sequence_level_importance_ratios else ratios[t]
+    counts_responses = config.sequence_level_importance_ratios or config.objective in ("luspo", "gmpo")
+    weight, advantage = math.prod(ratios) if counts_responses else ratios[t], row["advantages"][t]
     low, high = config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio
-    match config.truncated_importance_sampling_type:
+    match kind:
         case "tis":
             return min(weight, high)
         case "icepop":
             return weight if low <= weight <= high else 0.0
         case "seq-mask-tis":
             return weight if low <= math.prod(ratios) ** (1 / len(ratios)) <= high else 0.0
+        case "seq-tis":
+            return min(math.prod(ratios), high)
+        case "seq-mask":
+            mean = math.prod(ratios) ** (1 / len(ratios))
+            return float(config.sequence_mask_min <= mean <= config.sequence_mask_max)
+        case "off-policy-mask":
+            pairs = zip(row["generation_logprobs"], row["now"], strict=True)
+            staleness = math.fsum(a - b for a, b in pairs) / len(ratios)
+            return float(advantage >= 0 or staleness <= config.off_policy_mask_threshold)
+        case "divergence-mask":
+            variation = math.fsum(abs(ratio - 1) for ratio in ratios) / len(ratios) / 2
+            return float(variation <= config.divergence_mask_threshold or advantage * math.log(ratios[t]) <= 0)
+        case "high-entropy":
+            return row["selected"][t]
     return weight

@@ -22,6 +22,7 @@ from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.losses.divergence import find_inconsistent_sequences
 from megatron_grpo.losses.loss import GlobalCounts, combine_metrics
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.losses.selections import mark_selected
 from megatron_grpo.platform.device import detect_platform
 from megatron_grpo.preflight.config_checks import find_config_problems
 from megatron_grpo.preflight.layout_checks import check_split
@@ -179,7 +180,9 @@ def _require_replayable(record: RecordedStep, settings: RankSettings) -> None:
     config, vocab = record.config, settings.shape.vocab
     largest = max(int(trajectory.token_ids.max()) for trajectory in record.trajectories)
     text = "cannot be replayed: the experts that engines chose are not recorded"
+    chooses_by_entropy = config.loss_fn.selection == "highest_entropy"
     rules = [
+        (chooses_by_entropy, "loss_fn.corrections=", "cannot be replayed: entropies are not recorded"),
         (config.value_model is not None, "algorithm=", "cannot be replayed: values and returns are not recorded"),
         (config.policy.moe.replay_routing, "policy.moe.replay_routing=", text),
         (largest >= vocab, "policy.model.path=", f"has {vocab} tokens, and the rollouts have token {largest}"),
@@ -198,6 +201,9 @@ def _add_fields(record: RecordedStep, step: StepBatch, batch: TokenBatch) -> Non
     sampled, fields = require_field(batch.fields.sampled), batch.fields
     fields.loss_mask = repeat_per_token(step.in_loss, step.lengths, sampled)
     fields.advantages = torch.from_numpy(record.place_at_sampled(record.advantages))
+    if record.config.loss_fn.selection is not None:
+        prev = torch.from_numpy(record.place_at_sampled(record.prev_logprobs))
+        fields.selected = mark_selected(record.config.loss_fn, prev, fields.advantages, fields.loss_mask > 0)
     if step.rollout_shares is not None:
         fields.rollout_share = repeat_per_token(step.rollout_shares, step.lengths, sampled)
     if step.positive is not None:

@@ -16,7 +16,7 @@ from megatron_grpo.algorithms.step_report import compute_sampling_metrics
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.loss_schema import RewardShapingConfig
 from megatron_grpo.config.schema import AdvantageEstimatorConfig, Config, EnvironmentConfig, GRPOConfig, LossConfig
-from megatron_grpo.losses.advantages import group_advantages, reinforce_plus_plus
+from megatron_grpo.losses.advantages import group_advantages, otb, reinforce_plus_plus
 from tests.support.fake_rollouts import FakeRollouts, add_entry, by_sequence
 from tests.support.step_advantages import advantages_of, laid_out
 from tests.support.trajectories import make_trajectory
@@ -177,6 +177,59 @@ def test_reinforce_plus_plus_charges_each_token_for_what_follows(minus_baseline:
         torch.tensor(REWARDS).view(2, 2), torch.tensor(LENGTHS), token_penalty=penalty, minus_baseline=minus_baseline
     )
     assert [value for tokens in actual for value in tokens[PROMPT:]] == pytest.approx(expected.tolist())
+
+
+def test_the_optimal_token_baseline_gets_sizes_of_sampled_tokens() -> None:
+    sizes = np.arange(1, PROMPT * 4 + sum(LENGTHS) + 1, dtype=np.float32)
+    actual = advantages_of(config(adv_estimator=AdvantageEstimatorConfig(name="otb")), step(), score_sizes=sizes)
+    is_sampled = np.concatenate([np.arange(PROMPT + length) >= PROMPT for length in LENGTHS])
+    rewards, lengths = torch.tensor(REWARDS).view(2, 2), torch.tensor(LENGTHS).view(2, 2)
+    expected = otb(rewards, lengths, None, torch.from_numpy(sizes[is_sampled]))
+    assert [value for tokens in actual for value in tokens[PROMPT:]] == pytest.approx(expected.tolist())
+
+
+def test_running_baselines_are_part_of_the_runs_state() -> None:
+    keys = config(adv_estimator=AdvantageEstimatorConfig(name="rae", baseline_decay=0.5))
+    trajectories = step()
+    batch, workers = laid_out(keys, trajectories)
+    scores = score(keys, [trajectory.outcome for trajectory in trajectories])
+    name = trajectories[0].outcome.task_name
+    state: Any = {"task_baselines": {name: 0.5}}
+    add_advantages(keys, scores, batch, workers, state)  # type: ignore[arg-type]
+    # 0.5 -> 0.75 -> 0.375 -> 0.3125 -> 0.53125
+    assert batch.advantages is not None
+    assert batch.advantages.tolist() == pytest.approx([0.25, -0.375, -0.0625, 0.21875])
+    assert state["task_baselines"] == {name: 0.53125}
+
+
+@pytest.mark.parametrize("rule", ["kl_cov", "high-entropy"])
+@pytest.mark.parametrize("by_token", [True, False])
+def test_tokens_are_chosen_among_all_of_the_step(rule: str, by_token: bool) -> None:
+    """Whatever shards they lie in, and without those of a response that is left out of the loss."""
+    estimator = AdvantageEstimatorConfig(name="reinforce_plus_plus" if by_token else "grpo")
+    if rule == "kl_cov":
+        loss = LossConfig(objective="kl_cov", kl_cov_share=0.4)
+    else:
+        loss = LossConfig(corrections=["high-entropy"], top_entropy_quantile=0.4)
+    keys, trajectories = config(loss, adv_estimator=estimator), step()
+    figures = policy_logprobs(trajectories) * (1 if rule == "kl_cov" else -1)
+    batch, workers = laid_out(keys, trajectories)
+    add_entry(batch, "prev_logprobs" if rule == "kl_cov" else "prev_entropy", figures)
+    batch.in_loss[3] = False
+    scores = score(keys, [trajectory.outcome for trajectory in trajectories])
+    add_advantages(keys, scores, batch, workers)  # type: ignore[arg-type]
+    advantages = (
+        np.concatenate(by_sequence(batch, "advantages")) if by_token else np.repeat(batch.advantages, batch.lengths)
+    )
+    sampled = np.concatenate(by_sequence(batch, "sampled")) & np.repeat([True, True, True, False], batch.lengths)
+    chosen = np.concatenate(by_sequence(batch, "selected"))
+    assert set(np.flatnonzero(chosen)) <= set(np.flatnonzero(sampled))
+    measure = figures
+    if rule == "kl_cov":
+        measure = (figures - figures[sampled].mean()) * (advantages - advantages[sampled].mean())
+    others = measure[sampled & (chosen == 0)]
+    assert len(others) in (3, 4)
+    assert measure[chosen > 0].min() >= others.max() - 1e-6
 
 
 @pytest.mark.parametrize("in_reward", [True, False])

@@ -62,10 +62,13 @@ def test_only_settings_without_a_counterpart_are_left_out(trl: Any) -> None:
         if find_key(name) is None and describe_counterpart(name, "grpo") is None
     }
     assert bare - general == {
-        *("pad_to_multiple_of", "log_multimodal", "log_unique_prompts", "cache_implementation", "top_entropy_quantile"),
+        *("pad_to_multiple_of", "log_multimodal", "log_unique_prompts", "cache_implementation"),
         *("use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
-        *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "ds3_gather_for_generation"),
-        *("use_transformers_continuous_batching", "transformers_continuous_batching_config"),
+        *(
+            "ds3_gather_for_generation",
+            "use_transformers_continuous_batching",
+            "transformers_continuous_batching_config",
+        ),
         "use_transformers_paged",
     }
 

@@ -5,6 +5,7 @@ import math
 import textwrap
 from collections import defaultdict
 from dataclasses import fields, replace
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron_grpo.config.loop_schema import MseValueLossConfig
 from megatron_grpo.config.schema import LossConfig
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics, is_extreme
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.losses.selections import mark_selected
 from megatron_grpo.losses.value import MseValueLossFn
 from tests.support.loss_oracle import CONFIGS, VARIANTS, counts_of, random_batch
 
@@ -35,14 +37,19 @@ def test_loss_and_gradients_equal_trl(case: str) -> None:
     curr, tokens = random_batch(12, sequences=SEQUENCES)
     if config.constant_normalizer_tokens:
         tokens.loss_mask[1] = 0  # a response that is left out counts in the constant all the same
-    if config.sequence_level_importance_ratios:  # TRL's form is for one advantage a response
+    if config.averages_responses:  # TRL's form is for one advantage a response
         tokens.advantages = tokens.advantages[:, :1].expand_as(curr)
+    if config.selection is not None:
+        tokens.selected = mark_selected(config, tokens.entropy, tokens.advantages, tokens.loss_mask > 0)
     ours, theirs = ([curr.clone().requires_grad_(), tokens.entropy.clone().requires_grad_()] for _ in range(2))
-    inputs = _inputs(tokens)
-    if config.use_importance_sampling_correction:
+    inputs, trainer_class = _inputs(tokens), grpo_trainer.GRPOTrainer
+    if "mode" in options:
         limits = {name: options.get(name) for name in ("mode", "clip_min", "clip_max")}
         inputs["importance_sampling_ratio"] = _sampling_weights(grpo_trainer, tokens, **limits)
-    expected = grpo_trainer.GRPOTrainer._compute_loss(_trainer(*theirs, **options), None, inputs)
+    if config.objective == "gmpo":
+        trainer_class = pytest.importorskip("trl.experimental.gmpo").GMPOTrainer
+        inputs["advantages"] = tokens.advantages[:, 0]
+    expected = trainer_class._compute_loss(_trainer(grpo_trainer.GRPOTrainer, *theirs, **options), None, inputs)
     actual, _ = ClippedPGLossFn(config)(ours[0], replace(tokens, entropy=ours[1]), counts_of(tokens))
     torch.testing.assert_close(actual, expected)
     for loss in (expected, actual):
@@ -63,6 +70,7 @@ def _inputs(tokens: TokenFields) -> dict[str, Tensor]:
         "old_per_token_logps": tokens.prev_logprobs,
         "ref_per_token_logps": tokens.reference_logprobs,
         "num_items_in_batch": tokens.loss_mask.sum(),
+        "sampling_per_token_logps": tokens.generation_logprobs,
     }
 
 
@@ -93,7 +101,7 @@ def _sampling_weights(
     return weights
 
 
-def _trainer(curr: Tensor, entropy: Tensor, **options: Any) -> Any:
+def _trainer(trainer_class: Any, curr: Tensor, entropy: Tensor, **options: Any) -> Any:
     """What GRPOTrainer._compute_loss reads of its trainer."""
     args = {
         "delta": None,
@@ -101,6 +109,10 @@ def _trainer(curr: Tensor, entropy: Tensor, **options: Any) -> Any:
         "sapo_temperature_pos": 1.0,
         "sapo_temperature_neg": 1.05,
         "steps_per_generation": 1,
+        "vespo_k_pos": 2.0,
+        "vespo_lambda_pos": 3.0,
+        "vespo_k_neg": 3.0,
+        "vespo_lambda_neg": 2.0,
     }
     args |= {name: options.pop(name) for name in list(options) if name in args}
     fields: dict[str, Any] = {
@@ -121,11 +133,19 @@ def _trainer(curr: Tensor, entropy: Tensor, **options: Any) -> Any:
         "current_gradient_accumulation_steps": 1,
         "model": SimpleNamespace(training=True),
         "accelerator": SimpleNamespace(
-            gather=lambda value: value, reduce=lambda value, reduction: value, num_processes=1, sync_gradients=False
+            gather=lambda value: value,
+            reduce=lambda value, reduction: value,
+            pad_across_processes=lambda value, dim, pad_index: value,
+            num_processes=1,
+            sync_gradients=False,
         ),
         "_metrics": {"train": defaultdict(list)},
+        "get_off_policy_mask": trainer_class.get_off_policy_mask,
+        "get_gamma_weights": trainer_class.get_gamma_weights,
     }
-    return SimpleNamespace(**(fields | options))
+    trainer = SimpleNamespace(**(fields | options))
+    trainer.get_high_entropy_mask = partial(trainer_class.get_high_entropy_mask, trainer)
+    return trainer
 
 
 Response = tuple[int, int, bool, bool]

@@ -24,7 +24,11 @@ from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import make_run
 from tests.support.grpo_run import SHAPE
 
-VARIANTS = ["cispo", "dapo", "dr_grpo", "gspo", "reinforce_plus_plus", "rloo", "sapo"]
+VARIANTS = [
+    *("cispo", "clip_cov", "dapo", "divergence_mask", "dppo", "dr_grpo", "dro", "fipo", "gmpo", "gspo", "high_entropy"),
+    *("kl_cov", "luspo", "maxrl", "off_policy_mask", "opo", "otb", "pass_at_k", "rae", "reinforce_plus_plus", "rloo"),
+    *("sapo", "seq_tis", "vespo"),
+]
 
 
 def test_the_published_variants_are_presets() -> None:

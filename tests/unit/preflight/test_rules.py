@@ -44,6 +44,8 @@ def list_values(hint: Any, value: Any) -> list[Any]:
         return [choice for choice in arguments if choice != value]
     if origin in (types.UnionType, typing.Union):
         return [setting for argument in arguments for setting in list_values(argument, value)]
+    if origin is list:
+        return [[choice] for choice in list_values(arguments[0], None)]
     if hint is bool:
         return [not value]
     if origin is dict:
