@@ -20,8 +20,11 @@ __all__ = ["RewardModelRun", "reward_model_train"]
 class RewardModelRun(PreferenceRun):
     """A run that trains a reward model, whose ranks are in the policy's place."""
 
-    outputs: ClassVar = ("values",)  # the score, which only the last token of a conversation has
     held_out_metrics: ClassVar = ("accuracy", "margin")
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("values",)  # the score, which only the last token of a conversation has
 
     def compute_loss(
         self, outputs: Sequence[Tensor], tokens: Tensor, weights: Tensor, rows: Sequence[DatumSpec]

@@ -19,6 +19,7 @@ from megatron_grpo.algorithms.step_report import StepReport, compute_learning_me
 from megatron_grpo.algorithms.token_functions import sum_over_sampled
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome, Span, Trajectory
+from megatron_grpo.config.data_schema import LABELLED
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.loop_schema import HELD_OUT_LOSS, VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config
@@ -113,9 +114,10 @@ def make_trajectory(
 
 def make_batch(run: SupervisedRun, rows: Sequence[DatumSpec]) -> tuple[StepBatch, StepCheck]:
     """Put the sequences of rows or pairs into the object store."""
-    for row in rows if run.config.method.has_pairs else ():
-        if "rejected" not in row:
-            raise RunError(f"row {row['idx']}: its processor (data.processor) returned no rejected messages")
+    field = "rejected" if run.config.has_pairs else "label" if run.config.row_kind == LABELLED else "message_log"
+    for row in rows:
+        if field not in row:
+            raise RunError(f"row {row['idx']}: its processor (data.processor) returned no field {field!r}")
     conversations = [[row["message_log"], *([row["rejected"]] if "rejected" in row else [])] for row in rows]
     groups = run.rollouts.put(
         [

@@ -163,7 +163,7 @@ def test_a_recorded_algorithm_is_imported_only_from_a_run_that_is_trusted(own_fo
     ("name", "text"),
     [
         ("my_recipe:WRONG", "is not a megatron_grpo.config.algorithms.Algorithm"),
-        ("my_recipe:ELSEWHERE", "has section=mine; a loop is one of dpo, grpo, ppo, reward_model, sft"),
+        ("my_recipe:ELSEWHERE", "has section=mine; a loop is one of dpo, grpo, kto, ppo, reward_model, sft"),
         ("my_recipe:NOTHING", "cannot be imported: AttributeError"),
         ("your_recipe:ALGORITHM", "cannot be imported: ModuleNotFoundError"),
         ("my recipe", "no such option"),
