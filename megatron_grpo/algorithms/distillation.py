@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.algorithms import stages
-from megatron_grpo.algorithms.context import DistillationRun
+from megatron_grpo.algorithms.context import DistillationRun, GRPORun
 from megatron_grpo.algorithms.loop import train_steps
 from megatron_grpo.algorithms.samples import sample
 from megatron_grpo.algorithms.setup import setup
@@ -23,6 +24,10 @@ from megatron_grpo.generation.teacher_client import fetch_teacher_outputs
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.trainer.model_ranks import MegatronTeacher
 
+T = TypeVar("T", bound=GRPORun)
+# (run, batch, outcomes) -> [sequences]: True where the outputs of sampled tokens are finite.
+Teach = Callable[[T, StepBatch, Sequence[Outcome]], NDArray[np.bool_]]
+
 __all__ = ["DistillationRun", "distillation_step", "distillation_train", "setup", "validate"]
 
 
@@ -33,6 +38,11 @@ def distillation_train(run: DistillationRun) -> None:
 
 def distillation_step(run: DistillationRun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
     """Do one step of distillation; errors and results are those of `grpo_step`."""
+    return follow_teacher(run, batches, add_teacher_outputs)
+
+
+def follow_teacher(run: T, batches: Iterator[list[DatumSpec]], teach: Teach[T]) -> StepReport | None:
+    """Do one step whose teacher's outputs `teach` adds to the batch."""
     config, policy, rollouts, timer = run.config, run.policy, run.rollouts, StepTimer()
     samples = sample(run, batches, timer)
     if samples is None:
@@ -40,7 +50,7 @@ def distillation_step(run: DistillationRun, batches: Iterator[list[DatumSpec]]) 
     batch, check = stages.prepare_batch(run, samples, timer)
     logprob_metrics = stages.add_logprobs(config, batch, policy, rollouts, check, timer)
     with timer.phase("teacher"):
-        is_finite = add_teacher_outputs(run, batch, samples.outcomes)
+        is_finite = teach(run, batch, samples.outcomes)
     check.require_finite("the teacher's output", is_finite | ~batch.in_loss, batch)
     if config.uses_rewards:
         with timer.phase("advantages"):

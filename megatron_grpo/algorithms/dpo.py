@@ -36,18 +36,21 @@ __all__ = ["PreferenceRun", "RewardModelRun", "dpo_step", "dpo_train", "reward_m
 
 
 class PreferenceRun(SupervisedRun):
-    """A run that learns from pairs."""
+    """A run that learns from pairs, or from responses with labels."""
 
-    outputs: ClassVar[tuple[str, ...]] = ("prev_logprobs", "reference_logprobs")
-    """Outputs of the model (`trainer.model_ranks.OUTPUTS`) that determine the loss."""
     held_out_metrics: ClassVar[tuple[str, ...]] = ("preference_accuracy",)
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Outputs of the model (`trainer.model_ranks.OUTPUTS`) that determine the loss."""
+        return ("prev_logprobs", "reference_logprobs") if self.config.uses_reference else ("prev_logprobs",)
+
     def measure_rows(self, rows: Sequence[DatumSpec], count: int) -> dict[str, float]:
-        """Sum loss and metrics over the first `count` pairs."""
+        """Sum loss and metrics over the first `count` pairs or rows."""
         batch, _ = make_batch(self, rows)
         for field in self.outputs:
             self.policy.add_field(batch, field)
-        batch.in_loss[2 * count :] = False
+        batch.in_loss[len(batch) // len(rows) * count :] = False
         result = compare_pairs(self, rows, batch)
         means = {HELD_OUT_LOSS: result.loss} | {name: result.metrics[name] for name in self.held_out_metrics}
         return {**{name: count * mean for name, mean in means.items()}, "units": float(count)}
@@ -58,9 +61,9 @@ class PreferenceRun(SupervisedRun):
         """Compute the loss of pairs.
 
         `outputs`, one a name in `self.outputs`, and `tokens` are [pairs, 2]: sums over each response's tokens, and
-        their number. `weights`: [pairs].
+        their number. `weights`: [pairs]. Without pairs, all have one column.
         """
-        policy, reference = outputs
+        policy, reference = outputs[0], outputs[-1]  # simpo has no reference, and reads none
         loop = self.config.loop
         assert isinstance(loop, DPOConfig)
         return compute_preference_loss(policy, reference, tokens, weights, loop)
@@ -72,7 +75,7 @@ def dpo_train(run: PreferenceRun) -> None:
 
 
 def dpo_step(run: PreferenceRun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
-    """Do one step on the next pairs; None: no pairs are left.
+    """Do one step on the next pairs or rows; None: none are left.
 
     RunError: an output or the gradient is not finite, or a process failed; no weights were changed by it.
     """
@@ -94,13 +97,13 @@ def dpo_step(run: PreferenceRun, batches: Iterator[list[DatumSpec]]) -> StepRepo
 
 
 def compare_pairs(run: PreferenceRun, rows: Sequence[DatumSpec], batch: StepBatch) -> PreferenceLoss:
-    """Compute the loss of a batch of pairs, which are neighbours."""
+    """Compute the loss of rows; responses of a pair are neighbours."""
     sums = [run.rollouts.compute(sum_over_sampled, batch, ("sampled", field), field) for field in run.outputs]
     weights = np.ones(len(batch)) if batch.loss_weights is None else batch.loss_weights
     return run.compute_loss(
-        [torch.from_numpy(values).view(-1, 2) for values in sums],
-        torch.from_numpy(batch.response_tokens).view(-1, 2),
-        torch.from_numpy(weights * batch.in_loss).view(-1, 2)[:, 0].double(),
+        [torch.from_numpy(values).view(len(rows), -1) for values in sums],
+        torch.from_numpy(batch.response_tokens).view(len(rows), -1),
+        torch.from_numpy(weights * batch.in_loss).view(len(rows), -1)[:, 0].double(),
         rows,
     )
 
@@ -108,8 +111,12 @@ def compare_pairs(run: PreferenceRun, rows: Sequence[DatumSpec], batch: StepBatc
 class RewardModelRun(PreferenceRun):
     """A run that trains a reward model, whose ranks are in the policy's place."""
 
-    outputs: ClassVar = ("values",)  # the score, which only the last token of a conversation has
     held_out_metrics: ClassVar = ("accuracy", "margin")
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The score, which only the last token of a conversation has."""
+        return ("values",)
 
     def compute_loss(
         self, outputs: Sequence[Tensor], tokens: Tensor, weights: Tensor, rows: Sequence[DatumSpec]

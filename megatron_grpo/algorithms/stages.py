@@ -12,7 +12,7 @@ from megatron_grpo.algorithms.prob_error import assess_agreement, compute_oldest
 from megatron_grpo.algorithms.records import StepCheck
 from megatron_grpo.algorithms.samples import StepSamples
 from megatron_grpo.algorithms.step_report import StepReport, UnpublishedStepError
-from megatron_grpo.algorithms.token_functions import flag_inconsistent_sequences
+from megatron_grpo.algorithms.token_functions import count_observed, flag_inconsistent_sequences
 from megatron_grpo.batch.packing import TOKEN_COST, Cost
 from megatron_grpo.batch.replay_files import StepFigures, locate_figures_file, write_figures
 from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
@@ -51,6 +51,8 @@ def prepare_batch(run: GRPORun, samples: StepSamples, timer: StepTimer) -> tuple
     check = run.make_check(samples.groups, run.state["total_steps"] + 1)
     with timer.phase("batch"):
         batch = build_batch(run.config, samples.groups, run.rollouts, run.policy.cost)
+        if run.config.imitates_environment:
+            batch.imitated_tokens = run.rollouts.compute(count_observed, batch, ("sampled",))
         batch.prob_error_limit = run.config.find_prob_error_limit(compute_oldest_age(run, samples.outcomes))
         run.dumps.hold(check.step, samples.groups, batch, samples.make_facts(run.loader_state))
     return batch, check

@@ -21,6 +21,7 @@ from megatron_grpo.algorithms.token_functions import select_sampled, sum_over_sa
 from megatron_grpo.batch.rollout_files import TrainedValues
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome, Span, Trajectory
+from megatron_grpo.config.data_schema import LABELLED
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.loop_schema import HELD_OUT_LOSS, VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config
@@ -118,9 +119,10 @@ def make_trajectory(
 
 def make_batch(run: SupervisedRun, rows: Sequence[DatumSpec]) -> tuple[StepBatch, StepCheck]:
     """Put the sequences of rows or pairs into the object store."""
-    for row in rows if run.config.method.has_pairs else ():
-        if "rejected" not in row:
-            raise RunError(f"row {row['idx']}: its processor (data.processor) returned no rejected messages")
+    field = "rejected" if run.config.has_pairs else "label" if run.config.row_kind == LABELLED else "message_log"
+    for row in rows:
+        if field not in row:
+            raise RunError(f"row {row['idx']}: its processor (data.processor) returned no field {field!r}")
     is_scored = run.policy.shape.head.is_scalar
     groups = run.rollouts.put([make_trajectories(row, group, is_scored=is_scored) for group, row in enumerate(rows)])
     batch = build_batch(run.config, groups, run.rollouts, run.policy.cost)
@@ -141,7 +143,7 @@ def record_rows(run: SupervisedRun, rows: Sequence[DatumSpec], batch: StepBatch,
 
     `rewards`: [pairs, 2], of the responses of pairs. A step that has log-probabilities also writes them.
     """
-    step, samples = run.state["total_steps"] + 1, 2 if run.config.method.has_pairs else 1
+    step, samples = run.state["total_steps"] + 1, 2 if run.config.has_pairs else 1
     if not run.dumps.is_sampled(step):
         return
     tokens = batch.lengths.reshape(-1, samples).sum(axis=1).tolist()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_grpo.batch.step_batch import TokenArrays
-from megatron_grpo.batch.token_batch import scatter_sampled
+from megatron_grpo.batch.token_batch import find_observed, scatter_sampled
 from megatron_grpo.config.schema import Config, GRPOConfig, PPOConfig
 from megatron_grpo.losses import advantages as formulas
 from megatron_grpo.losses.divergence import find_inconsistent_sequences, kl_estimate
@@ -201,6 +201,12 @@ def select_sampled(
     ends = np.cumsum(lengths)
     slices = (slice(ends[sequence] - lengths[sequence], ends[sequence]) for sequence in sequences)
     return {}, [arrays[field][tokens][arrays["sampled"][tokens]] for tokens in slices]
+
+
+def count_observed(lengths: NDArray[np.int64], arrays: TokenArrays) -> tuple[TokenArrays, NDArray[np.int64]]:
+    """Count the tokens that others wrote after the first sampled one: [sequences], int64."""
+    observed = find_observed(arrays["sampled"], lengths)
+    return {}, np.add.reduceat(observed.astype(np.int64), np.cumsum(lengths) - lengths)
 
 
 def merge_teacher_outputs(lengths: NDArray[np.int64], arrays: TokenArrays) -> tuple[TokenArrays, None]:

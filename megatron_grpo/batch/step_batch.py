@@ -44,6 +44,11 @@ class StepBatch:
     positive: NDArray[np.bool_] | None = None  # correct responses: [sequences], bool; None: the loss does not use it
     loss_weights: NDArray[np.float32] | None = None
     """Weight of each sequence in the loss (loss_multiplier of its prompt): [sequences], float32. None: all weigh 1."""
+    imitated_tokens: NDArray[np.int64] | None = None
+    """Tokens of each sequence that the loss imitates: [sequences], int64. They are those that others wrote after the
+    first sampled one, or the response of a demonstration. None: none."""
+    demonstrated: NDArray[np.bool_] | None = None
+    """True for demonstrations, which are not in the policy-gradient loss: [sequences], bool. None: there are none."""
     advantages: NDArray[np.float32] | None = None
     """Advantage that all tokens of a response share: [sequences], float32. None: `fields` has one for each token."""
     teachers: NDArray[np.int64] | None = (
@@ -130,6 +135,8 @@ class StepBatch:
             in_loss=self.in_loss[indices],
             positive=None if self.positive is None else self.positive[indices],
             loss_weights=None if self.loss_weights is None else self.loss_weights[indices],
+            imitated_tokens=None if self.imitated_tokens is None else self.imitated_tokens[indices],
+            demonstrated=None if self.demonstrated is None else self.demonstrated[indices],
             advantages=None if self.advantages is None else self.advantages[indices],
             teachers=None if self.teachers is None else self.teachers[indices],
             partitions=np.split(np.arange(len(indices)), ends[:-1]),

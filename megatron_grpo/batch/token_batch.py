@@ -46,6 +46,8 @@ class TokenFields:
     score_sizes: Tensor | None = None  # squared size of the gradient by the logits: [...], float32
     selected: Tensor | None = None  # 1 for tokens that a rule chose among all of the step, else 0: [...], float32
     positive: Tensor | None = None  # 1 in the sampled tokens of correct responses, else 0: [...], float32
+    imitated: Tensor | None = None
+    """Weight of tokens that the loss imitates (`StepBatch.imitated_tokens`), 0 at others: [...], float32."""
     weight: Tensor | None = None
     """Weight of the sequence in the loss, 0 where no token was sampled: [...], float32. None: all weigh 1."""
     rollout_share: Tensor | None = None
@@ -127,6 +129,8 @@ class TokenBatch:
             fields.loss_mask = repeat_per_token(batch.in_loss, batch.lengths, fields.sampled)
             if batch.positive is not None:
                 fields.positive = repeat_per_token(batch.positive, batch.lengths, fields.sampled)
+            if batch.imitated_tokens is not None:
+                fields.imitated = _weigh_imitated(batch, fields.sampled)
             if batch.loss_weights is not None:
                 fields.weight = repeat_per_token(batch.loss_weights, batch.lengths, fields.sampled)
             if batch.rollout_shares is not None:
@@ -139,9 +143,26 @@ class TokenBatch:
 
 
 def repeat_per_token(by_sequence: NDArray[Any], lengths: NDArray[np.integer], sampled: Tensor) -> Tensor:
-    """Repeat a sequence's number for its sampled tokens, else 0: [sum(lengths)], float32."""
+    """Repeat a sequence's number for its `sampled` tokens, else 0: [sum(lengths)], float32."""
     by_token = torch.from_numpy(np.repeat(by_sequence.astype(np.float32), lengths))
     return torch.where(sampled, by_token, by_token.new_zeros(()))
+
+
+def find_observed(sampled: NDArray[np.bool_], lengths: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Find the tokens that others wrote after a sequence's first sampled token: [sum(lengths)]."""
+    counts = np.cumsum(sampled)  # sampled tokens up to each token
+    starts = np.cumsum(lengths) - lengths
+    before = np.repeat(counts[starts] - sampled[starts], lengths)
+    return ~sampled & (counts > before)
+
+
+def _weigh_imitated(batch: StepBatch, sampled: Tensor) -> Tensor:
+    """Compute the field `imitated`: of demonstrations, or else of what the environment wrote."""
+    weights = np.ones(len(batch)) if batch.loss_weights is None else batch.loss_weights
+    if batch.demonstrated is not None:
+        return repeat_per_token(weights * batch.demonstrated, batch.lengths, sampled)
+    observed = torch.from_numpy(find_observed(sampled.numpy(), batch.lengths))
+    return repeat_per_token(weights * batch.in_loss, batch.lengths, observed)
 
 
 def scatter_sampled(by_token: Tensor, sampled: NDArray[np.bool_]) -> NDArray[np.float32]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron_grpo.config.data_schema import PREFERENCE, SCORED, SUPERVISED
+from megatron_grpo.config.data_schema import LABELLED, PREFERENCE, SCORED, SUPERVISED
 from megatron_grpo.config.loop_names import find_counterpart, is_shared
 from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.loss_schema import LossConfig
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _LOSS = frozenset(f"loss_fn.{field.name}" for field in dataclasses.fields(LossConfig))
 _DIVERGENCE = frozenset({"loss_fn.kl_type", "loss_fn.mixed_kl_weight", "loss_fn.policy_loss_weight"})
+_ENVIRONMENT = frozenset({"loss_fn.environment_nll_weight"})
 _AVERAGE = frozenset({"loss_fn.token_level_loss", "loss_fn.constant_normalizer_tokens"})
 # Keys of rewards, advantages and the policy-gradient loss, with the shared ones under GRPO's name.
 _OF_REWARDS = (_LOSS - _DIVERGENCE - _AVERAGE) | {
@@ -68,11 +69,6 @@ class Algorithm:
     """Import path of the type of its runs, a `TrainingRun`."""
     loss: str
     """Import path of its loss; one that reads keys of loss_fn gets the section."""
-
-    @property
-    def has_pairs(self) -> bool:
-        """True if its rows are pairs of a better and a worse response."""
-        return self.rows in (PREFERENCE, SCORED)
 
     @property
     def has_value_model(self) -> bool:
@@ -148,7 +144,7 @@ ALGORITHMS = {
             name="dpo",
             section="dpo",
             rows=PREFERENCE,
-            needs_reference=lambda config: True,
+            needs_reference=lambda config: config.dpo is None or config.dpo.loss_type != "simpo",
             reads=frozenset({"dpo."}),
             metrics=frozenset(
                 {
@@ -173,6 +169,20 @@ ALGORITHMS = {
             loss=_PAIRS,
         ),
         Algorithm(
+            name="kto",
+            section="kto",
+            rows=LABELLED,
+            needs_reference=lambda config: True,
+            reads=frozenset({"kto."}),
+            metrics=frozenset(
+                {"preference_accuracy", "reference_point", "desirable_share"}
+                | {"rewards_chosen_mean", "rewards_rejected_mean"}
+            ),
+            train=f"{_OWN}.kto:kto_train",
+            run=f"{_OWN}.kto:KTORun",
+            loss=_PAIRS,
+        ),
+        Algorithm(
             name="reward_model",
             section="reward_model",
             rows=SCORED,
@@ -189,16 +199,36 @@ ALGORITHMS = {
             loss=_PAIRS,
         ),
         Algorithm(
+            name="chord",
+            section="grpo",
+            reads=frozenset({"grpo.", "chord."}) | (_LOSS - _DIVERGENCE - _ENVIRONMENT),
+            metrics=frozenset({"demonstration_nll", "demonstration_weight"}),
+            train=f"{_OWN}.chord:chord_train",
+            run=f"{_OWN}.chord:ChordRun",
+            loss=f"{_LOSSES}.chord_loss:ChordLossFn",
+        ),
+        Algorithm(
             name="distillation",
             section="grpo",
             models=frozenset({"teachers"}),
             needs_reference=lambda config: config.uses_rewards and _has_penalty(config),
             uses_rewards=lambda config: config.loss_fn.policy_loss_weight > 0,
-            reads=frozenset({"grpo.", "distillation.", "teacher.", "teachers."}) | _LOSS,
+            reads=frozenset({"grpo.", "distillation.topk_logits_k", "teacher.", "teachers."}) | (_LOSS - _ENVIRONMENT),
             metrics=frozenset({"teacher_divergence"}),
             leading_metrics=("teacher_divergence", "reward", "val_accuracy"),
             train=f"{_OWN}.distillation:distillation_train",
             run=f"{_OWN}.distillation:DistillationRun",
+            loss=f"{_LOSSES}.distillation_loss:DistillationLossFn",
+        ),
+        Algorithm(
+            name="self_distillation",
+            section="grpo",
+            needs_reference=lambda config: config.uses_rewards and _has_penalty(config),
+            uses_rewards=lambda config: config.loss_fn.policy_loss_weight > 0,
+            reads=frozenset({"grpo.", "distillation."}) | (_LOSS - _ENVIRONMENT),
+            metrics=frozenset({"teacher_divergence"}),
+            train=f"{_OWN}.self_distillation:self_distillation_train",
+            run=f"{_OWN}.self_distillation:SelfDistillationRun",
             loss=f"{_LOSSES}.distillation_loss:DistillationLossFn",
         ),
     )

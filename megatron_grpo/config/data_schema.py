@@ -151,15 +151,19 @@ class DataConfig(PromptConfig):
     """Column with the reference answer; null: rows have none, for example with reward functions."""
 
     response_key: str | None = None
-    """With algorithm=sft, the column with the response to learn from: a text, or a list of messages that follow the
-    prompt. null: the prompt column has whole conversations, and all turns of the assistant are learnt."""
+    """With algorithm=sft or kto, the column with the response to learn from: a text, or a list of messages that follow
+    the prompt. null: the prompt column has whole conversations, and all turns of the assistant are learnt."""
 
     chosen_key: str = "chosen"
     """With algorithm=dpo or reward_model, the column with the better response: a text, or messages, also with the
-    prompt before it."""
+    prompt before it. With kto, if label_key is null."""
 
     rejected_key: str = "rejected"
     """With algorithm=dpo or reward_model, the column with the worse response, in the form of chosen_key."""
+
+    label_key: str | None = "label"
+    """With algorithm=kto, the column that is true for a desirable response and false for another; the response is in
+    response_key. null: rows are pairs, whose better response is desirable."""
 
     task_name: str = "math"
     """Environment of rows that have no task_name column."""
@@ -353,6 +357,8 @@ SUSPICIONS = {"code": ("touched_harness", "idle_tests", "equal_outputs")}
 SUPERVISED = "supervised"
 # Kind of rows that have two responses, a better and a worse one.
 PREFERENCE = "preference"
+# Kind of rows that have a response, and whether it is desirable.
+LABELLED = "labelled"
 # Kind of the rows with pairs whose scores a reward model learns.
 SCORED = "scored"
 # The path of a set whose rows the library reasoning_gym makes.

@@ -34,8 +34,12 @@ class TeacherConfig(Section):
 
 
 class DistillationConfig(Section):
-    """How the policy is compared with a teacher; the loop has GRPO's keys."""
+    """How the policy is compared with its teacher; GRPO has the loop."""
 
     topk_logits_k: Positive | None = None
     """Tokens of the teacher at each position, its likeliest; all others are one further entry, the tail. null: the
     teacher's whole distribution, from its hidden states."""
+
+    hint_prompt: str | None = None
+    """With algorithm=self_distillation, the text of the teacher's prompt, as in data.prompt_file, which it replaces: {}
+    stands for the row's prompt, {NAME} for a column, such as a demonstration or feedback that only the teacher sees."""

@@ -77,11 +77,12 @@ class AsyncGRPOConfig(Section):
 class LoopConfig(Section):
     """The training loop of every algorithm.
 
-    `grpo.KEY`, `ppo.KEY`, `sft.KEY`, `dpo.KEY` and `reward_model.KEY` name one setting, whichever algorithm runs.
+    `grpo.KEY`, `ppo.KEY`, `sft.KEY`, `dpo.KEY`, `kto.KEY` and `reward_model.KEY` name one setting, whichever algorithm
+    runs.
     """
 
     num_prompts_per_step: Positive = 32
-    """Prompts of one step; with algorithm=sft its rows, with dpo and reward_model its pairs."""
+    """Prompts of one step; with algorithm=sft and kto its rows, with dpo and reward_model its pairs."""
 
     num_generations_per_prompt: Positive = 16
     """Responses to each prompt; samples of a step = prompts * generations. PPO, with its value model, needs one."""
@@ -282,11 +283,15 @@ class DPOConfig(SampledRowsLoopConfig):
     reference_policy_kl_penalty: PositiveFloat = 0.05
     """Strength of the pull towards the reference policy (beta)."""
 
-    loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
-    """Loss of a pair: sigmoid as in DPO, or the squared distance of IPO."""
+    loss_type: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"
+    """Loss of a pair: sigmoid as in DPO, the squared distance of IPO, or simpo, which averages log-probabilities over
+    tokens and needs no reference policy."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Probability that the responses of a pair are the wrong way round; for loss_type=sigmoid."""
+    """Probability that the responses of a pair are the wrong way round; for loss_type=sigmoid and simpo."""
+
+    target_margin: NonNegativeFloat = 0.5
+    """Margin that the chosen response's reward should have (gamma); for loss_type=simpo."""
 
     preference_loss_weight: NonNegativeFloat = 1.0
     """Weight of the pairs' loss."""
@@ -299,6 +304,23 @@ class DPOConfig(SampledRowsLoopConfig):
 
     sft_average_log_probs: bool = False
     """Divide the log-probability of a response by its tokens in that likelihood."""
+
+
+class KTOConfig(SampledRowsLoopConfig):
+    """Keys that only KTO has; for algorithm=kto."""
+
+    num_generations_per_prompt: Positive = 1
+    """A row is one sequence, so 1; with data.label_key=null it is a pair, so 2."""
+
+    reference_policy_kl_penalty: PositiveFloat = 0.1
+    """Strength of the pull towards the reference policy (beta)."""
+
+    desirable_weight: NonNegativeFloat = 1.0
+    """Weight of desirable responses in the loss. With n_d desirable and n_u other rows, the authors choose the weights
+    so that desirable_weight * n_d is 1 to 1.5 times undesirable_weight * n_u."""
+
+    undesirable_weight: NonNegativeFloat = 1.0
+    """Weight of the other responses in the loss."""
 
 
 class RewardTrainingConfig(RowsLoopConfig):
@@ -319,5 +341,6 @@ LOOPS: dict[str, type[LoopConfig]] = {
     "ppo": PPOConfig,
     "sft": SFTConfig,
     "dpo": DPOConfig,
+    "kto": KTOConfig,
     "reward_model": RewardTrainingConfig,
 }

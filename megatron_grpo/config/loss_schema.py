@@ -205,6 +205,10 @@ class LossConfig(Section):
     positive_example_nll_weight: NonNegativeFloat = 0.0
     """VAPO: weight of the negative log-likelihood of correct responses, added to the loss; 0 is off."""
 
+    environment_nll_weight: NonNegativeFloat = 0.0
+    """ECHO: weight of the negative log-likelihood of what environments and tools write between the turns of a rollout,
+    added to the loss; 0 is off. Not for distillation."""
+
     kl_type: Literal["reverse", "forward", "mixed", "jensen_shannon"] = "reverse"
     """Divergence that distillation minimises at each token. reverse: KL(policy || teacher); forward: KL(teacher ||
     policy); mixed: their weighted mean; jensen_shannon: the generalised Jensen-Shannon divergence between them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_grpo.config.algorithms import ALGORITHMS
+from megatron_grpo.config.data_schema import LABELLED
 from megatron_grpo.config.loop_schema import SampledLoopConfig
 from megatron_grpo.config.schema import Config
 
@@ -41,8 +42,9 @@ def _list_conditions(config: Config) -> Iterator[tuple[bool, str, str]]:
     """Yield (is the condition met, names of metrics, the condition in words)."""
     for algorithm in ALGORITHMS.values():
         yield algorithm is config.method, " ".join(algorithm.metrics), f"algorithm={algorithm.name}"
-    needs = "algorithm=distillation and loss_fn.policy_loss_weight above 0"
-    yield bool(config.named_teachers) and config.uses_rewards, "policy_loss", needs
+    needs = "algorithm=distillation or self_distillation, and loss_fn.policy_loss_weight above 0"
+    follows_teacher = bool(config.named_teachers) or config.teaches_itself
+    yield follows_teacher and config.uses_rewards, "policy_loss", needs
     loop, loss, name = config.loop, config.loss_fn, config.loop_name
     yield loop.num_generations_per_prompt > 1, "groups_without_signal", f"{name}.num_generations_per_prompt above 1"
     if isinstance(loop, SampledLoopConfig):
@@ -52,6 +54,7 @@ def _list_conditions(config: Config) -> Iterator[tuple[bool, str, str]]:
     yield loss.entropy_coef > 0, "entropy", "loss_fn.entropy_coef above 0"
     needs = "loss_fn.positive_example_nll_weight above 0"
     yield loss.positive_example_nll_weight > 0, "positive_nll positive_share", needs
+    yield config.imitates_environment, "environment_nll", "loss_fn.environment_nll_weight above 0"
     yield config.policy.moe.replay_routing, "moe_routing_agreement", "policy.moe.replay_routing=true"
     needs = "engines, and debug.rollouts_from starts none"
     yield config.needs_generation, "refit_bytes refit_retries engine_restarts", needs
@@ -107,6 +110,10 @@ def list_optional_metrics(config: Config) -> set[str]:
         names.update(_OF_ERRORS.split())
     if config.loss_fn.positive_example_nll_weight > 0:
         names.add("positive_nll")
+    if config.demonstration_config is not None:
+        names.add("demonstration_nll")  # absent in a step that gives experts no weight
+    if config.row_kind == LABELLED:
+        names.update(("rewards_chosen_mean", "rewards_rejected_mean"))
     return names
 
 

@@ -200,6 +200,7 @@ PreparedName = Literal[
     "addition_text",
     "distillation",
     "preference",
+    "labelled",
     "calculator",
     "two_tasks",
 ]
@@ -211,7 +212,8 @@ class PrepareConfig(Section):
     name: PreparedName | None = None
     """A tiny Qwen3 and its data. addition: sums of two numbers, 4 in 10 right; addition_moe: a Qwen3-MoE;
     addition_hybrid: a Qwen3.5 with delta nets; addition_text: sums as reasoning_gym asks for them; distillation: as
-    addition, and a teacher that learnt longer; calculator: calls a calculator, rarely correctly; two_tasks: sums, and a
+    addition, and a teacher that learnt longer; preference: with a wrong answer in each row; labelled: with a right or
+    wrong response and its label; calculator: calls a calculator, rarely correctly; two_tasks: sums, and a
     game of several turns; null: none."""
 
     folder: PathText = "${oc.env:MEGATRON_GRPO_CACHE,${oc.env:HOME,.}/.cache/megatron_grpo}/${prepare.name}"

@@ -20,7 +20,12 @@ from megatron_grpo.config.algorithms import (
     find_known_section,
     is_algorithm_name,
 )
+from megatron_grpo.config.chord_schema import ChordConfig
 from megatron_grpo.config.data_schema import (
+    LABELLED,
+    PREFERENCE,
+    SCORED,
+    SUPERVISED,
     DataConfig,
     EnvironmentConfig,
     SandboxConfig,
@@ -33,6 +38,7 @@ from megatron_grpo.config.loop_schema import (
     AsyncGRPOConfig,
     DPOConfig,
     GRPOConfig,
+    KTOConfig,
     LoopConfig,
     MseValueLossConfig,
     PPOConfig,
@@ -81,7 +87,8 @@ class Config(Section):
 
     algorithm: AlgorithmName = "grpo"
     """grpo compares the samples of a prompt, ppo uses a value model, sft learns the responses of rows, dpo pairs of
-    responses, reward_model scores of such pairs, distillation follows a teacher in grpo's loop; each has a section of
+    responses, kto single responses with a label, reward_model scores of pairs. In grpo's loop, distillation follows a
+    teacher, self_distillation the policy with a hint, and chord learns demonstrations besides. Each has a section of
     its name. One of your own is module:NAME (docs/extending.md)."""
 
     name: str = "grpo"
@@ -105,8 +112,10 @@ class Config(Section):
     ppo: LoopSection[PPOConfig] = None
     sft: LoopSection[SFTConfig] = None
     dpo: LoopSection[DPOConfig] = None
+    kto: LoopSection[KTOConfig] = None
     reward_model: LoopSection[RewardTrainingConfig] = None
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    chord: ChordConfig = field(default_factory=ChordConfig)
     loss_fn: LossConfig = field(default_factory=LossConfig)
     value_loss_fn: MseValueLossConfig = field(default_factory=MseValueLossConfig)
     env: dict[str, EnvironmentConfig] = field(default_factory=lambda: {"math": EnvironmentConfig()})
@@ -260,8 +269,40 @@ class Config(Section):
 
         The kind is the type of the environment that scores the responses, or that of the rows to learn from.
         """
-        kind = self.method.rows if trains else None
+        kind = self.row_kind if trains else None
         return dict.fromkeys(self.env, kind) if kind else self.environment_types
+
+    @property
+    def teaches_itself(self) -> bool:
+        """True if the policy follows itself with a hint in its prompt."""
+        return self.method.has_read("distillation.hint_prompt")
+
+    @property
+    def demonstration_config(self) -> Config | None:
+        """Settings under which demonstrations are read, as for fine-tuning; None: there are none."""
+        if not self.method.has_section("chord"):
+            return None
+        data = replace(
+            self.data,
+            train_path=self.chord.train_path or MISSING,
+            train_split=self.chord.train_split,
+            response_key=self.chord.response_key,
+            processor=None,
+            train_sets={},
+            from_rollouts=None,
+        )
+        return replace(self, algorithm="sft", data=data)
+
+    @property
+    def row_kind(self) -> str | None:
+        """Kind of the rows that a run learns from; None: it samples."""
+        kind = self.method.rows
+        return PREFERENCE if kind == LABELLED and self.data.label_key is None else kind
+
+    @property
+    def has_pairs(self) -> bool:
+        """True if rows are pairs of a better and a worse response."""
+        return self.row_kind in (PREFERENCE, SCORED)
 
     @property
     def has_checkpoints(self) -> bool:
@@ -291,11 +332,16 @@ class Config(Section):
     def needs_prev_logprobs(self) -> bool:
         """True if a separate pass computes log-probabilities before training."""
         if self.method.rows:
-            return self.method.has_pairs
+            return self.method.rows != SUPERVISED  # whole responses are compared before they are learnt
         # A single optimizer step on the samples computes them itself, unless an option needs them earlier.
         is_filtered = self.sampled_loop.seq_logprob_error_threshold is not None
         is_needed_earlier = is_filtered or self.loss_fn.use_kl_in_reward or self.loss_fn.selects_by_covariance
         return self.optimizer_steps_per_step > 1 or is_needed_earlier
+
+    @property
+    def imitates_environment(self) -> bool:
+        """True if the loss has the likelihood of the environment's tokens."""
+        return self.method.has_read("loss_fn.environment_nll_weight") and self.loss_fn.environment_nll_weight > 0
 
     @property
     def value_model(self) -> PolicyConfig | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,8 @@ class PromptData:
     notes: list[str]  # remarks about the files for the user
     tokenizer: Any = None  # tokenizer of the prompts, from transformers; None: a recording replaces the prompts
     val_rows: list[DatumSpec] = field(default_factory=list)  # of the held-out loss, where rows are learnt from
+    demonstrations: list[DatumSpec] = field(default_factory=list)  # rows to learn beside samples
+    hinted_prompts: Prompts | None = None  # training prompts with the hint of a policy that teaches itself
 
 
 def load_prompt_data(config: Config, model: Path, tokenizer: Any = None, rows: Any = None) -> PromptData:
@@ -94,14 +96,26 @@ def load_prompt_data(config: Config, model: Path, tokenizer: Any = None, rows: A
     loader = reader.make_stream(rows) if config.data.streaming else reader.make_loader()
     val_prompts = list(reader.read_validation()) if config.needs_generation else []
     val_rows = list(reader.read_validation(trains=True)) if config.method.rows else []
-    return PromptData(loader, val_prompts, reader.stops, reader.notes, reader.tokenizer, val_rows)
+    demonstrations, hinted_prompts = list[DatumSpec](), None
+    if (demonstration_config := config.demonstration_config) is not None:
+        ((_, dataset),) = demonstration_config.data.training_sets.items()
+        separate = PromptReader(demonstration_config, model, reader.tokenizer)
+        demonstrations = separate.read_held_out("chord.train_path", dataset, trains=True)
+        reader.notes += [note for note in separate.notes if note not in reader.notes]
+    if config.teaches_itself:
+        separate = PromptReader(config, model, reader.tokenizer, hint=config.distillation.hint_prompt)
+        hinted_prompts = separate.read_hinted_prompts()
+    return PromptData(
+        loader, val_prompts, reader.stops, reader.notes, reader.tokenizer, val_rows, demonstrations, hinted_prompts
+    )
 
 
 class PromptReader:
     """Reads the sets of a run, and collects notes for the user."""
 
-    def __init__(self, config: Config, model: Path, tokenizer: Any = None) -> None:
-        self.config, self.tokenizer = config, tokenizer
+    def __init__(self, config: Config, model: Path, tokenizer: Any = None, hint: str | None = None) -> None:
+        """`hint`: text of a teacher's prompts (distillation.hint_prompt); None: the prompts are the run's."""
+        self.config, self.tokenizer, self.hint = config, tokenizer, hint
         self.notes: list[str] = []
         self._left_out: list[str] = []  # why rows of the sets that were read are not used
         if tokenizer is None:
@@ -150,7 +164,7 @@ class PromptReader:
             subject = subjects[0] if len(sets) == 1 else ", ".join(sets)
             raise ConfigError([Problem(subject, join_reasons(text, self._left_out))])
         self.notes += self._find_unfinished_schedules(usable // per_batch)
-        prompts: Prompts = datasets[0] if len(datasets) == 1 else JoinedPrompts(datasets)
+        prompts = _join_prompts(datasets)
         if config.data.curriculum.column is not None:
             return self._make_curriculum(config.data.curriculum, prompts, datasets)
         order = PromptSampler(
@@ -160,6 +174,11 @@ class PromptReader:
             seed=config.loop.seed,
         )
         return PromptLoader(prompts, prompts_per_batch=per_batch, order=order)
+
+    def read_hinted_prompts(self) -> Prompts:
+        """Read the training prompts with the hint, numbered as in the run."""
+        sets = self.config.data.training_sets.items()
+        return _join_prompts([self._read(key, training_set, trains=True)[0] for key, training_set in sets])
 
     def _find_unfinished_schedules(self, steps_per_epoch: int) -> Iterator[str]:
         config, loop, name = self.config, self.config.loop, self.config.loop_name
@@ -263,9 +282,13 @@ class PromptReader:
     def _make_prompts(
         self, config: DatasetConfig, rows: Subset[dict[str, Any]] | Sequence[dict[str, Any]], *, trains: bool
     ) -> AllTaskProcessedDataset:
-        data, kind = self.config.data, self.config.method.rows if trains else None
+        data, kind = self.config.data, self.config.row_kind if trains else None
         make = ROW_PROCESSORS[kind] if kind else math_data_processor
         processors = make_processors(data, self.config.env, make)
+        longest = self.config.policy.max_total_sequence_length if kind or self.hint else data.max_input_seq_length
+        if self.hint:
+            hint = {"prompt": self.hint, "prompt_setting": "distillation.hint_prompt"}
+            processors = {task: (replace(spec, **hint), processor) for task, (spec, processor) in processors.items()}
         if config.path == data.from_rollouts:
             processors = {task: (spec, recorded_data_processor) for task, (spec, _) in processors.items()}
         return AllTaskProcessedDataset(
@@ -273,10 +296,14 @@ class PromptReader:
             self.tokenizer,
             make_task_spec(data, config.task_name or data.task_name),
             processors,
-            self.config.policy.max_total_sequence_length if kind else data.max_input_seq_length,
+            longest,
             skip_refused=data.bad_rows == "skip",
             vocab=self._vocab,
         )
+
+
+def _join_prompts(datasets: Sequence[AllTaskProcessedDataset]) -> Prompts:
+    return datasets[0] if len(datasets) == 1 else JoinedPrompts(datasets)
 
 
 class JoinedPrompts(ConcatDataset[DatumSpec]):

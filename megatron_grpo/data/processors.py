@@ -46,6 +46,8 @@ class DatumSpec(TypedDict):
     """The row's prompt as it is in the data, for logs and reward functions."""
     rejected: NotRequired[list[Message]]
     """The conversation with the worse response of a pair; message_log has the better one."""
+    label: NotRequired[bool]
+    """True if the response of a row that is no pair is desirable."""
     margin: NotRequired[float]
     """Difference that the scores of a pair should exceed; absent: 0."""
     dataset: NotRequired[str]
@@ -63,8 +65,12 @@ class TaskDataSpec(PromptFormat):
     """Column with the response to learn from; None: the prompt's column has whole conversations."""
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
+    label_key: str | None = None
+    """Column that is true for desirable responses."""
     prompt: str | None = None
     """Text around every prompt: {} is replaced by the prompt, {NAME} by a column."""
+    prompt_setting: str = "data.prompt_file"
+    """Setting that `prompt` comes from, for messages."""
     long_prompts: Literal["filter", "cut_left", "error"] = "filter"
     """Handling of prompts with too many tokens: left out, cut at their beginning, or an error."""
 
@@ -145,12 +151,12 @@ def apply_prompt_file(prompt: Any, row: dict[str, Any], spec: TaskDataSpec, idx:
     if not isinstance(prompt, str):
         last = next((index for index in reversed(range(len(prompt))) if prompt[index]["role"] == "user"), None)
         if last is None:
-            raise ValueError(f"row {idx}: data.prompt_file has no place in it, because no message is the user's")
+            raise ValueError(f"row {idx}: {spec.prompt_setting} has no place in it, because no message is the user's")
     question = prompt if last is None else join_content(prompt[last].get("content"))
     try:
         text = spec.prompt.format(question, **{name: value for name, value in row.items() if name.isidentifier()})
     # A format may look into a column, as {scores[0]} and {scores.first} do, so many errors are possible.
     except (IndexError, KeyError, ValueError, AttributeError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}; write braces of the text as {{{{ and }}}}"
-        raise ValueError(f"row {idx}: data.prompt_file cannot be filled in: {reason}") from error
+        raise ValueError(f"row {idx}: {spec.prompt_setting} cannot be filled in: {reason}") from error
     return text if last is None else [*prompt[:last], {**prompt[last], "content": text}, *prompt[last + 1 :]]

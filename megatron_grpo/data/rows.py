@@ -18,7 +18,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest, xxh3_128
 
 from megatron_grpo.config.algorithms import ALGORITHMS
-from megatron_grpo.config.data_schema import SUPERVISED, DataConfig, DatasetConfig
+from megatron_grpo.config.data_schema import LABELLED, SUPERVISED, DataConfig, DatasetConfig
 from megatron_grpo.config.errors import Problem, format_count, to_text
 from megatron_grpo.data.chat_messages import are_turns, has_text, is_conversation, read_row_tools
 from megatron_grpo.data.code_tests import parse_code_tests, prepare_tests
@@ -27,7 +27,7 @@ from megatron_grpo.data.processors import TaskDataSpec, find_task
 from megatron_grpo.data.recorded_rows import RECORDED, RecordedRows, RecordedSequence
 from megatron_grpo.data.sources import Row, Source, open_source
 from megatron_grpo.data.specs import ROW_FORMS, find_processor_name, make_task_spec, parse_countdown_game
-from megatron_grpo.data.supervised_rows import find_pair_problem, find_row_problem
+from megatron_grpo.data.supervised_rows import find_label_problem, find_pair_problem, find_row_problem
 
 # Beginning of a list of messages as JSON and Python write it.
 _WRITTEN_MESSAGES = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from|value)\1\s*:")
@@ -282,8 +282,8 @@ class RowCheck:
 
 def _find_row_problem(row: Row, spec: TaskDataSpec, task: str, kind: str) -> str | None:
     if kind in _LEARNT:
-        check = find_row_problem if kind == SUPERVISED else find_pair_problem
-        return check(row, spec)
+        checks = {SUPERVISED: find_row_problem, LABELLED: find_label_problem}
+        return checks.get(kind, find_pair_problem)(row, spec)
     missing = _find_missing_column(row, spec)
     if missing is not None:
         return missing

@@ -8,7 +8,15 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, TypeVar
 
-from megatron_grpo.config.data_schema import PREFERENCE, SCORED, SUPERVISED, DataConfig, PromptConfig, TaskConfig
+from megatron_grpo.config.data_schema import (
+    LABELLED,
+    PREFERENCE,
+    SCORED,
+    SUPERVISED,
+    DataConfig,
+    PromptConfig,
+    TaskConfig,
+)
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.paths import import_object
 from megatron_grpo.config.schema import Config
@@ -16,6 +24,7 @@ from megatron_grpo.data.chat_messages import parse_tools
 from megatron_grpo.data.math_text import list_boxes
 from megatron_grpo.data.processors import DataProcessor, TaskDataSpec, math_data_processor, render_prompt
 from megatron_grpo.data.supervised_rows import (
+    labelled_data_processor,
     preference_data_processor,
     recorded_data_processor,
     score_data_processor,
@@ -112,6 +121,7 @@ ROW_FORMS: dict[str, RowForm] = {  # by their names in data.processor
 # Processors of algorithms that learn from rows, by the kind of the rows.
 ROW_PROCESSORS: dict[str, DataProcessor] = {
     SUPERVISED: supervised_data_processor,
+    LABELLED: labelled_data_processor,
     PREFERENCE: preference_data_processor,
     SCORED: score_data_processor,
 }
@@ -180,6 +190,7 @@ def make_task_spec(data: DataConfig, task: str) -> TaskDataSpec:
         response_key=data.response_key,
         chosen_key=data.chosen_key,
         rejected_key=data.rejected_key,
+        label_key=data.label_key,
         apply_chat_template=bool(_choose(config.apply_chat_template, data.apply_chat_template)),
         system_prompt=_choose(system, _choose(data.system_prompt, _read(data.system_prompt_file, str))),
         prompt=_read(config.prompt_file or data.prompt_file, str),

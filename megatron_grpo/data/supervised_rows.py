@@ -47,6 +47,14 @@ def supervised_data_processor(
     )
 
 
+def labelled_data_processor(
+    datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
+) -> DatumSpec:
+    """Make a sequence as `supervised_data_processor`, with the label of its response."""
+    row = supervised_data_processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+    return {**row, "label": bool(datum_dict[task_data_spec.label_key])}
+
+
 def preference_data_processor(
     datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
 ) -> DatumSpec:
@@ -181,6 +189,19 @@ def find_row_problem(row: Mapping[str, Any], spec: TaskDataSpec) -> str | None:
     if isinstance(learnt, list) and not any(message.get("role") == ASSISTANT for message in learnt):
         return "has no message of the assistant to learn from"
     return _find_turn_problem(row, spec, [] if spec.response_key is None else [learnt])
+
+
+def find_label_problem(row: Mapping[str, Any], spec: TaskDataSpec) -> str | None:
+    """Find why a row is no response with a label; None: it is."""
+    assert spec.label_key is not None, "rows without labels are pairs"
+    if spec.label_key not in row:
+        text = f"has no column {spec.label_key!r} (data.label_key); it has {', '.join(map(str, row)) or 'none'}"
+        return f"{text}; give data.label_key=null for rows of a better and a worse response"
+    label = row[spec.label_key]
+    if not isinstance(label, bool) and label not in (0, 1):
+        text = f"is {label!r}; write true for a desirable response, else false"
+        return f"column {spec.label_key!r} (data.label_key) {text}"
+    return find_row_problem(row, spec)
 
 
 def find_pair_problem(row: Mapping[str, Any], spec: TaskDataSpec) -> str | None:

@@ -61,6 +61,7 @@ class GlobalCounts:
     all_sequences: float  # all rollouts, those without a token in the loss included, each counted with its weight
     positive_tokens: float = 0.0
     """Tokens in the loss of correct responses, counted with their weights; 0 if the batch marks none."""
+    imitated_tokens: float = 0.0  # tokens that others wrote and the loss imitates, counted with their weights
     token_weight: float = 1.0  # mean weight of the tokens in the loss
 
     @staticmethod
@@ -83,11 +84,18 @@ class GlobalCounts:
         # The segments of a rollout count as one sequence together.
         shares = weights if batch.rollout_shares is None else weights * batch.rollout_shares[sequences]
         positive = weighted[batch.positive[sequences]] if batch.positive is not None else weighted[:0]
+        imitated, of_policy = np.zeros(len(sequences)), np.ones(len(sequences), dtype=np.bool_)
+        if batch.imitated_tokens is not None:
+            is_learnt = batch.in_loss if batch.demonstrated is None else batch.demonstrated
+            imitated = batch.imitated_tokens[sequences] * is_learnt[sequences] * weights
+        if batch.demonstrated is not None:
+            of_policy = ~batch.demonstrated[sequences]
         return GlobalCounts(
             tokens=float(tokens.sum()),
             sequences=float(shares[tokens > 0].sum()),
-            all_sequences=float(shares.sum()),
+            all_sequences=float(shares[of_policy].sum()),
             positive_tokens=float(positive.sum()),
+            imitated_tokens=float(imitated.sum()),
             token_weight=float(weighted.sum() / tokens.sum()),
         )
 
@@ -108,7 +116,8 @@ class LossFunction(Protocol):
             curr_logprobs: [sequences, length], or flat [tokens], float32, with gradient: log-probability of each token;
                 for a value model the value before it.
             tokens: the fields that the loss reads and loss_mask, each in the shape of curr_logprobs, zero on padding;
-                positive if the batch marks correct responses; for a policy also entropy.
+                positive if the batch marks correct responses, imitated if it has tokens to imitate; for a policy
+                also entropy.
 
         Returns the shares of loss and metrics, all of shape []. Shares add up to the step's value; a metric whose name
         ends in _max or _min is reduced by that instead (`combine_metrics`).

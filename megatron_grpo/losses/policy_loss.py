@@ -11,6 +11,7 @@ from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.losses import objectives
 from megatron_grpo.losses.corrections import correction_factor, make_corrections
 from megatron_grpo.losses.divergence import divergences, effective_sample_size, kl_estimate
+from megatron_grpo.losses.likelihood import imitation_loss
 from megatron_grpo.losses.loss import (
     GlobalCounts,
     Segments,
@@ -48,6 +49,7 @@ class ClippedPGLossFn:
                        + log_ratio_penalty * log(curr / generation)^2)
                - entropy_coef * token mean of the entropy
                + positive_example_nll_weight * mean of -curr over the tokens of correct responses
+               + environment_nll_weight * mean of -curr over the tokens that the environment wrote
 
     - objective: the negative of what a function of `losses.objectives`, or of the user, returns. Its ratio compares
       curr with prev, the training framework's log-probabilities at the start of the step. Without prev_logprobs (a
@@ -91,9 +93,9 @@ class ClippedPGLossFn:
         """Compute this microbatch's share of the policy's loss and metrics.
 
         Tokens need loss_mask, advantages and generation_logprobs; optionally they have prev_logprobs, weight,
-        reference_logprobs for a KL penalty, entropy (with gradient) for its bonus, positive for imitation. Metrics are
-        shares of means over the step's tokens, except `loss` (normalised as the loss is) and names in _max and _min,
-        whose neutral values are -inf and inf. `add_derived_metrics` then replaces some of them.
+        reference_logprobs for a KL penalty, entropy (with gradient) for its bonus, positive and imitated for imitation.
+        Metrics are shares of means over the step's tokens, except `loss` (normalised as the loss is) and names in _max
+        and _min, whose neutral values are -inf and inf. `add_derived_metrics` then replaces some of them.
         """
         config = self.config
         self._require_fields(tokens)
@@ -152,6 +154,9 @@ class ClippedPGLossFn:
         total = loss_share(loss, mask, counts, config, segments, weight, share)
         bonus, bonus_metrics = self._entropy_and_imitation(curr, tokens, mask, counts, weight)
         total, metrics = total + bonus, metrics | bonus_metrics
+        if config.environment_nll_weight and tokens.imitated is not None:
+            metrics["environment_nll"] = imitation_loss(curr_logprobs, tokens, counts)
+            total = total + config.environment_nll_weight * metrics["environment_nll"]
         metrics |= _consistency_metrics(curr.detach(), prev, generation, mask, counts)
         if tokens.unfiltered_logprobs is not None:
             metrics["outside_filter_fraction"] = token_mean(~allowed_mask, mask, counts)

@@ -1,4 +1,4 @@
-"""Losses of preference pairs (DPO, reward models), and their gradients by sequence."""
+"""Losses of whole responses (DPO, KTO, reward models), and their gradients by sequence."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megatron_grpo.batch.token_batch import TokenFields, require_field
-from megatron_grpo.config.loop_schema import DPOConfig
+from megatron_grpo.config.loop_schema import DPOConfig, KTOConfig
 from megatron_grpo.losses.loss import GlobalCounts, Segments, mask_values
 
 
 class PreferenceLoss(NamedTuple):
-    """The loss of some pairs, with its derivatives."""
+    """The loss of some pairs or rows, with its derivatives."""
 
     loss: float
     gradient: Tensor
-    """[pairs, 2], float64: derivative of the loss by the response's log-probability (sum over its tokens) or score."""
+    """[rows, responses], float64: derivative by the response's log-probability (sum over its tokens) or score."""
     metrics: dict[str, float]
     rewards: Tensor
     """[pairs, 2], float64: reward of each response, whose difference is the margin; a reward model's scores."""
@@ -34,26 +34,29 @@ def compute_preference_loss(
         h     = (chosen - chosen under the reference) - (rejected - rejected under the reference)
         pair  = -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h)         (sigmoid, Rafailov et al. 2023, eq. 7)
                 (h - 1 / (2 beta))^2                                          (ipo, Azar et al. 2023, eq. 17)
+                that of sigmoid at beta h - gamma in place of beta h          (simpo, Meng et al. 2024, eq. 6)
         loss  = mean of preference_loss_weight * pair - sft_loss_weight * chosen
 
-    s is label_smoothing.
+    s is label_smoothing, gamma target_margin. In simpo h is the difference of means over tokens, without a reference.
 
     Args:
         logprobs: [pairs, 2], float64: of the chosen and the rejected response under the policy, summed over tokens.
-        reference: [pairs, 2], float64: the log-probabilities of the same responses under the reference policy.
+        reference: [pairs, 2], float64: the log-probabilities of the same responses under the reference policy; simpo
+            does not read it.
         tokens: [pairs, 2]: tokens of each response, for averages.
         weights: [pairs]: of each pair in the mean.
     """
     policy = logprobs.detach().clone().requires_grad_()
-    scale = tokens.to(policy) if config.preference_average_log_probs else torch.ones_like(policy)
-    # Rewards of the responses, up to a term of the prompt that their difference lacks.
-    rewards = config.reference_policy_kl_penalty * (policy - reference) / scale
+    is_simpo = config.loss_type == "simpo"
+    scale = tokens.to(policy) if config.preference_average_log_probs or is_simpo else torch.ones_like(policy)
+    # Rewards of the responses; with a reference up to a term of the prompt that their difference lacks.
+    rewards = config.reference_policy_kl_penalty * (policy if is_simpo else policy - reference) / scale
     margin = rewards[:, 0] - rewards[:, 1]
     if config.loss_type == "ipo":
         pair = (margin / config.reference_policy_kl_penalty - 0.5 / config.reference_policy_kl_penalty).square()
     else:
-        smoothing = config.label_smoothing
-        pair = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
+        smoothing, surplus = config.label_smoothing, margin - (config.target_margin if is_simpo else 0.0)
+        pair = -(1 - smoothing) * logsigmoid(surplus) - smoothing * logsigmoid(-surplus)
     chosen = policy[:, 0] / tokens[:, 0] if config.sft_average_log_probs else policy[:, 0]
     share = weights / weights.sum()
     preference, likelihood = (pair * share).sum(), -(chosen * share).sum()
@@ -69,6 +72,44 @@ def compute_preference_loss(
         "rewards_rejected_mean": float(rewards[:, 1] @ share),
     }
     return PreferenceLoss(loss.item(), gradient, metrics, rewards)
+
+
+def compute_label_loss(
+    logprobs: Tensor, reference: Tensor, labels: Tensor, weights: Tensor, reference_point: float, config: KTOConfig
+) -> PreferenceLoss:
+    """Loss of single responses that are desirable or not (KTO).
+
+    ::
+
+        r     = log-probability of the response - that under the reference
+        loss  = mean of desirable_weight (1 - sigmoid(beta (r - z)))      for desirable responses
+                        undesirable_weight (1 - sigmoid(beta (z - r)))    for others
+
+    (Ethayarajh et al. 2024, eqs. 7 and 8).
+
+    Args:
+        logprobs: [rows, responses], float64: of the responses under the policy, summed over tokens.
+        reference: [rows, responses], float64: the same under the reference policy.
+        labels: [rows, responses], bool: True for desirable responses.
+        weights: [rows]: of each row in the mean.
+        reference_point: z, the divergence from the reference policy of responses to other prompts.
+    """
+    policy = logprobs.detach().clone().requires_grad_()
+    rewards, beta = policy - reference, config.reference_policy_kl_penalty
+    share = (weights / weights.sum() / policy.shape[1])[:, None].expand_as(policy)
+    surplus = torch.where(labels, 1.0, -1.0).to(policy) * (rewards - reference_point)
+    factors = labels.to(policy) * config.desirable_weight + (~labels).to(policy) * config.undesirable_weight
+    loss = (factors * (1 - torch.sigmoid(beta * surplus)) * share).sum()
+    (gradient,) = torch.autograd.grad(loss, policy)
+    metrics = {
+        "preference_accuracy": float(((surplus > 0) * share).sum()),
+        "reference_point": reference_point,
+        "desirable_share": float(share[labels].sum()),
+    }
+    for name, group in (("rewards_chosen_mean", labels), ("rewards_rejected_mean", ~labels)):
+        if (total := share[group].sum()) > 0:  # a step may have responses of one kind only
+            metrics[name] = float(beta * (rewards.detach() * share)[group].sum() / total)
+    return PreferenceLoss(loss.item(), gradient, metrics)
 
 
 def compute_score_loss(scores: Tensor, margins: Tensor, weights: Tensor, center: float) -> PreferenceLoss:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.config.schema import Config
+from megatron_grpo.config.schema import Config, KTOConfig
 from megatron_grpo.models.heads import POLICY_HEADS
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.costs import Overlap, PassSeconds, PhaseSeconds, sum_phase
@@ -289,7 +289,10 @@ def _time_logprobs(model: _Model, totals: NDArray[np.float64]) -> dict[str, floa
     config = model.config
     outputs = POLICY_HEADS[config.method.head].field.removeprefix("prev_")
     needed = {outputs: config.needs_prev_logprobs, "reference": config.uses_reference}
-    return {name: model.time_forward(name, totals) for name, is_needed in needed.items() if is_needed}
+    # KTO also computes the log-probabilities of as many responses to other prompts.
+    passes = 2 if isinstance(config.loop, KTOConfig) else 1
+    seconds = {name: passes * model.time_forward(name, totals) for name, is_needed in needed.items() if is_needed}
+    return seconds | ({"teacher": model.time_forward(outputs, totals)} if config.teaches_itself else {})
 
 
 def _time_value_model(

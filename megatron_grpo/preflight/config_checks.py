@@ -17,6 +17,7 @@ from megatron_grpo.preflight import model_checks as models
 from megatron_grpo.preflight import reward_checks as rewards
 from megatron_grpo.preflight import sampling_checks as sampling
 from megatron_grpo.preflight.loss_checks import check_loss
+from megatron_grpo.preflight.mixture_checks import check_mixture
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 
 
@@ -55,6 +56,7 @@ def find_config_problems(config: Config) -> Iterator[Rule]:
     yield from loop.check_oversampling(config)
     yield from rewards.check_rewards(config)
     yield from check_loss(config)
+    yield from check_mixture(config)
     yield from loop.check_read_keys(config)
     yield from loop.check_algorithm(config)
     yield from loop.check_debug_modes(config)

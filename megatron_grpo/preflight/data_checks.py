@@ -13,7 +13,7 @@ from megatron_grpo.batch.rollout_files import (
     find_recorded_folder,
     find_recorded_steps,
 )
-from megatron_grpo.config.data_schema import REWARD_FUNCTIONS, DatasetConfig
+from megatron_grpo.config.data_schema import LABELLED, REWARD_FUNCTIONS, DatasetConfig
 from megatron_grpo.config.errors import Problem, format_count
 from megatron_grpo.config.loop_schema import SampledLoopConfig
 from megatron_grpo.config.paths import check_readable
@@ -57,6 +57,14 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
                 problems.append(Problem(weight, text))
         elif not report.problems and report.rows == 0:
             problems.append(Problem(subject, join_reasons("has no rows", report.explain_left_out())))
+    if (demonstrations := config.demonstration_config) is not None and config.chord.train_path is not None:
+        ((_, dataset),) = demonstrations.data.training_sets.items()
+        report, subject = (
+            examine_dataset(demonstrations, dataset, "chord.train_path"),
+            f"chord.train_path={dataset.path}",
+        )
+        problems += report.problems
+        remarks += [Problem(subject, remark.text) for remark in report.remarks]
     if config.data.from_rollouts is not None and not problems:
         problems += _find_vocabulary_problems(config, config.data.from_rollouts)
     prompts = config.prompts_per_generation_batch
@@ -135,8 +143,10 @@ def _find_unfit_settings(config: Config, rows: list[Row]) -> Iterator[Rule]:
     data, name = config.data, f"prepare.name={config.prepare.name}"
     columns, longest = rows[0].keys(), max(len(row["prompt"]) for row in rows)  # a token for each character
     keys = {"data.prompt_key=": data.prompt_key, "data.answer_key=": data.answer_key}
-    if config.method.has_pairs:
+    if config.has_pairs:
         keys |= {"data.chosen_key=": data.chosen_key, "data.rejected_key=": data.rejected_key}
+    elif config.row_kind == LABELLED:
+        keys |= {"data.label_key=": data.label_key}
     for key, column in (keys | {"data.response_key=": data.response_key}).items():
         yield column is not None and column not in columns, key, f"{name} makes rows with {', '.join(columns)}"
     for task in dict.fromkeys(row["task_name"] for row in rows):
@@ -145,7 +155,7 @@ def _find_unfit_settings(config: Config, rows: list[Row]) -> Iterator[Rule]:
     text = f"the tokenizer that {name} makes has no chat template; use false"
     yield data.apply_chat_template, "data.apply_chat_template=", text
     text = "makes prompts without responses; name the column to learn from"
-    learns_responses = config.method.rows is not None and not config.method.has_pairs
+    learns_responses = config.method.rows is not None and not config.has_pairs
     yield learns_responses and data.response_key is None, "data.response_key=", f"{name} {text}"
     text = f"leaves out every row: the prompts that {name} makes have {longest} tokens"
     yield data.max_input_seq_length < longest and not data.apply_chat_template, "data.max_input_seq_length=", text

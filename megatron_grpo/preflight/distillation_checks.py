@@ -23,7 +23,7 @@ def find_distillation_problems(config: Config, shape: ModelShape | None) -> Iter
     for name, environment in config.env.items():
         text = "gives no reward; use it with algorithm=distillation and loss_fn.policy_loss_weight=0"
         yield environment.type == UNSCORED and config.uses_rewards, f"env.{name}.type={UNSCORED}", text
-    if not config.named_teachers:
+    if not config.named_teachers and not config.teaches_itself:
         return
     loop = config.sampled_loop
     text = "keeps prompts whose rewards differ, and loss_fn.policy_loss_weight=0 uses none; use false"
@@ -32,13 +32,15 @@ def find_distillation_problems(config: Config, shape: ModelShape | None) -> Iter
     yield config.loss_fn.use_kl_in_reward and not config.uses_rewards, "loss_fn.use_kl_in_reward=", text
     text = "moves a reference policy that the loss does not use; use false"
     yield loop.sync_ref_model and not config.uses_reference, "LOOP.sync_ref_model=", text
-    text = "is for algorithm=grpo, because the outputs of a teacher are not recorded; use null"
-    yield config.logger.replay_every is not None, "logger.replay_every=", text
-    yield from _check_teachers(config)
-    yield from _check_shares(config)
     top_k = config.distillation.topk_logits_k
     text = f"exceeds the {shape.vocab if shape else 0} tokens of the policy; use null for the whole distribution"
     yield shape is not None and (top_k or 0) > shape.vocab, "distillation.topk_logits_k=", text
+    text = "is for algorithm=grpo, because the outputs of a teacher are not recorded; use null"
+    yield config.logger.replay_every is not None, "logger.replay_every=", text
+    if not config.named_teachers:
+        return
+    yield from _check_teachers(config)
+    yield from _check_shares(config)
     longest = config.policy.max_total_sequence_length
     for section, teacher in config.teacher_models.items():
         teacher_shape = source.find_teacher_shape(config, teacher.model.path)

@@ -15,6 +15,7 @@ from megatron_grpo.config.loop_schema import (
     VALIDATION_METRICS,
     VALIDATION_PREFIX,
     DPOConfig,
+    KTOConfig,
     PPOAdvantageConfig,
     PPOConfig,
     SampledLoopConfig,
@@ -79,6 +80,8 @@ def _check_data(config: Config) -> Iterator[Rule]:
         yield not config.has_checkpoints, "logger.replay_every=", text
         text = "is for algorithm=grpo: the values and returns of algorithm=ppo are not recorded"
         yield config.method.has_value_model, "logger.replay_every=", text
+        text = "does not record the likelihood of the environment's tokens; use loss_fn.environment_nll_weight=0"
+        yield config.imitates_environment, "logger.replay_every=", text
         text = "cannot record the experts that engines choose; use policy.moe.replay_routing=false"
         yield config.policy.moe.replay_routing, "logger.replay_every=", text
     if data.curriculum.column is not None:
@@ -220,8 +223,8 @@ def check_algorithm(config: Config) -> Iterator[Rule]:
         yield from _check_ppo(config, config.loop)
     if config.method.rows:
         yield from _check_rows(config)
-        if config.method.has_pairs:
-            yield from _check_pairs(config)
+        if config.needs_prev_logprobs:
+            yield from _check_comparison(config)
         return
     text = "is for algorithm=sft, which learns from the rows' responses; use null"
     yield config.data.response_key is not None, "data.response_key=", text
@@ -255,8 +258,8 @@ def _check_ppo(config: Config, ppo: PPOConfig) -> Iterator[Rule]:
 
 def _check_rows(config: Config) -> Iterator[Rule]:
     data, name = config.data, config.algorithm
-    generations, per_row = config.loop.num_generations_per_prompt, 2 if config.method.has_pairs else 1
-    text = f"counts samples of a prompt, and a row is {'a pair' if config.method.has_pairs else 'one sequence'};"
+    generations, per_row = config.loop.num_generations_per_prompt, 2 if config.has_pairs else 1
+    text = f"counts samples of a prompt, and a row is {'a pair' if config.has_pairs else 'one sequence'};"
     text += f" use {per_row}"
     yield generations != per_row, "LOOP.num_generations_per_prompt=", text
     has_two = data.from_rollouts is not None and data.train_sets
@@ -277,19 +280,23 @@ def _check_rows(config: Config) -> Iterator[Rule]:
     yield config.logger.log_completions, "logger.log_completions=", text
 
 
-def _check_pairs(config: Config) -> Iterator[Rule]:
-    text = "is for algorithm=sft; name the columns data.chosen_key and data.rejected_key"
-    yield config.data.response_key is not None, "data.response_key=", text
+def _check_comparison(config: Config) -> Iterator[Rule]:
+    """Check rows whose responses are compared before they are learnt."""
+    text = "names the response of single rows, and these are pairs; name data.chosen_key and data.rejected_key"
+    yield config.has_pairs and config.data.response_key is not None, "data.response_key=", text
+    text = "leaves no other row, whose response the reference point needs; use 2 or more"
+    loop = config.loop
+    yield isinstance(loop, KTOConfig) and loop.num_prompts_per_step < 2, "LOOP.num_prompts_per_step=", text
     yield config.data.from_rollouts is not None, "data.from_rollouts=", "is for algorithm=sft; use null"
-    text = "splits a step into several optimizer steps, but pairs are compared once, before the first of them;"
-    text += " use null, and a smaller LOOP.num_prompts_per_step"
+    text = "would make several optimizer steps of one, whose rows are compared before the first; use null,"
+    text += " and fewer LOOP.num_prompts_per_step"
     yield config.policy.train_global_batch_samples is not None, "policy.train_global_batch_samples=", text
     is_scored = config.method.head == "score"
     text = "cannot train a reward model: adapters would leave its head out; use 0"
     yield is_scored and config.policy.lora.rank > 0, "policy.lora.rank=", text
     text = "is for engines that sample, and nothing samples with a reward model; use null"
     yield is_scored and config.policy.quantization is not None, "policy.quantization=", text
-    loop, text = config.loop, "is for dpo.loss_type=sigmoid; use 0"
+    text = "is for dpo.loss_type=sigmoid or simpo; use 0"
     is_ipo = isinstance(loop, DPOConfig) and loop.loss_type == "ipo" and loop.label_smoothing != 0
     yield is_ipo, "dpo.label_smoothing=", text
 

@@ -13,7 +13,7 @@ from functools import partial
 from megatron_grpo.config.algorithms import explain_unread
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.keys import list_changes
-from megatron_grpo.config.loop_schema import SampledLoopConfig
+from megatron_grpo.config.loop_schema import DPOConfig, SampledLoopConfig
 from megatron_grpo.config.schema import Config, GRPOConfig, PPOConfig
 from megatron_grpo.preflight.objective_checks import list_idle_keys
 from megatron_grpo.preflight.rules import Rule, fill_placeholders
@@ -77,6 +77,10 @@ def _list_of_loop(config: Config) -> Iterator[Rule]:
         text = "needs grpo.adv_estimator.name=rae"
         yield loop.adv_estimator.name != "rae", "grpo.adv_estimator.baseline_decay", text
         yield not loop.normalize_rewards, "grpo.normalize_rewards_over", "needs grpo.normalize_rewards=true"
+    if isinstance(loop, DPOConfig):
+        text = "is always so with dpo.loss_type=simpo, which compares means over tokens"
+        yield loop.loss_type == "simpo", "dpo.preference_average_log_probs", text
+        yield loop.loss_type != "simpo", "dpo.target_margin", "needs dpo.loss_type=simpo"
     if not isinstance(loop, SampledLoopConfig):
         return
     keys, shaping = "LOOP.ref_model_mixup_alpha LOOP.ref_model_sync_steps", loop.reward_shaping
@@ -156,6 +160,9 @@ def _list_of_loss(config: Config) -> Iterator[Rule]:
     text += " steps with value.train_global_batch_samples below the samples of a step, or with PASSES above 1"
     has_one_value_step = config.method.has_value_model and config.value_optimizer_steps_per_step == 1
     yield has_one_value_step, "value_loss_fn.value_clip", text
+    text = "is of what others write between the turns of a rollout; needs LOOP.max_rollout_turns above 1, or an agent"
+    has_one_turn = config.loop.max_rollout_turns == 1 and not config.generation.endpoint.enabled
+    yield has_one_turn, "loss_fn.environment_nll_weight", text
     has_none = not config.uses_reference
     keys = (
         "loss_fn.reference_policy_kl_type loss_fn.use_on_policy_kl_approximation loss_fn.kl_score_function_gradient "

@@ -44,6 +44,8 @@ def split_lessons(name: str) -> Split:
         return _split_randomly(_make_products(), recipe)
     if name == "preference":
         return _split_randomly(_make_pairs(recipe["seed"]), recipe)
+    if name == "labelled":
+        return _split_randomly(_make_labelled(recipe["seed"]), recipe)
     if name == "addition_text":
         return _split_text_sums(recipe)
     if name != "two_tasks":
@@ -84,6 +86,14 @@ def _make_pairs(seed: int) -> Iterator[Lesson]:
         position = randomness.randrange(ANSWER_DIGITS)
         digits[position] = randomness.choice([digit for digit in "0123456789" if digit != digits[position]])
         yield Lesson({**lesson.row, "wrong": "".join(digits)}, lesson.turns)
+
+
+def _make_labelled(seed: int) -> Iterator[Lesson]:
+    """Make the sums, each with a right or wrong response and its label."""
+    for number, lesson in enumerate(_make_pairs(seed)):
+        wrong, is_right = lesson.row.pop("wrong"), number % 2 == 0
+        response = lesson.row["answer"] if is_right else wrong
+        yield Lesson({**lesson.row, "response": response, "label": is_right}, lesson.turns)
 
 
 def _split_text_sums(recipe: Mapping[str, Any]) -> Split:

@@ -178,6 +178,58 @@ def compute_over_tokens(
     return {name: [ray.put(part) for part in new_parts] for name, new_parts in split.items()}, summary
 
 
+def exchange_prompts(
+    lengths: NDArray[np.int64],
+    arrays: TokenArrays,
+    partitions: Partitions,
+    prompts: Sequence[NDArray[np.int32]],
+    longest: int,
+) -> tuple[TokenArrays, tuple[NDArray[np.int64], NDArray[np.bool_], dict[str, list[Any]]]]:
+    """Put other prompts before what follows the prompts of a step's sequences.
+
+    Args:
+        arrays: token_ids and sampled.
+        partitions: of the step's sequences, which those with the other prompts have, too.
+        prompts: by sequence, the token ids of its other prompt.
+        longest: most tokens of a sequence; one that would be longer keeps its prompt.
+
+    Returns the lengths of the sequences, [sequences], int64; whether they have the other prompt, bool; and their fields
+    token_ids and sampled by partition.
+    """
+    ends = np.cumsum(lengths)[:-1]
+    sequences = zip(*(np.split(arrays[name], ends) for name in ("token_ids", "sampled")), prompts, strict=True)
+    exchanged, fits = [], []
+    for token_ids, sampled, prompt in sequences:
+        first = int(sampled.argmax()) if sampled.any() else len(sampled)  # where the first response begins
+        fits.append(len(prompt) + len(token_ids) - first <= longest)
+        beginning = prompt if fits[-1] else token_ids[:first]
+        mask = np.concatenate([np.zeros(len(beginning), dtype=np.bool_), sampled[first:]])
+        exchanged.append((np.concatenate([beginning, token_ids[first:]]), mask))
+    fields = {
+        name: [ray.put(np.concatenate([exchanged[index][number] for index in part.tolist()])) for part in partitions]
+        for number, name in enumerate(("token_ids", "sampled"))
+    }
+    return {}, (np.array([len(sampled) for _, sampled in exchanged], dtype=np.int64), np.array(fits), fields)
+
+
+def place_outputs(
+    lengths: NDArray[np.int64], arrays: TokenArrays, source: StepBatch, field: str
+) -> tuple[TokenArrays, None]:
+    """Place an output of another batch's sampled tokens at those of this.
+
+    Both have the same sampled tokens in one order: `source` is the step after `exchange_prompts`. `arrays`: sampled.
+    """
+    theirs = {
+        name: gather_partitions(
+            fetch_stored(source.fields[name], f"the step's {name}"), source.partitions, source.lengths
+        )
+        for name in ("sampled", field)
+    }
+    outputs = np.zeros((int(lengths.sum()), *theirs[field].shape[1:]), dtype=theirs[field].dtype)
+    outputs[arrays["sampled"]] = theirs[field][theirs["sampled"]]
+    return {field: outputs}, None
+
+
 def choose_evenly(group_sizes: Sequence[int], count: int | None) -> list[list[int]]:
     """Choose `count` samples evenly: their indices by group; None: all."""
     total = sum(group_sizes)

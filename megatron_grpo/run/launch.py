@@ -135,6 +135,10 @@ def make_policy_settings(config: Config, folder: Path) -> RankSettings:
             mixed_kl_weight=config.loss_fn.mixed_kl_weight,
             heads=tuple(heads.values()) if config.distillation.topk_logits_k is None else (),
         )
+    elif config.teaches_itself:
+        output = TeacherOutput(vocab=shape.vocab, top_k=config.distillation.topk_logits_k)
+        kind, weight = config.loss_fn.kl_type, config.loss_fn.mixed_kl_weight
+        distillation = PolicyDistillation(vocab=shape.vocab, kl_type=kind, mixed_kl_weight=weight, self_output=output)
     return RankSettings(
         config=config.policy,
         shape=shape,

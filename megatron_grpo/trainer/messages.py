@@ -48,6 +48,7 @@ class PolicyDistillation:
     kl_type: Literal["reverse", "forward", "mixed", "jensen_shannon"]
     mixed_kl_weight: float
     heads: tuple[TeacherHead, ...] = ()  # of teachers by their number; empty: they give their likeliest tokens
+    self_output: TeacherOutput | None = None  # what the policy computes as its own teacher; None: others teach it
 
 
 @dataclass(frozen=True, kw_only=True)

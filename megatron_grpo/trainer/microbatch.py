@@ -87,7 +87,9 @@ class MicrobatchMaker:
             selected = TokenBatch([1], TokenFields(**zeros))
         layout = self.lay_out(selected.lengths)
         mask = getattr(selected.fields, mask_field)  # without it every token is computed but the first of a sequence
-        is_computed = np.ones(sum(selected.lengths), dtype=np.bool_) if mask is None else (mask > 0).numpy()
+        in_loss = np.ones(sum(selected.lengths), dtype=np.bool_) if mask is None else (mask > 0).numpy()
+        is_imitating = mask_field == "loss_mask" and selected.fields.imitated is not None
+        is_computed = in_loss | (selected.fields.imitated > 0).numpy() if is_imitating else in_loss
         rows, tokens = layout.find_predicting(is_computed, distance=self._shape.head.distance)
         fields = selected.fields
         if fields.token_ids is None:
@@ -102,8 +104,8 @@ class MicrobatchMaker:
         # The layers replay the recorded experts; the head has no use for them.
         row_fields = {name: value[index] for name, value in replace(fields, routed_experts=None).as_dict().items()}
         row_fields["token_ids"] = row_fields["token_ids"].long()
-        if is_empty and "loss_mask" in row_fields:
-            row_fields["loss_mask"] = torch.zeros(1)
+        for name in {"loss_mask", "imitated"} & row_fields.keys() if is_empty else ():
+            row_fields[name] = torch.zeros(1)
         token_ids, is_token = np.zeros(layout.local_tokens, dtype=np.int64), layout.source >= 0
         token_ids[is_token] = fields.token_ids.numpy()[layout.source[is_token]]
         move = self._move
@@ -115,17 +117,17 @@ class MicrobatchMaker:
             tokens=TokenFields(**{name: move(value.numpy()) for name, value in row_fields.items()}),
             segments=Segments(
                 sequence_index=move(sequence[tokens]),
-                sizes=move(np.bincount(sequence[is_computed], minlength=len(selected)).astype(np.float32)),
-                **self._share_sequences(is_computed, tokens),
+                sizes=move(np.bincount(sequence[in_loss], minlength=len(selected)).astype(np.float32)),
+                **self._share_sequences(in_loss, tokens),
             ),
             token_indices=token_indices,
         )
 
-    def _share_sequences(self, is_computed: NDArray[np.bool_], tokens: NDArray[np.int64]) -> dict[str, Any]:
+    def _share_sequences(self, in_loss: NDArray[np.bool_], tokens: NDArray[np.int64]) -> dict[str, Any]:
         """Say how context-parallel ranks share the sequences; nothing if they are whole."""
         if self._parallel.context == 1:
             return {}
-        order = np.cumsum(is_computed) - 1
+        order = np.cumsum(in_loss) - 1
         return {"sum_over_ranks": sum_over_context, "order": self._move(order[tokens])}
 
     def _pack(self, layout: packs.PackedLayout, routed: Tensor | None, *, is_dummy: bool) -> packs.PackedSequences:

@@ -349,10 +349,21 @@ class PolicyRank(ModelRank):
             return None
         return 1 - 2 * logprobs.exp() + (2 * logprobs - of_squares).exp()  # 0 where nothing was sampled
 
+    def compute_teacher_outputs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
+        """Compute what the policy gives as its own teacher (`TokenFields.teacher_outputs`)."""
+        settings = self.settings
+        assert settings.distillation is not None, "others teach the policy"
+        self.settings = replace(settings, teacher=settings.distillation.self_output)
+        try:
+            return self._forward_tokens(self.gather_chunks(), batch, microbatches)
+        finally:
+            self.settings = settings
+
     outputs: ClassVar = {
         "prev_logprobs": compute_logprobs,
         "score_sizes": compute_score_sizes,
         "prev_entropy": compute_entropy,
+        "teacher_outputs": compute_teacher_outputs,
         "unfiltered_logprobs": compute_unfiltered_logprobs,
         "reference_logprobs": compute_reference_logprobs,
     }
@@ -368,6 +379,8 @@ class PolicyRank(ModelRank):
         self.reference_moved = True
 
     def _apply_head(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
+        if self.settings.teacher is not None:
+            return compute_teacher_output(self.settings, model, hidden), tokens
         process_group = parallel_state.get_tensor_model_parallel_group()
         columns = len(model.head_weight)
         start = process_group.rank() * columns

@@ -82,11 +82,15 @@ class TeacherHeads:
             "chunk_tokens": self._settings.config.logprob_chunk_size,
         }
         divergence = Divergence(distillation.kl_type, distillation.mixed_kl_weight)
-        if not distillation.heads:
+        is_own = distillation.self_output is not None and distillation.self_output.top_k is None
+        if not distillation.heads and not is_own:
             teacher = unpack_top_tokens(outputs, distillation.vocab)
             return linear_divergence(hidden, model.head_weight, teacher, divergence, **arguments)
-        values = hidden.new_zeros(len(hidden), dtype=torch.float32)
         states = outputs.view(torch.bfloat16) if outputs.dtype == torch.int16 else outputs
+        if is_own:  # one optimizer step: the head still has the weights under which the states were computed
+            teacher_states = TeacherStates(states.to(hidden.dtype), model.head_weight.detach(), cap)
+            return linear_divergence(hidden, model.head_weight, teacher_states, divergence, **arguments)
+        values = hidden.new_zeros(len(hidden), dtype=torch.float32)
         for number, (head, weight) in enumerate(zip(distillation.heads, self.weights, strict=True)):
             rows = torch.arange(len(hidden), device=hidden.device)
             if len(self.weights) > 1:  # equal on all ranks that share the vocabulary

@@ -127,6 +127,18 @@ def compare_on_rank(
 
     `compute_loss` takes the outputs by pair, each [pairs, 2], and the tokens of each response.
     """
+    sums, order, microbatches = sum_on_rank(rank, layout, batch, outputs)
+    tokens = torch.stack([mask.sum() for mask in batch.fields.loss_mask.split(batch.lengths)]).long().view(-1, 2)
+    result = compute_loss(*(column.view(-1, 2) for column in sums), tokens)
+    gradient = result.gradient.flatten().float().repeat_interleave(torch.tensor(batch.lengths))
+    batch.fields.advantages = -gradient * batch.fields.loss_mask
+    return result, batch.select(order), microbatches
+
+
+def sum_on_rank(
+    rank: ModelRank, layout: Layout, batch: TokenBatch, outputs: Sequence[str]
+) -> tuple[torch.Tensor, list[int], list[list[int]]]:
+    """Sums of outputs over each response, [outputs, sequences], and this replica's share: indices and microbatches."""
     plan = SequencePadder(40, 2).assign_microbatches(batch.lengths, layout.data)
     planned = plan[parallel_state.get_data_parallel_rank()]
     order = [index for microbatch in planned for index in microbatch]
@@ -138,8 +150,4 @@ def compare_on_rank(
             masked = (values * share.fields.loss_mask).double().split(share.lengths)
             sums[row, order] = torch.stack([piece.sum() for piece in masked])
     dist.all_reduce(sums)
-    tokens = torch.stack([mask.sum() for mask in batch.fields.loss_mask.split(batch.lengths)]).long().view(-1, 2)
-    result = compute_loss(*(column.view(-1, 2) for column in sums), tokens)
-    gradient = result.gradient.flatten().float().repeat_interleave(torch.tensor(batch.lengths))
-    batch.fields.advantages = -gradient * batch.fields.loss_mask
-    return result, batch.select(order), microbatches
+    return sums, order, microbatches

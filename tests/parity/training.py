@@ -35,6 +35,7 @@ def step_counts(batch: TokenBatch) -> GlobalCounts:
         sequences=sum(sequence_weight for sequence_weight, mask in zip(weights, masks, strict=True) if any(mask)),
         all_sequences=sum(weights),
         positive_tokens=0.0 if batch.fields.positive is None else float(weighted @ batch.fields.positive),
+        imitated_tokens=0.0 if batch.fields.imitated is None else float(batch.fields.imitated.sum()),
         token_weight=float(weighted.sum()) / sum(map(sum, masks)),
     )
 
@@ -49,7 +50,7 @@ def fetch(model: PolicyRank | ValueRank, batch: TokenBatch, loss_fn: LossFunctio
     """
     names = {*model.list_needed_fields(loss_fn)}
     if "sampled" in names:
-        names |= {"loss_mask", "positive", "weight"}
+        names |= {"loss_mask", "positive", "weight", "imitated"}
     fields = {name: value for name, value in batch.fields.as_dict().items() if name in names}
     if "routed_experts" in fields:
         fields["routed_experts"] = torch.from_numpy(model.routing.select_layers(fields["routed_experts"].numpy()))

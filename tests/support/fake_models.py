@@ -112,8 +112,11 @@ class FakePolicy(FakeModel):
             "unfiltered_logprobs": ("policy says without filter", -0.25),
             "reference_logprobs": ("reference says", self.reference_offset),
             "values": ("policy scores", 0.5),
+            "teacher_outputs": ("policy teaches", 0.0),
         }[field]
         self.log.append(line)
+        if field == "teacher_outputs":
+            return FakeTeacher().add_outputs(batch, np.arange(len(batch)))
         return self._add(batch, field, self._numbers(batch, offset))
 
     def begin_record(self) -> None:

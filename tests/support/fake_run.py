@@ -88,7 +88,7 @@ def make_run(config: Config, folder: Path, rollouts: FakeRollouts, shape: ModelS
     models: Any = SimpleNamespace(
         policy=FakePolicy(shape, log), value=value, teachers={name: FakeTeacher() for name in config.named_teachers}
     )
-    data: Any = SimpleNamespace(val_rows=[])
+    data: Any = SimpleNamespace(val_rows=[], demonstrations=[], hinted_prompts=None)
     run_type: type[TrainingRun] = resolve_name(config.method.run)
     run: Any = run_type.build(make_sampling_run(config, folder, rollouts, log), models, transport, data)
     run.checkpointer = SimpleNamespace(list_steps=list)

@@ -24,7 +24,15 @@ RUNS = {
     "ppo": ["+exp=quickstart_ppo"],
     "sft": ["+exp=quickstart_sft"],
     "dpo": ["+exp=quickstart_sft", "algorithm=dpo", *PAIRS],
+    "simpo": ["+exp=quickstart_sft", "algorithm=dpo", "dpo.loss_type=simpo", *PAIRS],
+    "kto": ["+exp=quickstart_sft", "algorithm=kto"],
+    "kto on pairs": [
+        *("+exp=quickstart_sft", "algorithm=kto", *PAIRS),
+        *("kto.num_generations_per_prompt=2", "data.label_key=null"),
+    ],
     "reward_model": ["+exp=quickstart_sft", "algorithm=reward_model", *PAIRS],
+    "chord": ["+exp=quickstart_chord"],
+    "self-distillation": ["+exp=quickstart_self_distillation"],
     "distillation": ["+exp=quickstart_distillation"],
     "distillation and rewards": [
         "+exp=quickstart_distillation",
@@ -54,7 +62,7 @@ class Rows:
         answers: list[Any] = [{"role": "assistant", "content": text, "token_ids": [5, 6]} for text in ("2", "3")]
         row: Any = {"message_log": [question, answers[0]], "length": 4, "extra_env_info": {}, "loss_multiplier": 1.0}
         row |= {"idx": number, "task_name": "addition", "prompt": "1+1="}
-        return row | ({"rejected": [question, answers[1]]} if self.has_pairs else {})
+        return row | ({"rejected": [question, answers[1]]} if self.has_pairs else {"label": number == 0})
 
     def load_waiting_batches(self) -> list[list[DatumSpec]]:
         return []
@@ -98,7 +106,11 @@ def train_on_fakes(config: Config, folder: Path) -> Any:
     config.checkpointing.enabled = False
     config.policy.train_global_batch_samples = config.value.train_global_batch_samples = None
     run = make_run(config, folder, FakeRollouts(answer), SHAPE, [])
-    run.loader = Rows(2, has_pairs=method.has_pairs)
+    run.loader = Rows(2, has_pairs=config.has_pairs)
+    if config.demonstration_config is not None:
+        run.demonstrations = [run.loader.make_row(number) for number in range(3)]
+    if config.teaches_itself:
+        run.hinted_prompts = [run.loader.make_row(number) for number in range(2)]
     run.val_prompts = [run.loader.make_row(7)]
     run.logger = SimpleNamespace(run_dir=folder)
     for name in ("note", "note_once", "end_early", "log_validation", "show_samples"):

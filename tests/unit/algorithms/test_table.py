@@ -176,7 +176,7 @@ def test_a_trusted_run_has_its_algorithm_in_its_own_code(own_folder: Path, monke
     ("name", "text"),
     [
         ("my_recipe:WRONG", "is not a megatron_grpo.config.algorithms.Algorithm"),
-        ("my_recipe:ELSEWHERE", "has section=mine; a loop is one of dpo, grpo, ppo, reward_model, sft"),
+        ("my_recipe:ELSEWHERE", "has section=mine; a loop is one of dpo, grpo, kto, ppo, reward_model, sft"),
         ("my_recipe:NOTHING", "cannot be imported: AttributeError"),
         ("your_recipe:ALGORITHM", "cannot be imported: ModuleNotFoundError"),
         ("my recipe", "no such option"),

@@ -40,7 +40,7 @@ def test_a_shared_key_is_known_under_both_names_and_listed_once() -> None:
 
 def test_ppos_own_default_is_documented() -> None:
     assert read_keys()["grpo.num_generations_per_prompt"].default_text == (
-        "16, with ppo 1, with sft 1, with dpo 2, with reward_model 2"
+        "16, with ppo 1, with sft 1, with dpo 2, with kto 1, with reward_model 2"
     )
     assert read_keys()["grpo.num_prompts_per_step"].default_text == "32"
 
@@ -90,7 +90,7 @@ OF_SAMPLES = """
 """
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "dpo", "reward_model"])
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "kto", "reward_model"])
 def test_a_loop_that_learns_from_rows_has_no_keys_about_samples(algorithm: str) -> None:
     run = ["+exp=quickstart_sft", "run_dir=here", f"algorithm={algorithm}", "~env.addition"]
     loop = Config(algorithm=algorithm).loop  # type: ignore[arg-type]

@@ -65,6 +65,8 @@ GOES_WITH = {  # options that make sense only beside others
     ("policy", "experts_on_gpus"): ["policy.model.path=some/hub-model"],
     ("generation", "thinking"): ["policy.model.path=some/hub-model", "policy.microbatch_tokens=16384"],
     ("algorithm", "distillation"): ["teacher.model.path=some/hub-model"],
+    ("algorithm", "self_distillation"): ['distillation.hint_prompt="{answer} {}"'],
+    ("algorithm", "chord"): ["chord.train_path=experts.jsonl"],
     ("generation", "long_32k"): ["policy.model.path=some/hub-model"],
     ("generation", "long_128k"): ["policy.model.path=some/hub-model"],
     ("task", "math"): ["env=math"],
@@ -223,7 +225,9 @@ def test_what_is_wrong_with_a_folder_is_told(folder: Path, tmp_path: Path) -> No
 QUICKSTART, PPO = "+exp=quickstart", "+exp=quickstart_ppo"
 
 
-OF_ROWS = list_step_metrics(Config(algorithm="dpo")) | list_step_metrics(Config(algorithm="reward_model"))
+OF_ROWS = set[str]().union(
+    *(list_step_metrics(Config(algorithm=name)) for name in ("dpo", "kto", "chord", "reward_model"))
+)
 ALL_STEP_METRICS = {*list_possible_metrics(Config()), *OF_ROWS}
 
 

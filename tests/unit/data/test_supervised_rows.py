@@ -13,6 +13,8 @@ from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.rows import RowCheck
 from megatron_grpo.data.supervised_rows import (
     encode_conversation,
+    find_label_problem,
+    labelled_data_processor,
     preference_data_processor,
     score_data_processor,
     supervised_data_processor,
@@ -326,3 +328,26 @@ def test_what_follows_the_last_learnt_turn_tells_a_reward_models_pair_apart_alon
     assert score_data_processor(row, spec, tokenizer, 1000, 0)["rejected"]
     with pytest.raises(ValueError, match="have the same tokens once"):
         preference_data_processor(row, spec, tokenizer, 1000, 0)
+
+
+@pytest.mark.parametrize(
+    ("label", "problem"),
+    [
+        (True, None),
+        (0, None),
+        ("true", "column 'label' (data.label_key) is 'true'; write true for a desirable response, else false"),
+        (None, "column 'label' (data.label_key) is None; write true"),
+        (2, "column 'label' (data.label_key) is 2; write true"),
+        (float("nan"), "column 'label' (data.label_key) is nan; write true"),
+    ],
+)
+def test_a_response_has_a_label_that_is_true_or_false(label: Any, problem: str | None) -> None:
+    row = {"prompt": "1+1=", "completion": "2", "label": label}
+    spec = TaskDataSpec(task_name="math", response_key="completion", label_key="label", apply_chat_template=False)
+    assert (find_label_problem(row, spec) or "").startswith(problem or "")
+    if problem is None:
+        made = labelled_data_processor(row, spec, make_tokenizer(VOCABULARY, 64), 64, 3)
+        assert made["label"] is bool(label)
+        assert made["message_log"][-1]["content"] == "2"
+    without = {name: value for name, value in row.items() if name != "label"}
+    assert "data.label_key=null for rows of a better and a worse response" in str(find_label_problem(without, spec))

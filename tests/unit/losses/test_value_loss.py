@@ -172,6 +172,7 @@ CASES = {
         reference_policy_kl_penalty=2,
     ),
     "ipo": DPOConfig(loss_type="ipo", preference_average_log_probs=True, sft_loss_weight=0.1),
+    "simpo": DPOConfig(loss_type="simpo", reference_policy_kl_penalty=2, target_margin=0.7, label_smoothing=0.1),
 }
 PAIRS, LENGTH = 3, 7
 
@@ -183,14 +184,15 @@ def oracle(logprobs: Tensor, reference: Tensor, mask: Tensor, weights: Tensor, c
     for pair in range(PAIRS):
         gains, likelihood = [], torch.zeros(())
         for row in (2 * pair, 2 * pair + 1):
-            gain = ((logprobs[row] - reference[row]) * mask[row]).sum()
-            gains.append(gain / mask[row].sum() if config.preference_average_log_probs else gain)
+            is_simpo = config.loss_type == "simpo"
+            gain = ((logprobs[row] - (0 if is_simpo else reference[row])) * mask[row]).sum()
+            gains.append(gain / mask[row].sum() if config.preference_average_log_probs or is_simpo else gain)
         chosen = (logprobs[2 * pair] * mask[2 * pair]).sum()
         likelihood = -chosen / mask[2 * pair].sum() if config.sft_average_log_probs else -chosen
         h = gains[0] - gains[1]
         loss = (h - 1 / (2 * beta)) ** 2
-        if config.loss_type == "sigmoid":
-            s = config.label_smoothing
+        if config.loss_type != "ipo":
+            s, h = config.label_smoothing, h - (config.target_margin / beta if is_simpo else 0)
             loss = -logsigmoid(beta * h) * (1 - s) - logsigmoid(-beta * h) * s
         total = total + weights[pair] * (config.preference_loss_weight * loss + config.sft_loss_weight * likelihood)
     return total / weights.sum()

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.preflight.load import check_config, compose_config
 from megatron_grpo.run.directory import (
     compare_with_last_start,
@@ -50,10 +51,10 @@ def test_a_folder_of_an_earlier_version_goes_on(
     assert check_config(changed).conflicts == set()
     record_start(tmp_path, changed)
     recorded = yaml.safe_load(file.read_text())
-    foreign_loops = {"grpo", "ppo", "sft", "dpo", "reward_model"} - {algorithm}
+    foreign_loops = {*LOOPS} - {algorithm}
     assert foreign_loops.isdisjoint(recorded)
     of_value = set() if algorithm == "ppo" else {"value", "value_loss_fn"}
-    assert set(values) - set(recorded) == foreign_loops | of_value | {"distillation", "teacher", "teachers"}
+    assert set(values) - set(recorded) == foreign_loops - {"kto"} | of_value | {"distillation", "teacher", "teachers"}
     assert load_run_config(tmp_path, [], is_trusted=True) == changed
 
 
