@@ -75,8 +75,8 @@ def _check_start(config: Config) -> Path | None:
     # Imported here, because NumPy takes long to import; torch, below, too.
     from megatron_grpo.preflight.environment_checks import check_user_code
 
-    for remark in check_user_code(config):
-        print(replace_controls(f"{remark.subject} {remark.text}"), flush=True)
+    for problem in check_user_code(config):
+        print(replace_controls(f"{problem.subject} {problem.text}"), flush=True)
     for remark in compare_data(Path(config.run_dir), config):  # a start prints them among the changes
         print(remark, flush=True)
     checkpointer = Checkpointer(Path(config.run_dir), config.checkpointing, look_only=True)

@@ -52,6 +52,7 @@ def labelled_data_processor(
 ) -> DatumSpec:
     """Make a sequence as `supervised_data_processor`, with the label of its response."""
     row = supervised_data_processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+    assert task_data_spec.label_key is not None, "rows without labels have another processor"
     return {**row, "label": bool(datum_dict[task_data_spec.label_key])}
 
 

@@ -109,7 +109,7 @@ def compute_label_loss(
     for name, group in (("rewards_chosen_mean", labels), ("rewards_rejected_mean", ~labels)):
         if (total := share[group].sum()) > 0:  # a step may have responses of one kind only
             metrics[name] = float(beta * (rewards.detach() * share)[group].sum() / total)
-    return PreferenceLoss(loss.item(), gradient, metrics)
+    return PreferenceLoss(loss.item(), gradient, metrics, beta * rewards.detach())
 
 
 def compute_score_loss(scores: Tensor, margins: Tensor, weights: Tensor, center: float) -> PreferenceLoss:

@@ -61,8 +61,9 @@ def _find_faults(value: Any) -> Iterator[str]:
     for name in ("name", "architecture"):
         if not isinstance(getattr(value, name), str) or not getattr(value, name):
             yield f"has {name}={getattr(value, name)!r}, which must be a text"
-    if not callable(value.read):
-        yield f"has read={value.read!r}, which must be a function from the contents of a config.json to a ModelShape"
+    read: Any = value.read
+    if not callable(read):
+        yield f"has read={read!r}, which must be a function from the contents of a config.json to a ModelShape"
     if not isinstance(value.tables, tuple | list) or not value.tables:
         yield "has no tuple of texts as tables; of a single table it is (TABLE,)"
         return
