@@ -174,7 +174,7 @@ def _try_context(objective: NamedFormula, step: dict[str, Tensor], results: _Res
             rows, columns = is_token.nonzero(as_tuple=True)
             lengths = torch.tensor(LENGTHS)
             order = (lengths.cumsum(0) - lengths)[rows] + columns - PROMPT
-            segments = Segments(rows, lengths.float(), sum_over_ranks, order)
+            segments = Segments(rows, lengths.float(), sum_over_ranks, order, sum(LENGTHS))
             flat = torch.ones(len(rows), dtype=torch.bool)
             _measure(objective, step, results, (rows, columns), flat, segments)
         except RunError as error:

@@ -44,6 +44,7 @@ class Segments:
     order: Tensor | None = None
     """[tokens], int64: place of each token in the loss among those of all ranks that share the sequences, which lie end
     to end. None: this rank has all of them, in order."""
+    count: int = 0  # tokens in the loss of all these ranks, with `order`
 
     @torch.no_grad()
     def sum_by_sequence(self, values: Tensor) -> Tensor:
@@ -207,19 +208,21 @@ def onward_sum(values: Tensor, mask: Tensor, segments: Segments | None, discount
     At token t it is the sum over tokens k >= t of the response of discount^(k - t) times their values; a distance
     counts the tokens in the loss.
     """
-    in_loss, sums = values[mask], torch.zeros_like(values)
-    if segments is None:
-        sums[mask] = _scan_backwards(in_loss, mask.nonzero(as_tuple=True)[0], discount)
-    elif segments.order is None:
-        sums[mask] = _scan_backwards(in_loss, segments.sequence_index[mask], discount)
-    else:
-        assert segments.sum_over_ranks is not None, "tokens of other ranks come from a sum over ranks"
-        # Each rank gives its tokens their places in the whole sequences, and the sum over ranks fills in the others.
-        order, sizes = segments.order[mask], segments.sizes.long()
-        sequences = values.new_zeros(int(sizes.sum())).index_put_((order,), in_loss)
-        index = torch.arange(len(sizes), device=values.device).repeat_interleave(sizes)
-        sums[mask] = _scan_backwards(segments.sum_over_ranks(sequences), index, discount)[order]
-    return sums
+    in_loss, is_token = (values * mask).flatten(), mask.flatten()
+    sizes = mask.sum(dim=1) if segments is None else segments.sizes
+    order, count = is_token.cumsum(0) - 1, len(in_loss)
+    if segments is not None and segments.order is not None:
+        order, count = segments.order, segments.count
+    # Tokens in the loss take their places in the whole sequences, end to end; all others the one behind these. Shapes
+    # depend on no number, since plans compute without any.
+    places = torch.where(is_token, order, count)
+    laid_out = in_loss.new_zeros(count + 1).index_add_(0, places, in_loss)
+    if segments is not None and segments.sum_over_ranks is not None:
+        laid_out = segments.sum_over_ranks(laid_out)  # each rank has its own tokens, and 0 elsewhere
+    ends = sizes.long().cumsum(0)
+    sequence_index = torch.searchsorted(ends, torch.arange(count + 1, device=ends.device), right=True)
+    sums = _scan_backwards(laid_out, sequence_index, discount)[places]
+    return torch.where(is_token, sums, torch.zeros_like(sums)).view_as(values)
 
 
 def _scan_backwards(values: Tensor, sequence_index: Tensor, discount: float) -> Tensor:
@@ -227,8 +230,6 @@ def _scan_backwards(values: Tensor, sequence_index: Tensor, discount: float) -> 
     shift, factor = 1, discount
     while shift < len(values):
         is_shared = sequence_index[shift:] == sequence_index[:-shift]
-        if not is_shared.any():
-            break
         later = torch.where(is_shared, values[shift:], torch.zeros_like(values[shift:]))
         values = torch.cat([values[:-shift] + factor * later, values[-shift:]])
         shift, factor = 2 * shift, factor * factor

@@ -128,7 +128,8 @@ class MicrobatchMaker:
         if self._parallel.context == 1:
             return {}
         order = np.cumsum(in_loss) - 1
-        return {"sum_over_ranks": sum_over_context, "order": self._move(order[tokens])}
+        count = int(in_loss.sum())
+        return {"sum_over_ranks": sum_over_context, "order": self._move(order[tokens]), "count": count}
 
     def _pack(self, layout: packs.PackedLayout, routed: Tensor | None, *, is_dummy: bool) -> packs.PackedSequences:
         # `routed`: the recorded experts in this rank's layers (`RoutedForm`), [tokens of the flat sequences, bytes].

@@ -70,7 +70,7 @@ def three_steps(run: TrainingRun) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("variant", list_config_groups()["variant"])
 def test_every_preset_trains(variant: str, tmp_path: Path) -> None:
-    about_the_ratio = variant in ("cispo", "gspo", "sapo")
+    about_the_ratio = variant in ("cispo", "gspo", "sapo", "gmpo", "luspo", "fipo", "kl_cov")
     minibatches = ("policy.train_global_batch_samples=32",) if about_the_ratio else ()
     rows = three_steps(TrainingRun(tmp_path / variant, f"+variant={variant}", *SHORT, *ALONE, *minibatches))
     with_reference = variant in ("rloo", "reinforce_plus_plus")
@@ -79,7 +79,7 @@ def test_every_preset_trains(variant: str, tmp_path: Path) -> None:
         clipped = row["clip_fraction_low"] + row["clip_fraction_high"]
         if about_the_ratio:
             assert row["probs_ratio_max"] > 1, "else the variants are all the same"
-        if variant == "gspo":
+        if variant in ("gspo", "luspo"):
             assert clipped > 0.05, "its limits are below 1e-3"
         if variant == "cispo":
             assert row["clip_fraction_low"] == 0, "it has no lower limit"

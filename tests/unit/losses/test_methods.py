@@ -115,10 +115,10 @@ def test_sums_over_later_tokens(form: str, discount: float) -> None:
     for rank in range(2):
         own = torch.arange(len(flat)) % 2 == rank
 
-        def add_others(whole: Tensor, own: Tensor = own) -> Tensor:
-            return whole + torch.where(own, 0.0, flat)
+        def add_others(values: Tensor, own: Tensor = own) -> Tensor:
+            return values + torch.cat([torch.where(own, 0.0, flat), torch.zeros(1, dtype=flat.dtype)])
 
-        segments = Segments(rows[own], sizes, add_others, torch.arange(len(flat))[own])
+        segments = Segments(rows[own], sizes, add_others, torch.arange(len(flat))[own], len(flat))
         torch.testing.assert_close(onward_sum(flat[own], every[own], segments, discount), expected[mask][own])
 
 

@@ -53,6 +53,13 @@ def test_operations_of_a_dense_model() -> None:
     assert flops(report, "train", kind="attention", is_backward=True) == 2.5 * DENSE.layers * attention_flops()
 
 
+@pytest.mark.parametrize("name", ["fipo", "kl_cov"])
+def test_losses_that_look_at_other_tokens_have_plans(name: str) -> None:
+    config = small_run(context=2)
+    config.loss_fn.objective = name
+    assert flops(run_dry(config, DENSE, 0), "train", kind="matmul", is_backward=True) > 0
+
+
 @pytest.mark.slow
 def test_a_recomputed_layer_runs_forward_twice() -> None:
     config = small_run()
