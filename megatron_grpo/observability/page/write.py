@@ -196,7 +196,7 @@ def render_report(folders: Sequence[Path], refresh_s: float | None = None) -> st
 def _add_tables(
     data: list[str], name: str, folder: Path, kind: str, vocabulary: TokenBytes | None, token_ids: set[int]
 ) -> dict[str, Any]:
-    """Add the tables of a run's steps to `data`, and their tokens to `token_ids`; returns counts."""
+    """Add tables of steps to `data`, their tokens to `token_ids`; return counts."""
     counts: dict[str, Any] = {"steps": [], "written": 0, "rows": 0, "full": 0}
     for step, rollouts, table in make_step_tables(folder, kind, vocabulary):
         data.append(make_packed_element(f"{name}{step}", table))

@@ -43,7 +43,7 @@ function headOf(run, number) {
     summary.samples_per_s ? tile("Samples per second", short(summary.samples_per_s), `${short(summary.step_s)} s a step`) : null,
   ];
   return el("section", { class: `run-head run-${number}` },
-    el("h1", {}, total ? el("span", { class: "letter", text: LETTERS[number] }) : null, isolated(run.name), el("span", { class: `outcome ${summary.outcome || ""}`, text: outcome })),
+    el("h1", {}, total ? el("span", { class: "letter", text: LETTERS[number] }) : null, isolated(run.name), el("span", { class: `outcome ${outcome.replaceAll(" ", "_")}`, text: outcome })),
     aboutOf(run), summary.reason ? el("p", { class: "reason" }, isolated(summary.reason)) : null, disagreement(run), el("dl", { class: "tiles" }, ...tiles));
 }
 
