@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.batch.rollout_files import ROLLOUTS_FOLDER, ROWS_FOLDER, VALIDATION_FOLDER, find_recorded_steps
-from megatron_grpo.config.algorithms import ALGORITHMS
+from megatron_grpo.config.algorithms import choose_imported, find_algorithm
 from megatron_grpo.config.hiding import hide_values
 from megatron_grpo.config.keys import flatten
 from megatron_grpo.config.loop_schema import LOOPS
@@ -122,8 +122,8 @@ def _describe_run(recorded: Mapping[str, Any], starts: Sequence[Mapping[str, Any
     names = {"recipe": "name", "algorithm": "algorithm", "model": "policy.model.path"}
     about = {name: str(recorded[key]) for name, key in names.items() if recorded.get(key) is not None}
     codes = dict.fromkeys(str(start["code"]) for start in starts if start.get("code") is not None)
-    # An algorithm of the user's own is not imported: the recorded name may be anybody's.
-    method = ALGORITHMS.get(about.get("algorithm", ""), ALGORITHMS["grpo"])
+    # An algorithm of the user's own is not imported here: the recorded name may be anybody's.
+    method = find_algorithm(choose_imported(about.get("algorithm")))
     return {"about": about | ({"code": ", ".join(codes)} if codes else {}), "leading": list(method.leading_metrics)}
 
 
