@@ -122,7 +122,7 @@ class RolloutDumps:
         These are some SAMPLED_STEPS of every `period`-th step, and the first and the last.
         """
         last = self._facts.max_num_steps
-        is_kept = step in (0, 1, last) or step // period % math.ceil(last / period / SAMPLED_STEPS) == 0
+        is_kept = step in (0, 1, last) or step // period % max(1, math.ceil(last / period / SAMPLED_STEPS)) == 0
         return is_kept and self._config.rollouts != "off"
 
     def read_rows(self, step: int) -> list[dict[str, Any]]:
