@@ -305,8 +305,8 @@ def test_figures_are_found_by_their_names(page: Page, tmp_path: Path) -> None:
     page.evaluate("document.getElementById('figures').value = 'figure_7'")
     page.evaluate("document.getElementById('figures').dispatchEvent(new Event('input'))")
     assert page.evaluate(shown_titles) == ["figure_7"]
-    page.evaluate("location.reload()")
-    page.wait("document.readyState === 'complete' && document.querySelectorAll('.chart').length > 0")
+    page.evaluate("isOld = true; location.reload()")
+    page.wait("typeof isOld === 'undefined' && document.readyState === 'complete'")
     assert page.evaluate(shown_titles) == ["figure_7"]
     page.evaluate("document.getElementById('figures').value = ''")
     page.evaluate("document.getElementById('figures').dispatchEvent(new Event('input'))")

@@ -49,8 +49,8 @@ def test_rows_and_validations_are_kept_for_people_to_look_at(straight: TrainingR
     for step in range(1, 7):
         rows = list(read_rollouts(straight.run_dir, step, kind="rows"))
         assert len(rows) == 16
-        left, right = rows[0]["prompt"].rstrip("=").split("+")
-        assert int(rows[0]["response"]) == int(left) + int(right)
+        first, second = rows[0]["prompt"].rstrip("=").split("+")
+        assert int(rows[0]["response"]) == int(first) + int(second)
         assert rows[0]["spans"] == [[len(rows[0]["token_ids"]) - 4, len(rows[0]["token_ids"]), -1]]
     for step in (0, 3, 6):
         answers = list(read_rollouts(straight.run_dir, step, kind="validation"))
