@@ -117,9 +117,12 @@ class RolloutDumps:
         files.write_rollouts(files.locate_rollouts_file(self._run_dir, step, files.ROWS_FOLDER), rows)
 
     def is_sampled(self, step: int, period: int = 1) -> bool:
-        """True for the steps, some SAMPLED_STEPS of every `period`-th, whose rows or responses are written."""
+        """True for a step whose rows or responses are written.
+
+        These are some SAMPLED_STEPS of every `period`-th step, and the first and the last.
+        """
         last = self._facts.max_num_steps
-        is_kept = step in (0, 1, last) or step // period % math.ceil(last / period / SAMPLED_STEPS) == 0
+        is_kept = step in (0, 1, last) or step // period % max(1, math.ceil(last / period / SAMPLED_STEPS)) == 0
         return is_kept and self._config.rollouts != "off"
 
     def read_rows(self, step: int) -> list[dict[str, Any]]:
@@ -129,7 +132,7 @@ class RolloutDumps:
 
 
 def count_within(tokens: Sequence[int], most_rows: int, most_tokens: int) -> int:
-    """Count how many rows, spread evenly, have at most so many tokens; at least one."""
+    """Count rows, spread evenly, of at most `most_tokens`; at least one."""
     count = min(len(tokens), most_rows)
     while count > 1 and sum(tokens[index * len(tokens) // count] for index in range(count)) > most_tokens:
         count -= 1

@@ -130,7 +130,7 @@ def make_batch(run: SupervisedRun, rows: Sequence[DatumSpec]) -> tuple[StepBatch
 
 
 def make_trajectories(row: DatumSpec, group: int, *, is_scored: bool = False) -> list[Trajectory]:
-    """Make the sequences of a row: one, or the better and the worse one of a pair."""
+    """Make a row's sequences: one, or the two of a pair."""
     conversations = [row["message_log"], *([row["rejected"]] if "rejected" in row else [])]
     return [
         make_trajectory(messages, row, group, sample, is_scored=is_scored)
@@ -154,7 +154,7 @@ def record_rows(run: SupervisedRun, rows: Sequence[DatumSpec], batch: StepBatch,
         sequences = [number * samples + sample for number in chosen for sample in range(samples)]
         logprobs = run.rollouts.compute(select_sampled, batch, _LOGPROBS, "prev_logprobs", sequences)
     recorded: list[tuple[int, list[tuple[Trajectory, TrainedValues]]]] = []
-    for place, number in enumerate(chosen):
+    for index, number in enumerate(chosen):
         trajectories, facts = make_trajectories(rows[number], number), describe_row(rows[number])
         scores = [None] * samples if rewards is None else rewards[number].tolist()
         of_row: list[tuple[Trajectory, TrainedValues]] = [
@@ -162,7 +162,7 @@ def record_rows(run: SupervisedRun, rows: Sequence[DatumSpec], batch: StepBatch,
                 replace(trajectory, reward=score, correct=None, **facts),
                 {} if values is None else {"prev_logprobs": values},
             )
-            for trajectory, score, values in zip(trajectories, scores, logprobs[place * samples :], strict=False)
+            for trajectory, score, values in zip(trajectories, scores, logprobs[index * samples :], strict=False)
         ]
         recorded.append((number, of_row))
     run.dumps.write_learnt(step, recorded)

@@ -21,8 +21,8 @@ def describe_row(datum: DatumSpec) -> dict[str, Any]:
     answer = columns.get(REFERENCE)
     # The answer is there by its own name, and "answer" may be a copy of another column.
     copies = ("answer",) if answer is not None and str(columns.get("answer")) == answer else ()
-    shown = (REFERENCE, "task_name", *copies)
-    names = [name for name, value in columns.items() if name not in shown and value is not None]
+    apart = (REFERENCE, "task_name", *copies)
+    names = [name for name, value in columns.items() if name not in apart and value is not None]
     return {
         "prompt": cut_text(format_prompt(datum), PROMPT_CHARACTERS),
         "answer": None if answer is None else cut_text(answer, COLUMN_CHARACTERS),
@@ -39,7 +39,7 @@ def format_prompt(datum: DatumSpec) -> str:
 
 
 def cut_text(text: str, limit: int) -> str:
-    """Make a text of at most `limit` characters that files can hold; its middle is left out."""
+    """Cut the middle of a text, so that files can hold it."""
     if len(text) > limit:
         half = (limit - len(_GAP)) // 2
         text = text[:half] + _GAP + text[-half:]

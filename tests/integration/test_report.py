@@ -295,22 +295,22 @@ def test_figures_are_found_by_their_names(page: Page, tmp_path: Path) -> None:
     with (run / "validation.jsonl").open("a") as file:
         file.write(json.dumps({"step": 4, "val_accuracy": 0.5, "val_other": 1}) + "\n")
     page.open(write_report([run]))
-    charts = "[...document.querySelectorAll('.chart')].filter(one => one.offsetParent)"
-    seen = f"{charts}.map(one => one.querySelector('h3').textContent)"
-    before = page.evaluate(seen)
+    charts = "[...document.querySelectorAll('.chart')].filter(one => one.checkVisibility())"
+    shown_titles = f"{charts}.map(one => one.querySelector('h3').textContent)"
+    before = page.evaluate(shown_titles)
     page.press("/", "/")
     for letter in "val_":
         page.press(letter, letter)
-    assert page.evaluate(seen) == ["Accuracy", "val_other"]
+    assert page.evaluate(shown_titles) == ["Accuracy", "val_other"]
     page.evaluate("document.getElementById('figures').value = 'figure_7'")
     page.evaluate("document.getElementById('figures').dispatchEvent(new Event('input'))")
-    assert page.evaluate(seen) == ["figure_7"]
-    page.evaluate("location.reload()")
-    page.wait("document.readyState === 'complete' && document.querySelectorAll('.chart').length > 0")
-    assert page.evaluate(seen) == ["figure_7"]
+    assert page.evaluate(shown_titles) == ["figure_7"]
+    page.evaluate("isOld = true; location.reload()")
+    page.wait("typeof isOld === 'undefined' && document.readyState === 'complete'")
+    assert page.evaluate(shown_titles) == ["figure_7"]
     page.evaluate("document.getElementById('figures').value = ''")
     page.evaluate("document.getElementById('figures').dispatchEvent(new Event('input'))")
-    assert page.evaluate(seen) == before
+    assert page.evaluate(shown_titles) == before
 
 
 def test_a_page_of_a_run_that_goes_on_loads_itself_again_until_it_ends(page: Page, tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_a_page_of_a_run_that_goes_on_loads_itself_again_until_it_ends(page: Pag
     page.evaluate("trajectories.open(2)")
     (run / "metrics.jsonl").open("a").write(json.dumps(metrics_of(4)) + "\n")
     write_report([run], refresh_s=0.3)
-    page.wait("runs[0].metrics.step.length === 4")
+    page.wait("document.readyState === 'complete' && runs[0].metrics.step.length === 4")
     page.wait("document.querySelectorAll('.part').length > 0")
     assert page.evaluate("[trajectories.step, document.querySelector('[aria-selected=true]').textContent]") == [
         2,
@@ -337,7 +337,7 @@ def test_a_page_of_a_run_that_goes_on_loads_itself_again_until_it_ends(page: Pag
     time.sleep(1)
     assert page.evaluate("stays"), "paused"
     page.evaluate("document.querySelector('.pause').click()")
-    page.wait("document.querySelector('.outcome').textContent === 'completed'")
+    page.wait("document.querySelector('.outcome')?.textContent === 'completed'")
     assert page.evaluate("document.querySelectorAll('.fresh').length") == 0
     page.evaluate("stays = true")
     time.sleep(1)

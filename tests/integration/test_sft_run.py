@@ -44,6 +44,23 @@ def test_the_loss_falls_and_validation_samples(straight: TrainingRun) -> None:
     assert undocumented(rows[-1].keys() - {"step", "timing", "throughput"}) == set()
 
 
+def test_rows_and_validations_are_kept_for_people_to_look_at(straight: TrainingRun) -> None:
+    """What is learnt of a row is its answer, and the page of the run has both."""
+    for step in range(1, 7):
+        rows = list(read_rollouts(straight.run_dir, step, kind="rows"))
+        assert len(rows) == 16
+        first, second = rows[0]["prompt"].rstrip("=").split("+")
+        assert int(rows[0]["response"]) == int(first) + int(second)
+        assert rows[0]["spans"] == [[len(rows[0]["token_ids"]) - 4, len(rows[0]["token_ids"]), -1]]
+    for step in (0, 3, 6):
+        answers = list(read_rollouts(straight.run_dir, step, kind="validation"))
+        assert len(answers) == 64
+        assert all((row["response"] == row["answer"]) == row["correct"] for row in answers)
+    assert not (straight.run_dir / "rollouts").exists()
+    assert "run0-training6" in (page := (straight.run_dir / "report.html").read_text())
+    assert "run0-validation6" in page
+
+
 def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight: TrainingRun, tmp_path: Path) -> None:
     kill_after(sft_run(tmp_path / "run"), 3)
     second = complete(sft_run(tmp_path / "run"))

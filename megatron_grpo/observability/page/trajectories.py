@@ -171,11 +171,10 @@ def make_excerpts(texts: Mapping[str, str]) -> dict[str, str]:
     """Cut texts to EXCERPT characters, from where they begin to differ."""
     lines = {name: " ".join(text.split()) for name, text in texts.items()}
     first, last = min(lines.values(), default=""), max(lines.values(), default="")  # the two that agree least
-    same = (
-        len(list(takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))) if len(lines) > 1 else 0
-    )
+    pairs = zip(first, last, strict=False) if first != last else ()
+    prefix = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     # The last words that all have are kept, so that a text can be read from its first word.
-    cut = first.rfind(" ", 0, max(same - _KEPT_OF_PREFIX, 0)) + 1
+    cut = first.rfind(" ", 0, max(prefix - _KEPT_OF_PREFIX, 0)) + 1
     return {name: f"{'… ' if cut else ''}{line[cut:]}"[:EXCERPT] for name, line in lines.items()}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.batch.rollout_files import ROLLOUTS_FOLDER, ROWS_FOLDER, VALIDATION_FOLDER, find_recorded_steps
-from megatron_grpo.config.algorithms import ALGORITHMS
+from megatron_grpo.config.algorithms import choose_imported, find_algorithm
 from megatron_grpo.config.hiding import hide_values
 from megatron_grpo.config.keys import flatten
 from megatron_grpo.config.loop_schema import LOOPS
@@ -122,8 +122,8 @@ def _describe_run(recorded: Mapping[str, Any], starts: Sequence[Mapping[str, Any
     names = {"recipe": "name", "algorithm": "algorithm", "model": "policy.model.path"}
     about = {name: str(recorded[key]) for name, key in names.items() if recorded.get(key) is not None}
     codes = dict.fromkeys(str(start["code"]) for start in starts if start.get("code") is not None)
-    # An algorithm of the user's own is not imported: the recorded name may be anybody's.
-    method = ALGORITHMS.get(about.get("algorithm", ""), ALGORITHMS["grpo"])
+    # An algorithm of the user's own is not imported here: the recorded name may be anybody's.
+    method = find_algorithm(choose_imported(about.get("algorithm")))
     return {"about": about | ({"code": ", ".join(codes)} if codes else {}), "leading": list(method.leading_metrics)}
 
 
@@ -169,8 +169,13 @@ def render_report(folders: Sequence[Path], refresh_s: float | None = None) -> st
 
     `refresh_s`: seconds after which the page loads itself again; None: it does not, because the runs have ended.
     """
+<<<<<<< HEAD
     runs: list[Any] = []
     data: list[Any] = []
+=======
+    runs: list[dict[str, Any]] = []
+    data: list[str] = []
+>>>>>>> page
     for number, folder in enumerate(folders):
         run, model = read_run_data(folder), read_config(folder).get("policy.model.path")
         reason = f"the tokenizer of {model} is not on this machine"
@@ -197,7 +202,7 @@ def render_report(folders: Sequence[Path], refresh_s: float | None = None) -> st
 def _add_tables(
     data: list[str], name: str, folder: Path, kind: str, vocabulary: TokenBytes | None, token_ids: set[int]
 ) -> dict[str, Any]:
-    """Add the tables of a run's steps to `data`, and their tokens to `token_ids`; returns counts."""
+    """Add tables of steps to `data`, their tokens to `token_ids`; return counts."""
     counts: dict[str, Any] = {"steps": [], "written": 0, "rows": 0, "full": 0}
     for step, rollouts, table in make_step_tables(folder, kind, vocabulary):
         data.append(make_packed_element(f"{name}{step}", table))

@@ -18,7 +18,7 @@ from megatron_grpo.config.algorithms import ALGORITHMS
 from megatron_grpo.config.compose import compose_typed
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.keys import find_key, list_members
-from megatron_grpo.config.metric_names import list_step_metrics
+from megatron_grpo.config.metric_names import list_optional_metrics, list_step_metrics
 from megatron_grpo.config.started_values import list_started_values
 from megatron_grpo.losses.loss import make_loss
 from megatron_grpo.preflight.load import compose_config
@@ -55,6 +55,8 @@ def test_names_in_a_row_exist(name: str) -> None:
     config = compose_typed([f"algorithm={name}"]).config
     assert config is not None
     assert make_loss(config).field_names
+    validated = {"val_loss", "val_reward", "val_accuracy"}
+    assert {*method.leading_metrics} <= list_step_metrics(config) | list_optional_metrics(config) | validated
 
 
 def list_name_tests(tree: ast.AST) -> Iterator[int]:

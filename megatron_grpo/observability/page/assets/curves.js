@@ -32,11 +32,15 @@ const MAIN = [
   { title: "Explained variance of the values", note: "explained_variance", curves: [["metrics", "explained_variance", "share", "main"]] },
 ];
 
+const groupOf = (name) => (name.startsWith("val_") ? "validation" : "metrics");
+
 /** The main charts, first those of the metrics that tell most about the first run. */
 function mainCharts() {
   const { leading } = runs[0];
   const place = (chart) => Math.min(...chart.curves.map(([, metric]) => (leading.includes(metric) ? leading.indexOf(metric) : leading.length)));
-  return MAIN.map((chart) => [place(chart), chart]).sort(([a], [b]) => a - b).map(([, chart]) => chart);
+  const known = new Set(MAIN.flatMap((chart) => chart.curves.map(([, metric]) => metric)));
+  const own = leading.filter((name) => !known.has(name)).map((name) => ({ title: name, curves: [[groupOf(name), name, "", "main"]] }));
+  return [...MAIN, ...own].map((chart) => [place(chart), chart]).sort(([a], [b]) => a - b).map(([, chart]) => chart);
 }
 
 function stepRange() {

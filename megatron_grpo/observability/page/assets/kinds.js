@@ -7,16 +7,16 @@ const markName = (correct) => (correct === true ? "right" : correct === false ? 
 const markCell = (row) => el("span", { class: `mark-${markName(row.correct).split(" ")[0]}`, "aria-label": markName(row.correct), text: markOf(row.correct) });
 const numberColumn = (name, width, key, title) => ({ name, title, number: true, width, cell: (row) => short(key(row)), key });
 
-const STEP = { name: "Step", number: true, width: "2.9rem", cell: (row) => String(row.step), key: (row) => row.step };
-const PROMPT = { name: "Prompt", title: "The prompt, from where those of the step begin to differ", width: "minmax(6rem, 1.1fr)",
+const STEP = { name: "Step", number: true, isMinor: true, width: "2.9rem", cell: (row) => String(row.step), key: (row) => row.step };
+const PROMPT = { name: "Prompt", title: "The prompt, from where those of the step begin to differ", width: "minmax(3.2rem, 1.1fr)",
   cell: (row) => cutRow(row.prompt, 120), key: (row) => row.prompt };
-const RESPONSE = { name: "Response", title: "Beginning of the response", width: "minmax(6rem, 1.4fr)", cell: (row) => cutRow(row.response, 120), key: (row) => row.response };
+const RESPONSE = { name: "Response", title: "Beginning of the response", width: "minmax(3.2rem, 1.4fr)", cell: (row) => cutRow(row.response, 120), key: (row) => row.response };
 const REWARD = numberColumn("Reward", "3.7rem", (row) => row.reward);
-const TOKENS = numberColumn("Tokens", "3.5rem", (row) => row.tokens);
+const TOKENS = { ...numberColumn("Tokens", "3.5rem", (row) => row.tokens), isMinor: true };
 const RIGHT = { name: "Right", title: "Whether the environment finds it correct", width: "2.6rem", key: (row) => (row.correct === null ? null : Number(row.correct)), cell: markCell };
-const END = { name: "End", title: "Why the response ended", width: "3rem", cell: (row) => (row.failure !== null ? "failed" : row.stop), key: (row) => row.stop };
-const REJECTED = { name: "Rejected", title: "Beginning of the rejected response", width: "minmax(6rem, 1.2fr)", cell: (row) => cutRow(row.rejected.response, 120), key: (row) => row.rejected.response };
-const PAIR_MARGIN = numberColumn("Margin", "4rem", (row) => row.margin, "Reward of the chosen minus that of the rejected response");
+const END = { name: "End", isMinor: true, title: "Why the response ended", width: "3rem", cell: (row) => (row.failure !== null ? "failed" : row.stop), key: (row) => row.stop };
+const REJECTED = { name: "Rejected", title: "Beginning of the rejected response", width: "minmax(3.2rem, 1.2fr)", cell: (row) => cutRow(row.rejected.response, 120), key: (row) => row.rejected.response };
+const PAIR_MARGIN = numberColumn("Margin", "4.8rem", (row) => row.margin, "Reward of the chosen minus that of the rejected response");
 const PREFERRED = { ...RIGHT, name: "Right", title: "Whether the chosen response has the higher reward" };
 
 const ANY = ["All", () => true];
@@ -36,9 +36,12 @@ const KINDS = {
     filters: JUDGED, noun: "rollouts", learnt: "Model", other: "Environment" },
   validation: { columns: [STEP, PROMPT, RESPONSE, REWARD, RIGHT, TOKENS, END], filters: JUDGED, noun: "validation responses", learnt: "Model", other: "Environment" },
   rows: { columns: [STEP, PROMPT, RESPONSE, TOKENS], filters: { all: ANY, full: JUDGED.full }, noun: "rows", learnt: "Learnt", other: "Given" },
-  pairs: { columns: [STEP, PROMPT, { ...RESPONSE, name: "Chosen", width: "minmax(6rem, 1.2fr)" }, REJECTED, PAIR_MARGIN, PREFERRED], noun: "responses of pairs",
+  pairs: { columns: [STEP, PROMPT, { ...RESPONSE, name: "Chosen", width: "minmax(3.2rem, 1.2fr)" }, REJECTED, PAIR_MARGIN, PREFERRED], noun: "responses of pairs",
     filters: { all: ANY, right: ["Chosen has more", JUDGED.right[1]], wrong: ["Rejected has more", JUDGED.wrong[1]], full: JUDGED.full }, learnt: "Learnt", other: "Given" },
 };
+
+/** The columns of a kind that fit the window. */
+const columnsOf = (kind) => KINDS[kind].columns.filter((column) => !column.isMinor || !matchMedia("(max-width: 560px)").matches);
 
 /** A step's columns as rows; the two responses of a pair are one row. */
 function rowsOf(step, table, kind) {

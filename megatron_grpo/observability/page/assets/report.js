@@ -19,9 +19,8 @@ function changeOf(number, name, group, metric) {
 }
 
 const TILES = {
-  reward: ["Reward", "metrics"], val_reward: ["Held-out reward", "validation"], accuracy: ["Accuracy", "metrics"], val_accuracy: ["Held-out accuracy", "validation"],
-  loss: ["Loss", "metrics"], val_loss: ["Held-out loss", "validation"], preference_accuracy: ["Preference accuracy", "metrics"], margin: ["Margin", "metrics"],
-  teacher_divergence: ["Divergence from the teacher", "metrics"], value_loss: ["Loss of the values", "metrics"],
+  reward: "Reward", val_reward: "Held-out reward", accuracy: "Accuracy", val_accuracy: "Held-out accuracy", loss: "Loss", val_loss: "Held-out loss",
+  preference_accuracy: "Preference accuracy", margin: "Margin", teacher_divergence: "Divergence from the teacher", value_loss: "Loss of the values",
 };
 const MOST_TILES = 3; // figures of the algorithm in the head
 
@@ -35,7 +34,7 @@ function aboutOf(run) {
 function headOf(run, number) {
   const { summary } = run, metrics = run.metrics.step || [], total = runs.length > 1;
   const outcome = (summary.outcome || (run.refresh_s ? "running" : "no end recorded")).replaceAll("_", " ");
-  const leading = run.leading.filter((name) => TILES[name]).map((name) => changeOf(number, TILES[name][0], TILES[name][1], name));
+  const leading = run.leading.map((name) => changeOf(number, TILES[name] || name, groupOf(name), name));
   const tiles = [
     ...leading.filter((one) => one !== null).slice(0, MOST_TILES),
     tile("Steps", short(metrics.length ? metrics[metrics.length - 1] : 0), summary.samples ? `${short(summary.samples)} samples` : ""),
@@ -43,7 +42,7 @@ function headOf(run, number) {
     summary.samples_per_s ? tile("Samples per second", short(summary.samples_per_s), `${short(summary.step_s)} s a step`) : null,
   ];
   return el("section", { class: `run-head run-${number}` },
-    el("h1", {}, total ? el("span", { class: "letter", text: LETTERS[number] }) : null, isolated(run.name), el("span", { class: `outcome ${summary.outcome || ""}`, text: outcome })),
+    el("h1", {}, total ? el("span", { class: "letter", text: LETTERS[number] }) : null, isolated(run.name), el("span", { class: `outcome ${outcome.replaceAll(" ", "_")}`, text: outcome })),
     aboutOf(run), summary.reason ? el("p", { class: "reason" }, isolated(summary.reason)) : null, disagreement(run), el("dl", { class: "tiles" }, ...tiles));
 }
 

@@ -20,7 +20,7 @@ class RunPanel {
   use(kind) {
     if (this.kind === kind) return;
     this.kind = kind;
-    this.table = new Table({ columns: KINDS[kind].columns, label: `Trajectories of ${runs[this.run].name}`, choose: (row) => this.choose(row) });
+    this.table = new Table({ columns: columnsOf(kind), label: `Trajectories of ${runs[this.run].name}`, choose: (row) => this.choose(row) });
     this.list.replaceChildren(this.table.element, this.count);
     this.shown = undefined;
   }

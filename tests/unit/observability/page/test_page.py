@@ -139,7 +139,7 @@ def test_rollouts_of_an_earlier_version_show_what_their_tokens_say(tmp_path: Pat
 
 
 def test_texts_of_rows_are_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trajectories, "MAX_ROW_CHARACTERS", 3 * (2 * COLUMN_EXCERPT + 100))
+    monkeypatch.setattr(trajectories, "MAX_ROW_CHARACTERS", 3 * (COLUMN_EXCERPT + 100))
     data = read_data(write_report([run]))
     assert all(list(data[f"run0-training{step}"]["rows"]) == ["0"] for step in (1, 2, 3)), "one of three in each step"
 
