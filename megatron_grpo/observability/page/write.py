@@ -169,13 +169,8 @@ def render_report(folders: Sequence[Path], refresh_s: float | None = None) -> st
 
     `refresh_s`: seconds after which the page loads itself again; None: it does not, because the runs have ended.
     """
-<<<<<<< HEAD
-    runs: list[Any] = []
-    data: list[Any] = []
-=======
     runs: list[dict[str, Any]] = []
     data: list[str] = []
->>>>>>> page
     for number, folder in enumerate(folders):
         run, model = read_run_data(folder), read_config(folder).get("policy.model.path")
         reason = f"the tokenizer of {model} is not on this machine"
