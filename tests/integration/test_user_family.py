@@ -66,8 +66,8 @@ def test_a_family_trains_resumes_and_exports(tmp_path: Path, monkeypatch: pytest
     run = home / "run"
     model = f"policy.model.path={home / 'glm_of_mine' / 'model'}"
     call(home, "megatron_grpo.train", "--config-dir=glm_of_mine", "+exp=glm_of_mine", *SHORT, model, "run_dir=run")
-    kept = sorted(str(path.relative_to(run / "code")) for path in (run / "code").rglob("*.py"))
-    assert kept == ["falls.py", "figures.py", "glm_of_mine/family.py"]
+    files = sorted(str(path.relative_to(run / "code")) for path in (run / "code").rglob("*.py"))
+    assert files == ["falls.py", "figures.py", "glm_of_mine/family.py"]
     for file in ("falls.py", "figures.py", "glm_of_mine/family.py"):
         (home / file).unlink()
     settings = ("sft.max_num_steps=3", "policy.optimizer.decay_options.end=0.25", "trust_run=true")
