@@ -33,6 +33,7 @@ MAX_READ_TOKENS = 100_000_000  # most tokens of the rollouts that are read, whic
 MAX_FULL_TOKENS = 2_000_000  # most tokens of full trajectories, about eight bytes of the page each
 MAX_ROW_CHARACTERS = 8_000_000  # most characters of answers and columns, also divided over the steps
 COLUMN_EXCERPT = 400  # most characters of a column
+ANSWER_EXCERPT = 2000  # most characters of an answer
 _KEPT_OF_PREFIX = 24  # characters that all prompts of a step have in common, before those that differ
 EXCERPT = 160  # most characters of a prompt, and of a response that is not shown in full
 MAX_FULL_LENGTH = 1_200_000  # most characters and tokens of a response shown in full; the page says if it is cut
@@ -159,7 +160,7 @@ def _describe_rows(first_rows: Mapping[str, Mapping[str, Any]], characters: int)
     described: dict[str, Any] = {}
     for group, row in first_rows.items():
         columns = {name: str(value)[:COLUMN_EXCERPT] for name, value in (row.get("columns") or {}).items()}
-        answer = row.get("answer")
+        answer = None if row.get("answer") is None else str(row["answer"])[:ANSWER_EXCERPT]
         characters -= sum(map(len, (*columns, *columns.values(), answer or "")))
         if characters < 0 and described:
             break
