@@ -206,13 +206,13 @@ def onward_sum(values: Tensor, mask: Tensor, segments: Segments | None, discount
         order, count = segments.order, segments.count
     # Tokens in the loss take their places in the whole sequences, end to end; all others the one behind these. Shapes
     # depend on no number, since plans compute without any.
-    places = torch.where(is_token, order, count)
-    laid_out = in_loss.new_zeros(count + 1).index_add_(0, places, in_loss)
+    slots = torch.where(is_token, order, count)
+    laid_out = in_loss.new_zeros(count + 1).index_add_(0, slots, in_loss)
     if segments is not None and segments.sum_over_ranks is not None:
         laid_out = segments.sum_over_ranks(laid_out)  # each rank has its own tokens, and 0 elsewhere
     ends = sizes.long().cumsum(0)
     sequence_index = torch.searchsorted(ends, torch.arange(count + 1, device=ends.device), right=True)
-    sums = _scan_backwards(laid_out, sequence_index, discount)[places]
+    sums = _scan_backwards(laid_out, sequence_index, discount)[slots]
     return torch.where(is_token, sums, torch.zeros_like(sums)).view_as(values)
 
 

@@ -341,10 +341,8 @@ class PolicyRank(ModelRank):
         """
         logprobs, settings = self.compute_logprobs(batch, microbatches), self.settings
         self.settings = replace(settings, logit_scale=2 * settings.logit_scale)
-        try:
-            of_squares = self.compute_logprobs(batch, microbatches)
-        finally:
-            self.settings = settings
+        of_squares = self.compute_logprobs(batch, microbatches)
+        self.settings = settings
         if logprobs is None or of_squares is None:
             return None
         return 1 - 2 * logprobs.exp() + (2 * logprobs - of_squares).exp()  # 0 where nothing was sampled
