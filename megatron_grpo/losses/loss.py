@@ -180,18 +180,6 @@ def response_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Ten
     return in_loss.sum(dim=1, keepdim=True).expand_as(values)
 
 
-def remaining_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
-    """Sum of masked values from each token to its response's end; no gradient."""
-    in_loss = (values * mask).detach().double()  # double: differences of sums over a whole microbatch
-    onwards = in_loss.flip(-1).cumsum(-1).flip(-1)
-    if segments is None:
-        return onwards.to(values.dtype)
-    assert segments.sum_over_ranks is None, "with context parallelism later tokens are on other ranks"
-    sums = torch.zeros_like(segments.sizes, dtype=in_loss.dtype).index_add_(0, segments.sequence_index, in_loss)
-    later = sums.flip(0).cumsum(0).flip(0) - sums  # sum over all later responses of the microbatch
-    return (onwards - later[segments.sequence_index]).to(values.dtype)
-
-
 @torch.no_grad()
 def onward_sum(values: Tensor, mask: Tensor, segments: Segments | None, discount: float) -> Tensor:
     """Sum of masked values from each token on, discounted by distance; no gradient.

@@ -17,7 +17,7 @@ from megatron_grpo.losses.loss import (
     bounded_exp,
     loss_share,
     mask_values,
-    remaining_sum,
+    onward_sum,
     token_mean,
     token_weights,
     weighted_mean,
@@ -180,7 +180,8 @@ class ClippedPGLossFn:
             kl = kl * bounded_exp(log_ratio)
         if config.kl_in_loss and config.kl_score_function_gradient:
             # A term of value 0: a token also decides which tokens follow, and so the divergence at those.
-            kl = kl + remaining_sum(kl, mask, segments) * (curr - curr.detach())
+            later = onward_sum(kl.double(), mask, segments, discount=1.0).to(kl.dtype)
+            kl = kl + later * (curr - curr.detach())
         return kl
 
     def _require_fields(self, tokens: TokenFields) -> None:
