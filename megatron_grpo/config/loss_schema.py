@@ -152,7 +152,7 @@ class LossConfig(Section):
 
     kl_score_function_gradient: bool = False
     """Give the KL penalty of the loss the gradient of the divergence itself, through later tokens too (arXiv
-    2506.09477). Not with use_on_policy_kl_approximation, nor with context parallelism."""
+    2506.09477). Not with use_on_policy_kl_approximation."""
 
     use_kl_in_reward: bool = False
     """Subtract the KL penalty from the reward instead of adding it to the loss."""

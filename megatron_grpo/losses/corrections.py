@@ -7,12 +7,15 @@ it changed or dropped a token.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from megatron_grpo.config.formulas import CORRECTIONS
 from megatron_grpo.config.loss_schema import LossConfig
-from megatron_grpo.losses.loss import Segments, bounded_exp
+from megatron_grpo.losses.loss import bounded_exp
 from megatron_grpo.losses.named_formula import NamedFormula, make_formula
 from megatron_grpo.losses.objectives import Responses
 
@@ -43,41 +46,28 @@ def make_corrections(config: LossConfig) -> tuple[NamedFormula, ...]:
 
 
 def correction_factor(
-    config: LossConfig,
-    corrections: tuple[NamedFormula, ...],
-    *,
-    curr: Tensor,
-    prev: Tensor,
-    generation: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    selected: Tensor,
-    segments: Segments | None = None,
+    config: LossConfig, corrections: Iterable[NamedFormula], prev: Tensor, inputs: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Product of the factors of each token, and where some factor changed it.
 
     A weight w is that of a token, or, where a response counts as one (GSPO), that of the response, the product over its
-    tokens. Tokens of factor 0 still count in the denominator of the loss. Tensors have one of the forms in loss.py,
-    with 0 outside the mask; `curr`, `prev` and `generation` are log-probabilities under the current policy, under that
-    before the step, and in the engine.
+    tokens. Tokens of factor 0 still count in the denominator of the loss.
+
+    Args:
+        prev: log-probabilities in training before the step, in one of the forms in loss.py, with 0 outside the mask.
+        inputs: tensors of `objectives.INPUTS` in the same form.
     """
     # Detached: a factor is a constant of the sample; a gradient through it would change the objective.
-    log_weights, responses = (prev - generation).detach(), Responses(mask, segments)
+    generation, responses = inputs["sampling_logprobs"], inputs["responses"]
+    log_weights, staleness = (prev - generation).detach(), (generation - inputs["logprobs"]).detach()
     weights = bounded_exp(responses.sum(log_weights) if config.averages_responses else log_weights)
-    is_limited = config.chosen_weight is not None
-    factor = weights if config.has_weights and not is_limited else torch.ones_like(weights)
-    is_changed = torch.zeros_like(mask)
-    inputs = {
-        "weights": weights,
-        "log_weights": log_weights,
-        "staleness": (generation - curr).detach(),
-        "advantages": advantages,
-        "responses": responses,
-        "selected": selected,
-    }
+    has_own_weight = config.has_weights and config.chosen_weight is None
+    factor, is_changed = weights if has_own_weight else torch.ones_like(weights), torch.zeros_like(inputs["mask"])
     for correction in corrections:
-        further, changes = correction(**inputs)
-        factor, is_changed = factor * further, is_changed | changes
+        values, changes = correction(
+            **{**inputs, "weights": weights, "log_weights": log_weights, "staleness": staleness}
+        )
+        factor, is_changed = factor * values, is_changed | changes
     return factor, is_changed
 
 

@@ -189,18 +189,6 @@ def response_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Ten
     return in_loss.sum(dim=1, keepdim=True).expand_as(values)
 
 
-def remaining_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
-    """Sum of masked values from each token to its response's end; no gradient."""
-    in_loss = (values * mask).detach().double()  # double: differences of sums over a whole microbatch
-    onwards = in_loss.flip(-1).cumsum(-1).flip(-1)
-    if segments is None:
-        return onwards.to(values.dtype)
-    assert segments.sum_over_ranks is None, "with context parallelism later tokens are on other ranks"
-    sums = torch.zeros_like(segments.sizes, dtype=in_loss.dtype).index_add_(0, segments.sequence_index, in_loss)
-    later = sums.flip(0).cumsum(0).flip(0) - sums  # sum over all later responses of the microbatch
-    return (onwards - later[segments.sequence_index]).to(values.dtype)
-
-
 @torch.no_grad()
 def onward_sum(values: Tensor, mask: Tensor, segments: Segments | None, discount: float) -> Tensor:
     """Sum of masked values from each token on, discounted by distance; no gradient.
@@ -215,13 +203,13 @@ def onward_sum(values: Tensor, mask: Tensor, segments: Segments | None, discount
         order, count = segments.order, segments.count
     # Tokens in the loss take their places in the whole sequences, end to end; all others the one behind these. Shapes
     # depend on no number, since plans compute without any.
-    places = torch.where(is_token, order, count)
-    laid_out = in_loss.new_zeros(count + 1).index_add_(0, places, in_loss)
+    slots = torch.where(is_token, order, count)
+    laid_out = in_loss.new_zeros(count + 1).index_add_(0, slots, in_loss)
     if segments is not None and segments.sum_over_ranks is not None:
         laid_out = segments.sum_over_ranks(laid_out)  # each rank has its own tokens, and 0 elsewhere
     ends = sizes.long().cumsum(0)
     sequence_index = torch.searchsorted(ends, torch.arange(count + 1, device=ends.device), right=True)
-    sums = _scan_backwards(laid_out, sequence_index, discount)[places]
+    sums = _scan_backwards(laid_out, sequence_index, discount)[slots]
     return torch.where(is_token, sums, torch.zeros_like(sums)).view_as(values)
 
 

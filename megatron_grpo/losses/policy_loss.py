@@ -18,7 +18,7 @@ from megatron_grpo.losses.loss import (
     bounded_exp,
     loss_share,
     mask_values,
-    remaining_sum,
+    onward_sum,
     token_mean,
     token_weights,
     weighted_mean,
@@ -112,33 +112,21 @@ class ClippedPGLossFn:
         prev = curr.detach() if tokens.prev_logprobs is None else mask_values(tokens.prev_logprobs, allowed_mask)
         old = curr.detach() if config.is_on_policy else prev
 
-        # Without a rule nothing reads it.
-        selected = torch.zeros_like(mask) if tokens.selected is None else mask & (tokens.selected > 0)
         log_ratio = curr - old
-        loss, statistics = token_loss(
-            self.objective,
-            logprobs=curr,
-            old_logprobs=old,
-            sampling_logprobs=generation,
-            log_ratio=log_ratio,
-            advantages=advantages,
-            mask=mask,
-            responses=Responses(mask, segments),
-            selected=selected,
-        )
+        inputs = {
+            "logprobs": curr,
+            "old_logprobs": old,
+            "sampling_logprobs": generation,
+            "log_ratio": log_ratio,
+            "advantages": advantages,
+            "mask": mask,
+            "responses": Responses(mask, segments),
+            "selected": torch.zeros_like(mask) if tokens.selected is None else mask & (tokens.selected > 0),
+        }
+        loss, statistics = token_loss(self.objective, **inputs)
         metrics = _ratio_metrics(statistics, log_ratio, mask, counts)
         if config.has_weights or self.corrections:
-            factor, is_changed = correction_factor(
-                config,
-                self.corrections,
-                curr=curr,
-                prev=prev,
-                generation=generation,
-                advantages=advantages,
-                mask=mask,
-                selected=selected,
-                segments=segments,
-            )
+            factor, is_changed = correction_factor(config, self.corrections, prev, inputs)
             loss = loss * factor  # before the KL penalty joins: the factors belong to the surrogate alone
             metrics["is_oob_ratio"] = token_mean(is_changed, mask, counts)
         if config.log_ratio_penalty:
@@ -197,7 +185,8 @@ class ClippedPGLossFn:
             kl = kl * bounded_exp(log_ratio)
         if config.kl_in_loss and config.kl_score_function_gradient:
             # A term of value 0: a token also decides which tokens follow, and so the divergence at those.
-            kl = kl + remaining_sum(kl, mask, segments) * (curr - curr.detach())
+            later = onward_sum(kl.double(), mask, segments, discount=1.0).to(kl.dtype)
+            kl = kl + later * (curr - curr.detach())
         return kl
 
     def _require_fields(self, tokens: TokenFields) -> None:

@@ -38,8 +38,6 @@ def _check_kl(config: Config) -> Iterator[Rule]:
         yield loss.use_kl_in_reward, key, text
         text = "needs an unbiased estimate: loss_fn.reference_policy_kl_type=k1 or k3"
         yield loss.reference_policy_kl_type == "k2", key, text
-        text = "sums over the tokens after each one, which context-parallel ranks share; use policy.parallel.context=1"
-        yield config.policy.parallel.context > 1, key, text
     text = "has an expected gradient of 0 in the loss; use k2 or k3, loss_fn.use_on_policy_kl_approximation,"
     text += " or loss_fn.use_kl_in_reward"
     has_gradient = is_weighed or loss.kl_score_function_gradient or loss.reference_policy_kl_type != "k1"

@@ -209,9 +209,14 @@ def _check_speed(config: Config) -> Iterator[Rule]:
         yield policy.quantization is not None, key, f"with policy.quantization={policy.quantization}: {reason}"
         yield policy.fp8.is_simulated, key, f"with policy.fp8.simulate=True: {reason}"
         yield on_cpu, key, "needs GPUs; use null, which is true where it can be"
-    text = "excludes loss_fn.kl_score_function_gradient: torch has no deterministic running sums on GPUs"
-    needs_sums = policy.deterministic and config.loss_fn.kl_score_function_gradient
-    yield needs_sums and not on_cpu, "policy.deterministic=", text
+    loss = config.loss_fn
+    options = {
+        "kl_score_function_gradient": loss.kl_score_function_gradient,
+        "objective=fipo": loss.objective == "fipo",
+    }
+    for option, needs_sums in options.items():
+        text = f"excludes loss_fn.{option}: torch has no deterministic running sums on GPUs"
+        yield policy.deterministic and needs_sums and not on_cpu, "policy.deterministic=", text
 
 
 def _check_optimizers(config: Config) -> Iterator[Rule]:

@@ -129,7 +129,7 @@ def _bounds(config: LossConfig) -> tuple[float, float]:
     return config.ratio_clip_min, config.ratio_clip_min if config.ratio_clip_max is None else config.ratio_clip_max
 
 
-def _clipped(ratio: float, advantage: float, config: LossConfig) -> float:
+def _clip(ratio: float, advantage: float, config: LossConfig) -> float:
     below, above = _bounds(config)
     return min(ratio * advantage, min(max(ratio, 1 - below), 1 + above) * advantage)
 
@@ -139,8 +139,7 @@ def _binary_divergence(current: float, sampling: float, kind: str) -> float:
     if kind == "dppo_tv":
         return abs(current - sampling)
     # Batches may have probabilities above 1.
-    others = max(1 - sampling, math.ulp(1.0)), max(1 - current, math.ulp(1.0))
-    pairs = ((sampling, current), others)
+    pairs = ((sampling, current), (max(1 - sampling, math.ulp(1.0)), max(1 - current, math.ulp(1.0))))
     return sum(p * math.log(p / q) for p, q in pairs)
 
 
@@ -169,7 +168,7 @@ def _vespo(row: Row, ratio: float, now: float, advantage: float, t: int, config:
 
 def _luspo(row: Row, ratio: float, now: float, advantage: float, t: int, config: LossConfig) -> float:
     ratios = [math.exp(a - b) for a, b in zip(row["now"], row["prev_logprobs"], strict=True)]
-    return len(ratios) * _clipped(math.prod(ratios) ** (1 / len(ratios)), advantage, config)
+    return len(ratios) * _clip(math.prod(ratios) ** (1 / len(ratios)), advantage, config)
 
 
 def _gmpo(row: Row, ratio: float, now: float, advantage: float, t: int, config: LossConfig) -> float:
@@ -187,14 +186,14 @@ def _fipo(row: Row, ratio: float, now: float, advantage: float, t: int, config: 
         if config.ratio_clip_c is None or math.exp(log) <= config.ratio_clip_c:
             future += gamma ** (k - t) * log
     influence = min(max(math.exp(future), 1 - config.fipo_clip_min), 1 + config.fipo_clip_max)
-    objective = _clipped(ratio, advantage * influence, config)
+    objective = _clip(ratio, advantage * influence, config)
     if config.ratio_clip_c is not None and advantage < 0:
         objective = max(objective, config.ratio_clip_c * advantage * influence)
     return objective
 
 
 def _clip_cov(row: Row, ratio: float, now: float, advantage: float, t: int, config: LossConfig) -> float:
-    return 0.0 if row["selected"][t] else _clipped(ratio, advantage, config)
+    return 0.0 if row["selected"][t] else _clip(ratio, advantage, config)
 
 
 def _kl_cov(row: Row, ratio: float, now: float, advantage: float, t: int, config: LossConfig) -> float:

@@ -227,9 +227,9 @@ def test_tokens_are_chosen_among_all_of_the_step(rule: str, by_token: bool) -> N
     measure = figures
     if rule == "kl_cov":
         measure = (figures - figures[sampled].mean()) * (advantages - advantages[sampled].mean())
-    others = measure[sampled & (chosen == 0)]
-    assert len(others) in (3, 4)
-    assert measure[chosen > 0].min() >= others.max() - 1e-6
+    left_out = measure[sampled & (chosen == 0)]
+    assert len(left_out) in (3, 4)
+    assert measure[chosen > 0].min() >= left_out.max() - 1e-6
 
 
 @pytest.mark.parametrize("in_reward", [True, False])

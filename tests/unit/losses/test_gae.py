@@ -21,7 +21,7 @@ from megatron_grpo.losses.divergence import (
     find_inconsistent_sequences,
     kl_estimate,
 )
-from megatron_grpo.losses.loss import GlobalCounts, Segments, remaining_sum
+from megatron_grpo.losses.loss import GlobalCounts, Segments
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value import estimate_advantages, gae, length_adaptive_lambda, token_rewards, whiten
 
@@ -306,17 +306,6 @@ def one_loss(config: LossConfig, curr: Tensor, reference: Tensor, flat: bool) ->
     counts = GlobalCounts(tokens=float(LENGTH), sequences=1.0, all_sequences=1.0, positive_tokens=0.0)
     segments = Segments(torch.zeros(LENGTH, dtype=torch.int64), torch.full((1,), float(LENGTH))) if flat else None
     return ClippedPGLossFn(config)(shaped(curr), fields, counts, segments)[0]
-
-
-def test_what_remains_of_a_response() -> None:
-    values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
-    mask = torch.tensor([True, False, True, True, True, True])
-    segments = Segments(torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([2.0, 2.0, 1.0]))
-    assert remaining_sum(values, mask, segments).tolist() == [5.0, 4.0, 4.0, 24.0, 16.0, 32.0]
-    assert remaining_sum(values.view(2, 3), mask.view(2, 3), None).tolist() == [[5.0, 4.0, 4.0], [56.0, 48.0, 32.0]]
-    shared = Segments(segments.sequence_index, segments.sizes, sum_over_ranks=lambda sums: sums)
-    with pytest.raises(AssertionError, match="context parallelism"):
-        remaining_sum(values, mask, shared)
 
 
 def exact_kl(p: torch.Tensor, q: torch.Tensor) -> float:

@@ -16,6 +16,7 @@ from megatron_grpo.config.formulas import WEIGHTS
 from megatron_grpo.config.schema import LossConfig
 from megatron_grpo.losses.corrections import correction_factor, make_corrections
 from megatron_grpo.losses.loss import GlobalCounts
+from megatron_grpo.losses.objectives import Responses
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from tests.support.loss_oracle import CONFIGS, counts_of, loop_loss, random_batch
 from tests.support.token_fields import mapped
@@ -50,8 +51,8 @@ def test_a_sequence_of_weight_half_counts_as_one_copy_where_others_count_as_two(
 def find_factors(config: LossConfig, prev: Tensor, generation: Tensor) -> tuple[Tensor, Tensor]:
     """The factor of each token in the loss, and where it was changed; the policy is that before the step."""
     mask = torch.ones_like(prev, dtype=torch.bool)
-    arguments = {"advantages": torch.ones_like(prev), "mask": mask, "selected": mask}
-    return correction_factor(config, make_corrections(config), curr=prev, prev=prev, generation=generation, **arguments)
+    inputs = {"logprobs": prev, "sampling_logprobs": generation, "mask": mask, "responses": Responses(mask, None)}
+    return correction_factor(config, make_corrections(config), prev, inputs)
 
 
 WEIGHED = ("cispo", "dppo_tv", "dppo_kl", "vespo", "fipo")

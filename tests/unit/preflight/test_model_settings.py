@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config.schema import Config, Fp8Config, LoraConfig, ParallelConfig
+from megatron_grpo.config.schema import Config, Fp8Config, LoraConfig, LossConfig, ParallelConfig
 from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.shape import LatentShape, ModelShape
 from megatron_grpo.preflight import machine_checks as checks
@@ -192,6 +192,9 @@ def test_a_loss_without_a_deterministic_form_on_gpus_is_refused() -> None:
     (problem,) = find_training_problems(settings, None)
     assert problem.subject == "policy.deterministic=True"
     assert problem.text.startswith("excludes loss_fn.kl_score_function_gradient")
+    settings.loss_fn = LossConfig(objective="fipo")
+    (problem,) = find_training_problems(settings, None)
+    assert problem.text.startswith("excludes loss_fn.objective=fipo")
     settings.cluster.gpus_per_node = 0
     assert list(find_training_problems(settings, None)) == []
 
