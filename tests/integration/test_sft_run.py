@@ -125,21 +125,23 @@ def pair_run(folder: Path, algorithm: str, name: str) -> TrainingRun:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "accuracy", "first"),
+    ("algorithm", "accuracy", "first", "least"),
     [
-        ("dpo", "val_preference_accuracy", 0.6931),  # log 2: the policy is still the reference
-        ("kto", "val_preference_accuracy", 0.5),
-        ("reward_model", "val_accuracy", 0.6931),  # log 2: scores are 0
+        ("dpo", "val_preference_accuracy", 0.6931, 0.8),  # log 2: the policy is still the reference
+        ("kto", "val_preference_accuracy", 0.5, 0.6),  # of responses, both of a pair apart
+        ("reward_model", "val_accuracy", 0.6931, 0.8),  # log 2: scores are 0
     ],
 )
-def test_pairs_are_learnt_and_resumed(algorithm: str, accuracy: str, first: float, tmp_path: Path) -> None:
+def test_pairs_are_learnt_and_resumed(
+    algorithm: str, accuracy: str, first: float, least: float, tmp_path: Path
+) -> None:
     straight = complete(pair_run(tmp_path, algorithm, "straight"))
     losses = [row["loss"] for row in straight.metrics()]
     assert losses[0] == pytest.approx(first, abs=1e-3)
     assert losses[-1] < losses[0]
     validation_rows = validations(straight)
     assert validation_rows[-1]["val_loss"] < validation_rows[0]["val_loss"]
-    assert validation_rows[-1][accuracy] > 0.8
+    assert validation_rows[-1][accuracy] > least
     assert undocumented(straight.metrics()[-1].keys() - {"step", "timing", "throughput"}) == set()
     kill_after(pair_run(tmp_path, algorithm, "run"), 3)
     second = complete(pair_run(tmp_path, algorithm, "run"))

@@ -142,7 +142,7 @@ def learn(config: Config) -> list[torch.Tensor]:
     counts = GlobalCounts(
         tokens=float(mask.sum()), sequences=4.0, all_sequences=4.0, positive_tokens=float(fields["positive"].sum())
     )
-    fields |= {"divergence": curr.square()} if config.named_teachers else {}
+    fields |= {"divergence": curr.square()} if "teacher_divergence" in config.method.metrics else {}
     total, _ = make_loss(config)(curr, TokenFields(**fields), counts)
     return [total.detach(), torch.autograd.grad(total, curr)[0]]
 
@@ -152,7 +152,7 @@ def is_read(key: str, config: Config, changed: Config, folder: Path) -> bool:
     if section == "loss_fn":
         # The divergence is computed by the ranks, from these two; test_loss_metrics.py has their values.
         if key in ("loss_fn.kl_type", "loss_fn.mixed_kl_weight"):
-            return bool(config.named_teachers)
+            return "teacher_divergence" in config.method.metrics
         return config.method.reads_loss and any(
             not torch.equal(before, after) for before, after in zip(learn(config), learn(changed), strict=True)
         )
