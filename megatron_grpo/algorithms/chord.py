@@ -96,7 +96,7 @@ def choose_rows(count: int, per_step: int, step: int, seed: int) -> NDArray[np.i
 
 
 def join_batches(batch: StepBatch, demonstrations: StepBatch) -> StepBatch:
-    """Join samples and demonstrations, which are not in the policy-gradient loss."""
+    """Join samples and demonstrations, which the policy-gradient loss leaves out."""
     count, added = len(batch), len(demonstrations)
 
     def extend(values: NDArray[Any] | None, filling: float) -> NDArray[Any] | None:

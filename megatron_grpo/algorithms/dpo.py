@@ -36,7 +36,7 @@ __all__ = ["PreferenceRun", "RewardModelRun", "dpo_step", "dpo_train", "reward_m
 
 
 class PreferenceRun(SupervisedRun):
-    """A run that learns from pairs, or from responses with labels."""
+    """A run that learns from pairs, or labelled responses."""
 
     held_out_metrics: ClassVar[tuple[str, ...]] = ("preference_accuracy",)
 
@@ -46,7 +46,7 @@ class PreferenceRun(SupervisedRun):
         return ("prev_logprobs", "reference_logprobs") if self.config.uses_reference else ("prev_logprobs",)
 
     def measure_rows(self, rows: Sequence[DatumSpec], count: int) -> dict[str, float]:
-        """Sum loss and metrics over the first `count` pairs or rows."""
+        """Sum loss and metrics over the first `count` rows."""
         batch, _ = make_batch(self, rows)
         for field in self.outputs:
             self.policy.add_field(batch, field)

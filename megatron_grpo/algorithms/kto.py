@@ -25,7 +25,7 @@ __all__ = ["KTORun", "kto_train"]
 
 
 class KTORun(PreferenceRun):
-    """A run that learns from responses with labels, or from pairs."""
+    """A run that learns from labelled responses, or pairs."""
 
     def compute_loss(
         self, outputs: Sequence[Tensor], tokens: Tensor, weights: Tensor, rows: Sequence[DatumSpec]

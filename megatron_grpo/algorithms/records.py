@@ -132,7 +132,7 @@ class RolloutDumps:
 
 
 def count_within(tokens: Sequence[int], most_rows: int, most_tokens: int) -> int:
-    """Count rows, spread evenly, of at most `most_tokens`; at least one."""
+    """Count rows of at most `most_tokens`, at least one."""
     count = min(len(tokens), most_rows)
     while count > 1 and sum(tokens[index * len(tokens) // count] for index in range(count)) > most_tokens:
         count -= 1

@@ -130,7 +130,7 @@ def make_batch(run: SupervisedRun, rows: Sequence[DatumSpec]) -> tuple[StepBatch
 
 
 def make_trajectories(row: DatumSpec, group: int, *, is_scored: bool = False) -> list[Trajectory]:
-    """Make a row's sequences: one, or the two of a pair."""
+    """Make a row's sequence, or the two of a pair."""
     conversations = [row["message_log"], *([row["rejected"]] if "rejected" in row else [])]
     return [
         make_trajectory(messages, row, group, sample, is_scored=is_scored)
@@ -139,7 +139,7 @@ def make_trajectories(row: DatumSpec, group: int, *, is_scored: bool = False) ->
 
 
 def record_rows(run: SupervisedRun, rows: Sequence[DatumSpec], batch: StepBatch, rewards: Tensor | None = None) -> None:
-    """Write some rows of a step for people to look at.
+    """Write some rows of a step for the page.
 
     `rewards`: [pairs, 2], of the responses of pairs. A step that has log-probabilities also writes them.
     """

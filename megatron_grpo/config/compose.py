@@ -216,7 +216,7 @@ def _list_composed_files(accepted: Sequence[str]) -> list[str]:
 
 
 def _list_chosen_keys(accepted: Sequence[str]) -> Iterator[str]:
-    """List keys of chosen options and of the user's own recipe."""
+    """List keys of chosen options and the user's recipe."""
     groups = list_config_groups()
     for name, _, option in (override.partition("=") for override in accepted):
         if name in groups and (name != RECIPES or not is_built_in(f"{name}/{option}")):

@@ -259,7 +259,7 @@ class LossConfig(Section):
 
     @property
     def has_weights(self) -> bool:
-        """True if the loss is weighted by training / sampling probability."""
+        """True if training / sampling probabilities weigh the loss."""
         return self.use_importance_sampling_correction or self.chosen_weight is not None
 
     @property

@@ -340,7 +340,7 @@ class Config(Section):
 
     @property
     def imitates_environment(self) -> bool:
-        """True if the loss has the likelihood of the environment's tokens."""
+        """True if the loss has the environment's tokens."""
         return self.method.has_read("loss_fn.environment_nll_weight") and self.loss_fn.environment_nll_weight > 0
 
     @property

@@ -140,11 +140,8 @@ class ClippedPGLossFn:
         weight = token_weights(tokens, mask)
         share = 1.0 if tokens.rollout_share is None else mask_values(tokens.rollout_share, mask)
         total = loss_share(loss, mask, counts, config, segments, weight, share)
-        bonus, bonus_metrics = self._entropy_and_imitation(curr, tokens, mask, counts, weight)
+        bonus, bonus_metrics = self._entropy_and_imitation(curr, tokens, mask, counts, weight, curr_logprobs)
         total, metrics = total + bonus, metrics | bonus_metrics
-        if config.environment_nll_weight and tokens.imitated is not None:
-            metrics["environment_nll"] = imitation_loss(curr_logprobs, tokens, counts)
-            total = total + config.environment_nll_weight * metrics["environment_nll"]
         metrics |= _consistency_metrics(curr.detach(), prev, generation, mask, counts)
         if tokens.unfiltered_logprobs is not None:
             metrics["outside_filter_fraction"] = token_mean(~allowed_mask, mask, counts)
@@ -152,9 +149,18 @@ class ClippedPGLossFn:
         return total, metrics
 
     def _entropy_and_imitation(
-        self, curr: Tensor, tokens: TokenFields, mask: Tensor, counts: GlobalCounts, weight: Tensor | float
+        self,
+        curr: Tensor,
+        tokens: TokenFields,
+        mask: Tensor,
+        counts: GlobalCounts,
+        weight: Tensor | float,
+        curr_logprobs: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         config, total, metrics = self.config, curr.new_zeros(()), {}
+        if config.environment_nll_weight and tokens.imitated is not None:
+            metrics["environment_nll"] = imitation_loss(curr_logprobs, tokens, counts)
+            total = total + config.environment_nll_weight * metrics["environment_nll"]
         if config.entropy_coef:
             entropy = mask_values(require_field(tokens.entropy), mask)
             metrics["entropy"] = token_mean(entropy, mask, counts)

@@ -21,7 +21,7 @@ IsCancelled = Callable[[], bool]  # true: stop reading, because the result is no
 
 
 def record_file(path: Path, is_cancelled: IsCancelled = lambda: False) -> FileRecord:
-    """Read a file and return its size and digest; CancelledError: cancelled."""
+    """Compute a file's size and digest; CancelledError: cancelled."""
     digest, size = xxh3_128(), 0
     buffer = memoryview(bytearray(_READ_BYTES))
     with path.open("rb", buffering=0) as file:

@@ -33,7 +33,7 @@ _MAX_LISTED = 8  # layouts of each kind
 
 
 def plan_run(overrides: Sequence[str], options: Mapping[str, Any]) -> int:
-    """Plan a run and print the plan; return the exit code."""
+    """Print the plan of a run; returns the exit code."""
     # A search replaces the layouts, so it may begin with a configuration whose layouts are wrong.
     config, shape = _load_config(overrides, compose_for_search if "search" in options else compose_config)
     plan, layouts = None, None

@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -372,7 +373,8 @@ def find_library_problems(sections: Mapping[str, Mapping[str, Any]]) -> Iterator
 
 
 def _is_installed(package: str) -> bool:
-    try:
+    parent = package.rpartition(".")[0]
+    if not parent:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # its parent package is missing
-        return False
+    outer = find_spec(parent)  # that of the package itself would import the outer one
+    return outer is not None and PathFinder.find_spec(package, outer.submodule_search_locations) is not None

@@ -122,9 +122,9 @@ def find_model_problems(config: Config) -> Iterator[Problem]:
         shape = read_model_shape(folder, reward_models=head.is_scalar)
         family_key = key.replace(".path", ".family")
         family = config.families.get(family_key)
-        other = None if family is None else explain_other_family(shape, family)
-        if other is not None:
-            yield Problem(f"{family_key}={family}", other)
+        mismatch = None if family is None else explain_other_family(shape, family)
+        if mismatch is not None:
+            yield Problem(f"{family_key}={family}", mismatch)
         if any(folder.glob("*.safetensors")):
             expected = exchange_head(shape, head)
             yield from (Problem(subject, text) for text in find_weight_problems(folder, expected))

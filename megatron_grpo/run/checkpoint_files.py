@@ -194,7 +194,7 @@ def verify_checkpoint(folder: Path, stop: Event | None = None, read_contents: Re
 
 
 def leave_models_unread(folder: Path, expected: Mapping[Path, FileRecord]) -> Mapping[Path, FileRecord]:
-    """Trust the manifest about files of models, which ranks will read."""
+    """Trust the manifest about files that ranks will read."""
     return {path: record for path, record in expected.items() if path.parent != folder}
 
 

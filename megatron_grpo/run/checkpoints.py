@@ -324,7 +324,7 @@ def find_start_checkpoint(
 
 
 def read_by_ranks(models: Mapping[str, ModelRanks]) -> files.ReadContents:
-    """Make a reader that lets ranks read what they will load.
+    """Make a reader of what ranks will load.
 
     `models`: by their folder in a checkpoint.
     """

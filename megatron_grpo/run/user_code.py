@@ -59,7 +59,7 @@ def _walk_modules(names: list[str], folders: list[Path]) -> Iterator[ModuleType]
 
 
 def _list_imports(module: ModuleType) -> Iterator[str]:
-    """List the names that a module's source imports, in functions too."""
+    """List the names that a module imports, functions included."""
     for node in ast.walk(ast.parse(Path(str(module.__file__)).read_bytes())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -46,7 +46,7 @@ def _load_families(text: str) -> tuple[Family, ...]:
 
 @cache
 def load_family(path: str, folders: tuple[str, ...] = ()) -> Family:
-    """Import a family, once a process; ValueError: it cannot be used."""
+    """Import a family, once a process; ValueError: unusable."""
     value = import_value(path, folders)
     for reason in _find_faults(value):
         raise ValueError(reason)

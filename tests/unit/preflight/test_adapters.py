@@ -89,8 +89,8 @@ def test_every_linear_layer_that_peft_finds_has_a_name_here(config_class: type) 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings)
     adapted = get_peft_model(model, PeftConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
-    found = {name.split(".")[-3] for name, _ in adapted.named_parameters() if ".lora_A." in name}
-    layers = LoraConfig(rank=2, target_modules=_convert_targets(sorted(found))).target_modules
+    names = {name.split(".")[-3] for name, _ in adapted.named_parameters() if ".lora_A." in name}
+    layers = LoraConfig(rank=2, target_modules=_convert_targets(sorted(names))).target_modules
     assert {*layers} == {*get_args(MainTarget)}
 
 
