@@ -40,7 +40,7 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: zipfile.ZipFile) -> Non
         for folder, target in PACKAGES.items()
         for name in list_sources(folder)
     }
-    assert {Path(name).suffix for name in expected} >= {".py", ".yaml", ".cu", ".template"}
+    assert {Path(name).suffix for name in expected} >= {".py", ".yaml", ".template", ".js"}
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert names == expected
 
