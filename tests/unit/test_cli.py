@@ -167,6 +167,7 @@ def test_cfg_shows_what_was_given_also_where_it_is_wrong(capsys: pytest.CaptureF
         (["--info"], "no such option; --cfg job prints the configuration, --check says what would run"),
         (["--check", "+exp=quickstart", "grpo.max_num_step=3"], "did you mean grpo.max_num_steps?"),
         (["quickstart"], "did you mean +exp=quickstart?"),
+        (["+exp=dpo"], "exp=dpo  no such recipe; did you mean quickstart_dpo? there is deepseek_v3_64nodes"),
         (["--cfg", "hydra"], "--cfg job"),
         (["--multirun"], "no such option"),
         (
