@@ -292,6 +292,11 @@ def find_library_problems(sections: Mapping[str, Mapping[str, Any]]) -> Iterator
 
 
 def _is_installed(package: str) -> bool:
+    # First without importing the parent, as of megatron.core, which find_spec would.
+    parent, _, child = package.partition(".")
+    spec = importlib.util.find_spec(parent)
+    if child and spec and any(os.path.isdir(os.path.join(p, child)) for p in spec.submodule_search_locations or ()):
+        return True
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # its parent package is missing
