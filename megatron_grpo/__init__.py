@@ -21,8 +21,20 @@ def _search_user_folders_last() -> None:
 
 _search_user_folders_last()
 
-import importlib  # noqa: E402  # only now is the standard library's found first
+import importlib.util  # noqa: E402  # only now is the standard library's found first
 from typing import Any  # noqa: E402
+
+
+def _leave_clone() -> None:
+    """Take the modules of the installed package in place of a clone's."""
+    # Started in a clone, Python finds this folder first. Only an installation makes packages of the folders conf/ and
+    # kernels/ beside it; one that is not editable has its own copies, and other processes of a run import those.
+    if importlib.util.find_spec("megatron_grpo.conf") is None:
+        folders = [os.path.join(path, __name__) for path in sys.path]
+        __path__[:] = next(([folder] for folder in folders if os.path.isdir(os.path.join(folder, "conf"))), __path__)
+
+
+_leave_clone()
 
 __all__ = ["Callback", "ConfigError", "RunError", "train"]
 

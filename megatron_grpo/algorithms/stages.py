@@ -1,4 +1,4 @@
-"""The stages of a step that GRPO and PPO share: batch, log-probabilities, learning, publishing."""
+"""The stages that steps of all algorithms share: batch, log-probabilities, learning, publishing."""
 
 from __future__ import annotations
 

@@ -42,15 +42,17 @@ def read_recipe_summary(name: str) -> str:
 
 def format_texts(texts: Mapping[str, str]) -> str:
     """Format names, each with its text below it."""
-    return "\n".join(f"  {name}\n{fill_lines(text, _INDENT)}" for name, text in texts.items())
+    return "\n".join(f"{fill_lines(name, '  ', _INDENT)}\n{fill_lines(text, _INDENT)}" for name, text in texts.items())
 
 
-def fill_lines(text: str, indent: str) -> str:
+def fill_lines(text: str, indent: str, hanging_indent: str | None = None) -> str:
     """Break a text into lines that fit the terminal."""
     width = min(shutil.get_terminal_size((_WIDEST, 24)).columns, _WIDEST)
-    return textwrap.fill(
-        " ".join(text.split()), width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    hanging_indent = indent if hanging_indent is None else hanging_indent
+    wrapper = textwrap.TextWrapper(
+        width, initial_indent=indent, subsequent_indent=hanging_indent, break_on_hyphens=False
     )
+    return wrapper.fill(" ".join(text.split()))
 
 
 def _find_keys(pattern: str) -> Iterator[str]:
@@ -68,7 +70,7 @@ def _find_keys(pattern: str) -> Iterator[str]:
 
 def _describe_key(key: Key) -> str:
     default = "" if key.default_text == "required" else f", by default {key.default_text}"
-    return f"{key.name}  ({'required, ' if not default else ''}{key.type}{default})"
+    return f"{key.name} ({'required, ' if not default else ''}{key.type}{default})"
 
 
 def _find_recipes(pattern: str) -> Iterator[str]:

@@ -198,6 +198,7 @@ def _accept(overrides: SortedOverrides, parser: OverridesParser, text: str, opti
         if value not in options[name]:
             option, kind = to_text(value), "recipe" if name == RECIPES else "option"
             close = difflib.get_close_matches(option, options[name], n=1)
+            close = close or [candidate for candidate in options[name] if option in candidate]
             hint = f"did you mean {close[0]}? " if close else ""
             return Problem(f"{name}={option}", f"no such {kind}; {hint}there is {', '.join(options[name])}")
         choice = f"{name}={value}"

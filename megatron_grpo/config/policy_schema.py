@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from pydantic import BeforeValidator
-
+from megatron_grpo.config.adapter_targets import AdapterTargets, MainTarget
 from megatron_grpo.config.optimizer_schema import OptimizerConfig
 from megatron_grpo.config.section import (
     MISSING,
@@ -118,48 +117,6 @@ class MoeConfig(Section):
     """Leave the routers' weights and biases as they are in the model; everything else is trained."""
 
 
-# Linear layers of Megatron-Core that can have an adapter: those of most models, and those of delta nets and Mamba.
-MainTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-StateTarget = Literal["in_proj", "out_proj"]
-AdapterTarget = Literal[MainTarget, StateTarget]
-_ALL_LINEAR = "all-linear"
-# Names of linear layers in Hugging Face models and peft, by the layer of Megatron-Core that holds their matrices.
-_MATRICES: dict[str, list[tuple[str, ...]]] = {
-    "linear_qkv": [("q_proj", "k_proj", "v_proj"), ("qkv_proj",)],
-    "linear_proj": [("o_proj",)],
-    "linear_fc1": [("gate_proj", "up_proj"), ("gate_up_proj",)],
-    "linear_fc2": [("down_proj",)],
-    "in_proj": [("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba")],
-}
-
-
-def _translate_targets(targets: Any) -> Any:
-    """Name peft's layers as Megatron-Core does.
-
-    ValueError: only a part of the layers that share an adapter.
-    """
-    if targets in (_ALL_LINEAR, [_ALL_LINEAR]):
-        return list(get_args(MainTarget))
-    if not isinstance(targets, list):
-        return targets
-    translated = list(targets)
-    for layer, choices in _MATRICES.items():
-        for names in choices:
-            named = [name for name in translated if name in names]
-            missing = [name for name in names if name not in named]
-            if named and missing:
-                text = f"{' and '.join(missing)} too, or {layer}: these matrices share one adapter here"
-                raise ValueError(f"has {' and '.join(named)} alone; name {text}")
-            if named:
-                translated = [layer if name == named[0] else name for name in translated if name not in named[1:]]
-    return translated
-
-
-AdapterTargets = Annotated[
-    list[AdapterTarget],
-    BeforeValidator(_translate_targets),
-    f"list of one of {', '.join(get_args(AdapterTarget))}, or peft's names, or all-linear",
-]
 QuantizationFormat = Literal["int8", "fp8"]
 RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 

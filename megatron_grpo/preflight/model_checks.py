@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import get_args
 
+from megatron_grpo.config.adapter_targets import StateTarget
 from megatron_grpo.config.loop_schema import SampledLoopConfig
-from megatron_grpo.config.policy_schema import StateTarget
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.adapter_names import is_adapted
 from megatron_grpo.models.families import build_weight_map, find_family

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: zipfile.ZipFile) -> Non
         for folder, target in PACKAGES.items()
         for name in list_sources(folder)
     }
-    assert {Path(name).suffix for name in expected} >= {".py", ".yaml", ".cu", ".template"}
+    assert {Path(name).suffix for name in expected} >= {".py", ".yaml", ".template", ".js"}
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert names == expected
 
@@ -58,16 +59,28 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: zipfile.ZipFile) -> Non
 def test_an_installed_wheel_runs_from_any_folder(
     wheel: zipfile.ZipFile, command: list[str], text: str, tmp_path: Path
 ) -> None:
-    site, folder = tmp_path / "site", tmp_path / "elsewhere"
-    wheel.extractall(site)
+    folder = tmp_path / "elsewhere"
     folder.mkdir()
-    variables = {**os.environ, "PYTHONPATH": str(site)}
-    where = "import megatron_grpo, megatron_grpo_kernels; print(megatron_grpo.__file__, megatron_grpo_kernels.__path__)"
-    located = subprocess.run(
-        [sys.executable, "-c", where], cwd=folder, env=variables, capture_output=True, text=True, check=True
-    )
-    assert located.stdout.count(str(site)) == 2, "the sources are not what runs"
-    arguments = [sys.executable, "-m", f"megatron_grpo.{command[0]}", *command[1:]]
-    process = subprocess.run(arguments, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+    process = run(wheel, command, folder, tmp_path / "site")
     assert process.returncode == 0, process.stderr
     assert text in process.stdout
+
+
+def test_an_installed_wheel_is_what_runs_in_a_clone(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """Python finds the clone's package first, which has neither recipes nor kernels."""
+    clone = tmp_path / "clone"
+    for name in [*list_sources("megatron_grpo"), *list_sources("conf")]:
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        (clone / name).write_bytes((ROOT / name).read_bytes())
+    (clone / "megatron_grpo" / "config" / "help.py").write_text("raise ImportError('of the clone')\n")
+    process = run(wheel, ["train", "+exp=quickstart", "--check"], clone, tmp_path / "site")
+    assert "configuration is fine: quickstart, GRPO" in process.stdout, process.stderr
+
+
+def run(wheel: zipfile.ZipFile, command: list[str], folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder, with the wheel's packages and those of this environment, but not its own sources."""
+    wheel.extractall(site)
+    # Without site.py no .pth file is read, by which an editable installation is found.
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), sysconfig.get_path("purelib")])}
+    arguments = [sys.executable, "-S", "-m", f"megatron_grpo.{command[0]}", *command[1:]]
+    return subprocess.run(arguments, cwd=folder, env=variables, capture_output=True, text=True, check=False)

@@ -11,7 +11,7 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3Config
 
-from megatron_grpo.config.policy_schema import MainTarget
+from megatron_grpo.config.adapter_targets import MainTarget
 from megatron_grpo.config.schema import Config, LoraConfig
 from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape
@@ -89,14 +89,9 @@ def test_every_linear_layer_that_peft_finds_has_a_name_here(config_class: type) 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings)
     adapted = get_peft_model(model, PeftConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
-    names = {name.split(".")[-3] for name, _ in adapted.named_parameters() if ".lora_A." in name}
-    layers = LoraConfig(rank=2, target_modules=_convert_targets(sorted(names))).target_modules
-    assert {*layers} == {*get_args(MainTarget)}
-
-
-def _convert_targets(names: list[str]) -> list[str]:
-    overrides = ["+exp=quickstart", f"policy.lora.target_modules=[{','.join(names)}]", "policy.lora.rank=2"]
-    return list(compose_config(overrides).policy.lora.target_modules)
+    names = {name.split(".")[-4] for name, _ in adapted.named_parameters() if ".lora_A." in name}
+    overrides = ["+exp=quickstart", f"policy.lora.target_modules=[{','.join(sorted(names))}]", "policy.lora.rank=2"]
+    assert {*compose_config(overrides).policy.lora.target_modules} == {*get_args(MainTarget)}
 
 
 @pytest.mark.parametrize(

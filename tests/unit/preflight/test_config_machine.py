@@ -79,7 +79,7 @@ def test_many_mistakes_are_summed_up(base_overrides: list[str], rows: Path) -> N
 def test_an_answer_that_cannot_be_compared_names_its_environment(base_overrides: list[str], rows: Path) -> None:
     row = '{"prompt": "1?", "answer": "one"}\n'
     rows.write_text(row * 3)
-    overrides = [*base_overrides, "~env.math", "env.addition.type=addition", "data.task_name=addition"]
+    overrides = [*base_overrides, "env.addition.type=addition", "data.task_name=addition"]
     ((_, text),) = problems_of(overrides).items()
     assert "is not the digits of a sum" in text
     assert '"one" (env.addition.type=addition reads it) (as in all of its 3 rows)' in text
