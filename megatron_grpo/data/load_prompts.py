@@ -21,7 +21,7 @@ from megatron_grpo.data.datasets import AllTaskProcessedDataset
 from megatron_grpo.data.loader import BatchLoader, PromptLoader, Prompts, PromptSampler, StreamLoader, open_stream
 from megatron_grpo.data.processors import DatumSpec, find_task, math_data_processor
 from megatron_grpo.data.prompt_renderer import PromptRenderer
-from megatron_grpo.data.rows import examine_set, join_reasons
+from megatron_grpo.data.rows import examine_set
 from megatron_grpo.data.specs import ROW_PROCESSORS, find_rendering, make_processors, make_task_spec
 from megatron_grpo.data.supervised_rows import recorded_data_processor
 from megatron_grpo.data.table_values import StreamedRows
@@ -103,7 +103,6 @@ class PromptReader:
     def __init__(self, config: Config, model: Path, tokenizer: Any = None) -> None:
         self.config, self.tokenizer = config, tokenizer
         self.notes: list[str] = []
-        self._left_out: list[str] = []  # why rows of the sets that were read are not used
         if tokenizer is None:
             self.tokenizer, remark = read_tokenizer(model)
             self.notes += [] if remark is None else [remark]
@@ -136,7 +135,6 @@ class PromptReader:
 
     def make_loader(self) -> BatchLoader:
         config, sets = self.config, self.config.data.training_sets
-        self._left_out.clear()
         datasets, usable = [], 0
         for key, training_set in sets.items():
             dataset, usable_rows = self._read(key, training_set, trains=True)
@@ -147,8 +145,7 @@ class PromptReader:
             count = format_count("usable row", usable)
             text = f"has {count}, fewer than the {per_batch} prompts that are sampled together"
             subjects = [f"{key}={training_set.path}" for key, training_set in sets.items()]
-            subject = subjects[0] if len(sets) == 1 else ", ".join(sets)
-            raise ConfigError([Problem(subject, join_reasons(text, self._left_out))])
+            raise ConfigError([Problem(subjects[0] if len(sets) == 1 else ", ".join(sets), text)])
         self.notes += self._find_unfinished_schedules(usable // per_batch)
         prompts: Prompts = datasets[0] if len(datasets) == 1 else JoinedPrompts(datasets)
         if config.data.curriculum.column is not None:
@@ -219,11 +216,10 @@ class PromptReader:
 
         `key`: of its path, for messages. ConfigError: the set or a row in it cannot be used, or all rows are too long.
         """
-        self._left_out.clear()
         dataset, usable = self._read(key, config, trains=trains)
         subject = f"{key}={config.path}"
         if not usable:
-            raise ConfigError([Problem(subject, join_reasons("has no usable row", self._left_out))])
+            raise ConfigError([Problem(subject, "has no usable row")])
         try:
             prompts = [dataset[idx] for idx in range(len(dataset))]
         except ValueError as error:
@@ -237,9 +233,8 @@ class PromptReader:
         if report.problems:
             raise ConfigError(report.problems)
         self.notes += [f"{remark.subject} {remark.text}" for remark in report.remarks]
-        self._left_out += report.explain_left_out()
         if not report.rows:
-            raise ConfigError([Problem(subject, join_reasons("has no rows", self._left_out))])
+            raise ConfigError([Problem(subject, "has no rows")])
         source: Any = report.source  # not None, since it has no problems
         dataset = self._make_prompts(config, Subset(source, report.usable), trains=trains)
         try:
@@ -250,7 +245,6 @@ class PromptReader:
         refused = dataset.refused
         if refused:
             count, reason = format_count("row", len(refused)), next(iter(refused.values()))
-            self._left_out.append(f"{count} left out: {reason}")
             self.notes.append(f"{count} of {subject} left out: {reason}")
             left_out -= len(refused)  # a refused prompt has loss_multiplier 0 as a long one has
         if left_out:
@@ -258,7 +252,6 @@ class PromptReader:
             text = f"more than data.max_input_seq_length={data.max_input_seq_length} tokens in the prompt"
             if trains and self.config.method.rows:
                 text = f"more than policy.max_total_sequence_length={dataset.max_seq_length} tokens"
-            self._left_out.append(f"{left_out} of the {among}{format_count('row', rendered)} left out: {text}")
             self.notes.append(f"{left_out} of the {among}{format_count('row', rendered)} of {subject} left out: {text}")
         return dataset, len(dataset) - left_out - len(refused)
 

@@ -9,7 +9,7 @@ import os
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128
 
 from megatron_grpo.config.algorithms import ALGORITHMS
 from megatron_grpo.config.data_schema import SUPERVISED, DataConfig, DatasetConfig
-from megatron_grpo.config.errors import Problem, format_count, to_text
+from megatron_grpo.config.errors import Problem, to_text
 from megatron_grpo.data.chat_messages import are_turns, has_text, is_conversation, read_row_tools
 from megatron_grpo.data.code_tests import parse_code_tests, prepare_tests
 from megatron_grpo.data.math_text import is_unreadable, rewrite_numbers
@@ -62,18 +62,6 @@ class SetReport:
     """Problems of the set, and of rows under their file:line; with data.bad_rows=skip only those of the set."""
     remarks: list[Problem] = field(default_factory=list)  # remarks for the user, with the skipped rows
 
-    def explain_left_out(self) -> list[str]:
-        """Explain why rows are left out, by the first one; empty if none are."""
-        if not self.bad_count or not self.remarks:
-            return []
-        first = self.remarks[0]
-        return [f"{format_count('row', self.bad_count)} left out (data.bad_rows=skip): {first.subject} {first.text}"]
-
-
-def join_reasons(text: str, reasons: Sequence[str]) -> str:
-    """Add reasons to a message, in parentheses."""
-    return f"{text} ({'; '.join(reasons)})" if reasons else text
-
 
 def examine_set(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> SetReport:
     """Read and check every row of a set, once.
@@ -115,7 +103,7 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
     if os.path.isfile(config.path):
         report.digest = digest_file(config.path)
     messages = report.remarks if data.bad_rows == "skip" else report.problems
-    if report.bad_count > _MAX_REPORTED == len(messages):
+    if report.bad_count > _MAX_REPORTED:
         messages.append(Problem(config.path, f"{report.bad_count - _MAX_REPORTED} more bad lines of {len(source)}"))
     if data.bad_rows == "skip" and report.bad_count:
         messages.append(Problem(config.path, f"{report.bad_count} of {len(source)} rows left out (data.bad_rows=skip)"))
@@ -130,7 +118,6 @@ def _check_rows(source: Source | RecordedRows, check: RowCheck, report: SetRepor
     # A file is identified by its bytes, which is faster; other sets by their rows, whose split into files may differ.
     content = None if os.path.isfile(source.name) else xxh3_128()
     messages = report.remarks if data.bad_rows == "skip" else report.problems
-    has_one_reason = True
     for number, row in enumerate(source.read_all()):
         if content is not None:
             content.update(_convert_to_bytes(row))
@@ -139,7 +126,6 @@ def _check_rows(source: Source | RecordedRows, check: RowCheck, report: SetRepor
             report.bad_count += 1
             if report.bad_count <= _MAX_REPORTED:
                 messages.append(Problem(source.locate(number), converted))
-            has_one_reason = has_one_reason and converted == messages[0].text
             continue
         report.usable.append(number)
         task = find_task(converted, check.default_task)
@@ -156,8 +142,6 @@ def _check_rows(source: Source | RecordedRows, check: RowCheck, report: SetRepor
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
         digests.append(xxh3_64_intdigest(text.encode(errors="surrogatepass")))
     report.rows = len(report.usable)
-    if has_one_reason and report.rows == 0 and report.bad_count > 1:
-        messages[:] = [Problem(source.name, f"{messages[0].text} (as in all of its {report.bad_count} rows)")]
     report.duplicates = report.rows - len(np.unique(np.array(digests, dtype=np.uint64)))
     report.digest = "" if content is None else content.hexdigest()
     if report.duplicates:
@@ -242,7 +226,7 @@ class RowCheck:
                 read_row_tools(row)
         except ValueError as error:
             return str(error)
-        return _find_row_problem(row, spec, self._environments[task], task) or row
+        return _find_row_problem(row, spec, self._environments[task]) or row
 
     def read_prompt(self, task: str, row: Row) -> Any:
         """Read a converted row's prompt; the row itself if only a user's processor knows."""
@@ -269,7 +253,7 @@ class RowCheck:
             yield _UNREAD, to_text(str(answer))
 
 
-def _find_row_problem(row: Row, spec: TaskDataSpec, kind: str, task: str) -> str | None:
+def _find_row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
     if kind in _LEARNT:
         check = find_row_problem if kind == SUPERVISED else find_pair_problem
         return check(row, spec)
@@ -300,8 +284,7 @@ def _find_row_problem(row: Row, spec: TaskDataSpec, kind: str, task: str) -> str
         return None
     problem = find_answer_problem(kind, row[spec.answer_key])
     answer = to_text(json.dumps(row[spec.answer_key], default=str))
-    text = f"column {spec.answer_key!r} (data.answer_key)"
-    return f"{text} {problem}: {answer} (env.{task}.type={kind} compares with it)" if problem else None
+    return f"column {spec.answer_key!r} (data.answer_key) {problem}: {answer}" if problem else None
 
 
 def _find_missing_column(row: Row, spec: TaskDataSpec) -> str | None:

@@ -18,7 +18,7 @@ from megatron_grpo.config.errors import Problem, format_count
 from megatron_grpo.config.loop_schema import SampledLoopConfig
 from megatron_grpo.config.paths import check_readable
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.rows import SetReport, examine_set, join_reasons
+from megatron_grpo.data.rows import SetReport, examine_set
 from megatron_grpo.data.scores import AGENT_ARGUMENTS, AGENT_RESULT, INSTANCE, REWARD_ARGUMENTS
 from megatron_grpo.data.sources import Row, is_named_set
 from megatron_grpo.data.specs import find_spec_problems, make_task_spec
@@ -35,7 +35,7 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
     remarks: list[Problem] = []
     if problems:
         return problems, remarks  # the form of the rows is unknown
-    training, tasks, rows, left_out = config.data.training_sets, {config.data.task_name}, 0, list[str]()
+    training, tasks, rows = config.data.training_sets, {config.data.task_name}, 0
     for key, dataset in [*training.items(), *config.data.validation_sets.items()]:
         if config.data.streaming and key in training:
             continue
@@ -49,14 +49,13 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
         if key in training:
             visits = dataset.count_visits(report.rows)
             rows += min(report.rows, visits)  # a repeated visit would have the same seeds
-            left_out += report.explain_left_out()
             if report.rows and not visits:
                 weight = f"{key.removesuffix('path')}weight={dataset.weight:g}"
                 text = f"visits none of its {format_count('row', report.rows)} in an epoch;"
                 text += f" give {1 / report.rows:.2g} or more, or leave the set out"
                 problems.append(Problem(weight, text))
         elif not report.problems and report.rows == 0:
-            problems.append(Problem(subject, join_reasons("has no rows", report.explain_left_out())))
+            problems.append(Problem(subject, "has no rows"))
     if config.data.from_rollouts is not None and not problems:
         problems += _find_vocabulary_problems(config, config.data.from_rollouts)
     prompts = config.prompts_per_generation_batch
@@ -65,8 +64,7 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
         subject = "data.train_sets" if len(training) > 1 else f"{key}={dataset.path}"
         is_weighted = any(dataset.weight != 1 for dataset in training.values())
         count = format_count("row", rows) + (", by weight, for an epoch" if is_weighted else "")
-        text = f"has {count}, fewer than the {prompts} prompts that are sampled together"
-        problems.append(Problem(subject, join_reasons(text, left_out)))
+        problems.append(Problem(subject, f"has {count}, fewer than the {prompts} prompts that are sampled together"))
     for name in sorted(config.env.keys() - tasks) if not config.data.streaming else ():
         text = f"no prompt is for it: data.task_name is {config.data.task_name}, and no row has task_name {name};"
         text += f" mistyped? ~env.{name} removes it"

@@ -82,47 +82,6 @@ def test_whole_pairs_and_marks_are_text(tmp_path: Path, line: bytes) -> None:
     assert report_of(tmp_path / "rows", line).problems == []
 
 
-@pytest.mark.parametrize(
-    ("row", "text"),
-    [
-        ({"question": "1?"}, "has no column 'prompt' (data.prompt_key); it has question (as in all of its 7 rows)"),
-        ({"prompt": "1?"}, "has no column 'answer' (data.answer_key); it has prompt (as in all of its 7 rows)"),
-        ({"prompt": "1?", "answer": None}, "every prompt needs a reference answer (as in all of its 7 rows)"),
-    ],
-)
-@pytest.mark.parametrize("policy", ["fail", "skip"])
-def test_what_is_wrong_with_every_row_is_one_problem(
-    tmp_path: Path, row: dict[str, Any], text: str, policy: str
-) -> None:
-    report = report_of(tmp_path / "rows", (json.dumps(row) + "\n").encode() * 7, bad_rows=policy)
-    messages = report.problems if policy == "fail" else report.remarks
-    assert messages[0].subject == str(tmp_path / "rows")
-    assert messages[0].text.endswith(text)
-    assert len(messages) == (1 if policy == "fail" else 2)
-    assert bool(report.explain_left_out()) == (policy == "skip")
-    report = report_of(tmp_path / "rows", (json.dumps(row) + "\n").encode() * 7 + ROW, bad_rows=policy)
-    messages = report.problems if policy == "fail" else report.remarks
-    assert messages[0].subject == f"{tmp_path}/rows:1", "one row can be used"
-
-
-@pytest.mark.parametrize(
-    ("kind", "answer", "text"),
-    [
-        ("addition", '"12 apples"', "is not the digits of a sum"),
-        ("math", "[1]", "is a JSON array"),
-        ("code", '"import os"', "only imports and defines"),
-    ],
-)
-def test_the_environment_that_an_answer_does_not_fit_is_named(
-    tmp_path: Path, kind: str, answer: str, text: str
-) -> None:
-    (tmp_path / "rows").write_bytes(b'{"prompt": "1?", "answer": %s}\n' % answer.encode())
-    data = DataConfig(train_path=str(tmp_path / "rows"), task_name="sums")
-    (problem,) = examine_set(DatasetConfig(path=str(tmp_path / "rows")), data, {"sums": kind}).problems
-    assert text in problem.text
-    assert problem.text.endswith(f"(env.sums.type={kind} compares with it)")
-
-
 def test_prompts_that_are_all_the_same(tmp_path: Path) -> None:
     (remark,) = report_of(tmp_path / "rows", ROW * 3).remarks
     assert remark.text == "has the same prompt in all of its 3 rows"
