@@ -165,6 +165,15 @@ def sum_over_sampled(
     return {}, np.add.reduceat(values, np.cumsum(lengths) - lengths)
 
 
+def merge_teacher_outputs(lengths: NDArray[np.int64], arrays: TokenArrays) -> tuple[TokenArrays, None]:
+    """Merge the outputs of several teachers, each 0 outside its sequences."""
+    width = max(array.shape[1] for array in arrays.values())
+    merged = np.zeros((int(lengths.sum()), width), dtype=next(iter(arrays.values())).dtype)
+    for array in arrays.values():  # bits of bfloat16 add up too, because all but one are 0
+        merged[:, : array.shape[1]] += array
+    return {"teacher_outputs": merged}, None
+
+
 def select_sampled(
     lengths: NDArray[np.int64], arrays: TokenArrays, field: str, sequences: Sequence[int]
 ) -> tuple[TokenArrays, list[NDArray[np.float32]]]:
@@ -175,12 +184,3 @@ def select_sampled(
     ends = np.cumsum(lengths)
     slices = (slice(ends[sequence] - lengths[sequence], ends[sequence]) for sequence in sequences)
     return {}, [arrays[field][tokens][arrays["sampled"][tokens]] for tokens in slices]
-
-
-def merge_teacher_outputs(lengths: NDArray[np.int64], arrays: TokenArrays) -> tuple[TokenArrays, None]:
-    """Merge the outputs of several teachers, each 0 outside its sequences."""
-    width = max(array.shape[1] for array in arrays.values())
-    merged = np.zeros((int(lengths.sum()), width), dtype=next(iter(arrays.values())).dtype)
-    for array in arrays.values():  # bits of bfloat16 add up too, because all but one are 0
-        merged[:, : array.shape[1]] += array
-    return {"teacher_outputs": merged}, None
