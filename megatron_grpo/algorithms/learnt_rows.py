@@ -25,7 +25,7 @@ def record_rows(run: SupervisedRun, rows: Sequence[DatumSpec], batch: StepBatch,
 
     `rewards`: [pairs, 2], of the responses of pairs. A step that has log-probabilities also writes them.
     """
-    step, samples = run.state["total_steps"] + 1, 2 if run.config.method.has_pairs else 1
+    step, samples = run.state["total_steps"] + 1, len(batch) // len(rows)
     if not run.dumps.is_sampled(step):
         return
     tokens = batch.lengths.reshape(-1, samples).sum(axis=1).tolist()
