@@ -23,7 +23,7 @@ _LOGPROBS = ("sampled", "prev_logprobs")  # fields of the log-probabilities of l
 def record_rows(run: SupervisedRun, rows: Sequence[DatumSpec], batch: StepBatch, rewards: Tensor | None = None) -> None:
     """Write some rows of a step for people to look at.
 
-    `rewards`: [pairs, 2], of the responses of pairs. A step that has log-probabilities also writes them.
+    `rewards`: [rows, responses of a row], such as those of pairs. A step that has log-probabilities also writes them.
     """
     step, samples = run.state["total_steps"] + 1, len(batch) // len(rows)
     if not run.dumps.is_sampled(step):
