@@ -15,16 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_grpo.algorithms.learnt_rows import record_rows
 from megatron_grpo.algorithms.loop import train_steps
 from megatron_grpo.algorithms.step_report import StepReport
-from megatron_grpo.algorithms.supervised import (
-    SupervisedRun,
-    make_batch,
-    make_report,
-    record_rows,
-    take_batch,
-    train_on_rows,
-)
+from megatron_grpo.algorithms.supervised import SupervisedRun, make_batch, make_report, take_batch, train_on_rows
 from megatron_grpo.algorithms.token_functions import sum_over_sampled
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.config.loop_schema import HELD_OUT_LOSS, DPOConfig, RewardTrainingConfig

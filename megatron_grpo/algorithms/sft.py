@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_grpo.algorithms.learnt_rows import record_rows
 from megatron_grpo.algorithms.loop import train_steps
 from megatron_grpo.algorithms.step_report import StepReport
-from megatron_grpo.algorithms.supervised import SupervisedRun, make_report, record_rows, take_batch, train_on_rows
+from megatron_grpo.algorithms.supervised import SupervisedRun, make_report, take_batch, train_on_rows
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
 

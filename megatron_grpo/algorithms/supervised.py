@@ -5,20 +5,18 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from megatron_grpo.algorithms.context import TrainingRun
 from megatron_grpo.algorithms.idle_tensors import describe_idle_tensors
 from megatron_grpo.algorithms.placement import publish
-from megatron_grpo.algorithms.records import SAMPLE_ROWS, SAMPLE_TOKENS, StepCheck, count_within
+from megatron_grpo.algorithms.records import StepCheck
 from megatron_grpo.algorithms.stages import build_batch, train_in_minibatches
 from megatron_grpo.algorithms.step_report import StepReport, compute_learning_metrics
-from megatron_grpo.algorithms.token_functions import select_sampled, sum_over_sampled
-from megatron_grpo.batch.rollout_files import TrainedValues
+from megatron_grpo.algorithms.token_functions import sum_over_sampled
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome, Span, Trajectory
 from megatron_grpo.config.data_schema import LABELLED
@@ -27,14 +25,11 @@ from megatron_grpo.config.loop_schema import HELD_OUT_LOSS, VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import PromptData
 from megatron_grpo.data.processors import DatumSpec, Message
-from megatron_grpo.data.row_text import describe_row
 from megatron_grpo.data.supervised_rows import ASSISTANT
 from megatron_grpo.observability.timing import StepTimer, compute_throughput, find_peak_tflops
 from megatron_grpo.run.launch import Models
 from megatron_grpo.trainer.model_ranks import NonFiniteGradientError, TrainResult
 from megatron_grpo.weight_sync.refit_calls import RefitError
-
-_LOGPROBS = ("sampled", "prev_logprobs")  # fields of the log-probabilities of learnt tokens
 
 
 @dataclass(kw_only=True)
@@ -87,7 +82,7 @@ class SupervisedRun(TrainingRun):
         """Sum the figures of the first `count` rows; `units` is the divisor."""
         batch, _ = make_batch(self, rows)
         self.policy.add_field(batch, "prev_logprobs")
-        sums = self.rollouts.compute(sum_over_sampled, batch, _LOGPROBS, "prev_logprobs")
+        sums = self.rollouts.compute(sum_over_sampled, batch, ("sampled", "prev_logprobs"), "prev_logprobs")
         return {HELD_OUT_LOSS: -float(sums[:count].sum()), "units": float(batch.response_tokens[:count].sum())}
 
 
@@ -136,36 +131,6 @@ def make_trajectories(row: DatumSpec, group: int, *, is_scored: bool = False) ->
         make_trajectory(messages, row, group, sample, is_scored=is_scored)
         for sample, messages in enumerate(conversations)
     ]
-
-
-def record_rows(run: SupervisedRun, rows: Sequence[DatumSpec], batch: StepBatch, rewards: Tensor | None = None) -> None:
-    """Write some rows of a step for the page.
-
-    `rewards`: [pairs, 2], of the responses of pairs. A step that has log-probabilities also writes them.
-    """
-    step, samples = run.state["total_steps"] + 1, 2 if run.config.has_pairs else 1
-    if not run.dumps.is_sampled(step):
-        return
-    tokens = batch.lengths.reshape(-1, samples).sum(axis=1).tolist()
-    count = count_within(tokens, SAMPLE_ROWS, SAMPLE_TOKENS)
-    chosen = [number * len(rows) // count for number in range(count)]
-    logprobs: list[Any] = [None] * (count * samples)
-    if "prev_logprobs" in batch.fields:
-        sequences = [number * samples + sample for number in chosen for sample in range(samples)]
-        logprobs = run.rollouts.compute(select_sampled, batch, _LOGPROBS, "prev_logprobs", sequences)
-    recorded: list[tuple[int, list[tuple[Trajectory, TrainedValues]]]] = []
-    for index, number in enumerate(chosen):
-        trajectories, facts = make_trajectories(rows[number], number), describe_row(rows[number])
-        scores = [None] * samples if rewards is None else rewards[number].tolist()
-        of_row: list[tuple[Trajectory, TrainedValues]] = [
-            (
-                replace(trajectory, reward=score, correct=None, **facts),
-                {} if values is None else {"prev_logprobs": values},
-            )
-            for trajectory, score, values in zip(trajectories, scores, logprobs[index * samples :], strict=False)
-        ]
-        recorded.append((number, of_row))
-    run.dumps.write_learnt(step, recorded)
 
 
 def take_batch(

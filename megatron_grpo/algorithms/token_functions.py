@@ -191,6 +191,15 @@ def sum_over_sampled(
     return {}, np.add.reduceat(values, np.cumsum(lengths) - lengths)
 
 
+def merge_teacher_outputs(lengths: NDArray[np.int64], arrays: TokenArrays) -> tuple[TokenArrays, None]:
+    """Merge the outputs of several teachers, each 0 outside its sequences."""
+    width = max(array.shape[1] for array in arrays.values())
+    merged = np.zeros((int(lengths.sum()), width), dtype=next(iter(arrays.values())).dtype)
+    for array in arrays.values():  # bits of bfloat16 add up too, because all but one are 0
+        merged[:, : array.shape[1]] += array
+    return {"teacher_outputs": merged}, None
+
+
 def select_sampled(
     lengths: NDArray[np.int64], arrays: TokenArrays, field: str, sequences: Sequence[int]
 ) -> tuple[TokenArrays, list[NDArray[np.float32]]]:
@@ -207,12 +216,3 @@ def count_observed(lengths: NDArray[np.int64], arrays: TokenArrays) -> tuple[Tok
     """Count the tokens that others wrote after the first sampled one: [sequences], int64."""
     observed = find_observed(arrays["sampled"], lengths)
     return {}, np.add.reduceat(observed.astype(np.int64), np.cumsum(lengths) - lengths)
-
-
-def merge_teacher_outputs(lengths: NDArray[np.int64], arrays: TokenArrays) -> tuple[TokenArrays, None]:
-    """Merge the outputs of several teachers, each 0 outside its sequences."""
-    width = max(array.shape[1] for array in arrays.values())
-    merged = np.zeros((int(lengths.sum()), width), dtype=next(iter(arrays.values())).dtype)
-    for array in arrays.values():  # bits of bfloat16 add up too, because all but one are 0
-        merged[:, : array.shape[1]] += array
-    return {"teacher_outputs": merged}, None

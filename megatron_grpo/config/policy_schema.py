@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Literal, get_args
+from typing import Literal, get_args
 
 from megatron_grpo.config.adapter_targets import AdapterTargets, MainTarget
 from megatron_grpo.config.optimizer_schema import OptimizerConfig

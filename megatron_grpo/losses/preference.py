@@ -20,7 +20,7 @@ class PreferenceLoss(NamedTuple):
     gradient: Tensor
     """[rows, responses], float64: derivative by the response's log-probability (sum over its tokens) or score."""
     metrics: dict[str, float]
-    rewards: Tensor
+    rewards: Tensor | None = None
     """[pairs, 2], float64: reward of each response, whose difference is the margin; a reward model's scores."""
 
 
