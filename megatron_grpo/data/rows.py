@@ -20,6 +20,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128
 from megatron_grpo.config.algorithms import ALGORITHMS
 from megatron_grpo.config.data_schema import SUPERVISED, DataConfig, DatasetConfig
 from megatron_grpo.config.errors import Problem, to_text
+from megatron_grpo.config.schema import Config
 from megatron_grpo.data.chat_messages import are_turns, has_text, is_conversation, read_row_tools
 from megatron_grpo.data.code_tests import parse_code_tests, prepare_tests
 from megatron_grpo.data.math_text import is_unreadable, rewrite_numbers
@@ -61,6 +62,15 @@ class SetReport:
     problems: list[Problem] = field(default_factory=list)
     """Problems of the set, and of rows under their file:line; with data.bad_rows=skip only those of the set."""
     remarks: list[Problem] = field(default_factory=list)  # remarks for the user, with the skipped rows
+
+
+def find_row_kinds(config: Config, *, trains: bool) -> dict[str, str]:
+    """Find the required kind of each task's rows, for training or sampling.
+
+    The kind is the type of the environment that scores the responses, or that of the rows to learn from.
+    """
+    kind = config.method.rows if trains else None
+    return {name: kind or environment.type for name, environment in config.env.items()}
 
 
 def examine_set(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> SetReport:

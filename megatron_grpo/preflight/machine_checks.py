@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import netrc
 import os
@@ -10,7 +11,6 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -62,7 +62,7 @@ def read_gpu_capability() -> tuple[int, int] | None:
 
 def read_cuda_release() -> int | None:
     """Read the major release of CUDA that torch was built with; None: unknown."""
-    spec = find_spec("torch")
+    spec = importlib.util.find_spec("torch")
     file = None if spec is None or spec.origin is None else Path(spec.origin).with_name("version.py")
     match = None if file is None or not file.exists() else re.search(r"^cuda\b.*= '(\d+)", file.read_text(), re.M)
     return int(match[1]) if match else None
@@ -362,6 +362,6 @@ def find_library_problems(sections: Mapping[str, Mapping[str, Any]]) -> Iterator
 
 def _is_installed(package: str) -> bool:
     try:
-        return find_spec(package) is not None
+        return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # its parent package is missing
         return False

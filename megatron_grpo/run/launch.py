@@ -148,6 +148,12 @@ def make_policy_settings(config: Config, folder: Path) -> RankSettings:
     )
 
 
+def count_value_decay_steps(config: Config) -> int:
+    """Optimizer steps of the value model's learning-rate schedule."""
+    steps = config.loop.max_num_steps * config.value_optimizer_steps_per_step
+    return config.value.optimizer.decay_steps or steps
+
+
 def _make_value_model(config: Config, cluster: RayCluster) -> MegatronValue:
     assert config.value_model is not None
     folder = fetch_model_folder(config.value_model.model.path, "value.model.path")
@@ -155,7 +161,7 @@ def _make_value_model(config: Config, cluster: RayCluster) -> MegatronValue:
         config=config.value_model,
         shape=exchange_head(read_model_shape(folder, reward_models=True), VALUE),
         folder=str(folder),
-        decay_steps=config.value_decay_steps,
+        decay_steps=count_value_decay_steps(config),
         seed=config.loop.seed,
         ranks_per_machine=config.cluster.gpus or None,  # ranks on CPUs are all on one
         shares_cores=_uses_shared_cores(config),
