@@ -31,7 +31,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from megatron_grpo.environments.vllm_parsers import read_parser_names
-from megatron_grpo.rollouts.output_parser import OutputParser
+from megatron_grpo.rollouts.call_texts import OutputParser
 
 MARK = re.compile(r"<[^<>\s{}]{1,40}>|\[/?[A-Z_]{2,20}\]|<[|｜][^<>]{1,40}[|｜]>")
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}

@@ -157,26 +157,36 @@ class SamplingRun:
 
 @dataclass(kw_only=True)
 class TrainingRun(SamplingRun):
-    """A run that trains a policy."""
+    """A run that trains a policy, with what its algorithm has beside it."""
 
     policy: MegatronPolicy
     transport: WeightTransport | None  # transport of the policy's weights to the engines; None: there are no engines
     loss_fn: LossFunction
+    value: MegatronValue | None = None
+    value_loss_fn: MseValueLossFn | None = None
+    teachers: dict[str, MegatronTeacher | TeacherServer] = field(default_factory=dict)
+    """Teachers by section of the configuration."""
+    val_rows: list[DatumSpec] = field(default_factory=list)  # rows of the held-out loss
 
     @classmethod
     def build(cls, sampling: SamplingRun, models: Models, transport: WeightTransport | None, data: PromptData) -> Self:
         """Build the run from its parts."""
-        fields = vars(sampling) | cls.select_fields(sampling.config, models, data)
-        return cls(**fields, policy=models.policy, transport=transport, loss_fn=make_loss(sampling.config))
-
-    @classmethod
-    def select_fields(cls, config: Config, models: Models, data: PromptData) -> dict[str, Any]:
-        """Select the values of the fields that a subclass adds."""
-        return {}
+        config = sampling.config
+        return cls(
+            **vars(sampling),
+            policy=models.policy,
+            transport=transport,
+            loss_fn=make_loss(config),
+            value=models.value,
+            value_loss_fn=None if models.value is None else MseValueLossFn(config.value_loss_fn),
+            teachers=models.teachers,
+            val_rows=data.val_rows,
+        )
 
     @property
     def models(self) -> dict[str, ModelRanks]:
-        return {POLICY_FOLDER: self.policy}
+        value = {} if self.value is None else {VALUE_FOLDER: self.value}
+        return {POLICY_FOLDER: self.policy, **value}
 
 
 class GRPORun(TrainingRun):
@@ -190,21 +200,6 @@ class PPORun(GRPORun):
     value: MegatronValue
     value_loss_fn: MseValueLossFn
 
-    @classmethod
-    def select_fields(cls, config: Config, models: Models, data: PromptData) -> dict[str, Any]:
-        return {"value": models.value, "value_loss_fn": MseValueLossFn(config.value_loss_fn)}
 
-    @property
-    def models(self) -> dict[str, ModelRanks]:
-        return {**super().models, VALUE_FOLDER: self.value}
-
-
-@dataclass(kw_only=True)
 class DistillationRun(GRPORun):
     """A run of distillation: one of GRPO with teachers."""
-
-    teachers: dict[str, MegatronTeacher | TeacherServer]  # by section of the configuration
-
-    @classmethod
-    def select_fields(cls, config: Config, models: Models, data: PromptData) -> dict[str, Any]:
-        return {"teachers": models.teachers}

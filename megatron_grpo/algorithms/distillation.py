@@ -19,6 +19,7 @@ from megatron_grpo.algorithms.token_functions import merge_teacher_outputs
 from megatron_grpo.algorithms.validation import validate
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome
+from megatron_grpo.config.schema import Config
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.generation.teacher_client import fetch_teacher_outputs
 from megatron_grpo.observability.timing import StepTimer
@@ -64,6 +65,11 @@ def follow_teacher(run: T, batches: Iterator[list[DatumSpec]], teach: Teach[T]) 
     return stages.publish_and_report(run, samples, metrics, learned, timer)
 
 
+def find_teacher(config: Config, task: str) -> str:
+    """Find the section of a task's teacher."""
+    return f"teachers.{task}" if task in config.teachers else "teacher"
+
+
 def add_teacher_outputs(run: DistillationRun, batch: StepBatch, outcomes: Sequence[Outcome]) -> NDArray[np.bool_]:
     """Add the output of each sequence's teacher to the batch.
 
@@ -71,7 +77,7 @@ def add_teacher_outputs(run: DistillationRun, batch: StepBatch, outcomes: Sequen
     """
     config = run.config
     names = list(config.named_teachers)
-    numbers = np.array([names.index(config.find_teacher(outcome.task_name)) for outcome in outcomes], dtype=np.int64)
+    numbers = np.array([names.index(find_teacher(config, outcome.task_name)) for outcome in outcomes], dtype=np.int64)
     is_finite = np.ones(len(batch), dtype=np.bool_)
     parts: list[str] = []
     for number, name in enumerate(names):

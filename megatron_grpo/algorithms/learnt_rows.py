@@ -40,7 +40,7 @@ def record_rows(run: SupervisedRun, rows: Sequence[DatumSpec], batch: StepBatch,
         # Not as a score is learnt, which is at the last token: these are read by people.
         trajectories, facts = make_trajectories(rows[number], number), describe_row(rows[number])
         scores = [None] * samples if rewards is None else rewards[number].tolist()
-        of_row = [
+        of_row: list[tuple[Trajectory, TrainedValues]] = [
             (
                 replace(trajectory, reward=score, correct=None, **facts),
                 {} if values is None else {"prev_logprobs": values},

@@ -21,12 +21,14 @@ from megatron_grpo.algorithms.token_functions import measure_prob_error
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.errors import DisagreementError
+from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.losses.divergence import error_without_worst
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.rollouts.rollout_metrics import compute_age_metrics
+from megatron_grpo.weight_sync.refit_checks import find_coarsest_precision
 
 ERROR = "token_mult_prob_error"
 WORST = "token_mult_prob_error_max"
@@ -61,7 +63,7 @@ class NoiseBounds:
         """Choose the bounds of a run."""
         if config.generation.has_unmatched_sampling:
             return NoiseBounds(math.inf, 0.25)
-        precision = config.coarsest_precision
+        precision = find_coarsest_precision(config)
         if precision == "8 bits":
             return NoiseBounds(0.5, 0.25)
         # A near tie of scores sends a token to another expert on one side, unless the experts are replayed.
@@ -133,7 +135,7 @@ def assess_agreement(run: GRPORun, step: int, metrics: Mapping[str, float], outc
     """
     config, state, remarks = run.config, run.state.get("prob_error"), []
     penalties = " with penalties or a form" if config.generation.has_unmatched_sampling else ""
-    precision = f"{config.coarsest_precision}{penalties}"  # noise of another precision is no reference
+    precision = f"{find_coarsest_precision(config)}{penalties}"  # noise of another precision is no reference
     if state is None or state["precision"] != precision:
         if run.state["total_steps"]:  # the first step of a run needs no remark
             measured = f"the checkpoint's was measured in {state['precision']}" if state else "the checkpoint has none"
@@ -144,7 +146,7 @@ def assess_agreement(run: GRPORun, step: int, metrics: Mapping[str, float], outc
         return Assessment({}, remarks)
     age = compute_oldest_age(run, outcomes)
     bounds = NoiseBounds.from_config(config, run.policy.shape)
-    comparison = compare_with_noise(state, bounds, metrics, age, config.find_prob_error_limit(age))
+    comparison = compare_with_noise(state, bounds, metrics, age, find_prob_error_limit(config, age))
     if not config.needs_generation:  # recorded tokens may come from other weights on purpose
         return Assessment(comparison.metrics, remarks)
     change = follow_episode(state, step, metrics[ERROR], comparison.ratio if comparison.is_off else None)
@@ -196,6 +198,18 @@ def _describe_disagreement(
         f"{IS_OFF} marks further such steps; another message comes when they become far worse, and after "
         f"{CALM_STEPS} steps within the bound"
     )
+
+
+def find_prob_error_limit(config: Config, age: int) -> float | None:
+    """Find the largest token_mult_prob_error of a step that training accepts; None: any.
+
+    `age` counts updates between the weights that drew the oldest token and the weights that train on it.
+    """
+    limit = config.refit.prob_error_limit
+    # The default is for tokens that both sides compute in the same way from the same weights.
+    is_comparable = age == 0 and not config.generation.has_unmatched_sampling
+    is_default = limit == RefitConfig().prob_error_limit
+    return limit if config.needs_generation and (is_comparable or not is_default) else None
 
 
 def require_agreement(

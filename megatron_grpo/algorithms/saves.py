@@ -18,6 +18,7 @@ from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.metric_names import list_optional_metrics
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.run.checkpoint_files import read_state
+from megatron_grpo.run.checkpoints import choose_ranking
 from megatron_grpo.run.directory import STOP_FILE
 
 
@@ -75,8 +76,8 @@ def save_validation(run: SamplingRun, metrics: Mapping[str, float]) -> None:
 def require_ranking_metric(run: SamplingRun, metrics: Mapping[str, float]) -> None:
     """Check that steps have the metric of checkpointing.metric_name."""
     config, step = run.config, run.state["total_steps"]
-    name = config.ranked_checkpointing.metric_name
-    is_ranked = config.has_checkpoints and config.ranked_checkpointing.keep_top_k is not None
+    name = choose_ranking(config).metric_name
+    is_ranked = config.has_checkpoints and choose_ranking(config).keep_top_k is not None
     if not is_ranked or name is None or name in metrics or name.startswith(VALIDATION_PREFIX):
         return
     if name.startswith(ENVIRONMENT_PREFIX):

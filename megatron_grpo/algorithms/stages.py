@@ -8,7 +8,13 @@ from statistics import fmean
 from megatron_grpo.algorithms.context import GRPORun
 from megatron_grpo.algorithms.idle_tensors import describe_idle_tensors
 from megatron_grpo.algorithms.placement import publish
-from megatron_grpo.algorithms.prob_error import assess_agreement, compute_oldest_age, refuse_step, require_agreement
+from megatron_grpo.algorithms.prob_error import (
+    assess_agreement,
+    compute_oldest_age,
+    find_prob_error_limit,
+    refuse_step,
+    require_agreement,
+)
 from megatron_grpo.algorithms.records import StepCheck
 from megatron_grpo.algorithms.samples import StepSamples
 from megatron_grpo.algorithms.step_report import StepReport, UnpublishedStepError
@@ -53,7 +59,7 @@ def prepare_batch(run: GRPORun, samples: StepSamples, timer: StepTimer) -> tuple
         batch = build_batch(run.config, samples.groups, run.rollouts, run.policy.cost)
         if run.config.imitates_environment:
             batch.imitated_tokens = run.rollouts.compute(count_observed, batch, ("sampled",))
-        batch.prob_error_limit = run.config.find_prob_error_limit(compute_oldest_age(run, samples.outcomes))
+        batch.prob_error_limit = find_prob_error_limit(run.config, compute_oldest_age(run, samples.outcomes))
         run.dumps.hold(check.step, samples.groups, batch, samples.make_facts(run.loader_state))
     return batch, check
 

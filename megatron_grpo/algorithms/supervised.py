@@ -6,7 +6,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -23,11 +22,9 @@ from megatron_grpo.config.data_schema import LABELLED
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.loop_schema import HELD_OUT_LOSS, VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.load_prompts import PromptData
 from megatron_grpo.data.processors import DatumSpec, Message
 from megatron_grpo.data.supervised_rows import ASSISTANT
 from megatron_grpo.observability.timing import StepTimer, compute_throughput, find_peak_tflops
-from megatron_grpo.run.launch import Models
 from megatron_grpo.trainer.model_ranks import NonFiniteGradientError, TrainResult
 from megatron_grpo.weight_sync.refit_calls import RefitError
 
@@ -36,12 +33,7 @@ from megatron_grpo.weight_sync.refit_calls import RefitError
 class SupervisedRun(TrainingRun):
     """A run that learns from rows; engines, if there are any, sample for validation."""
 
-    val_rows: list[DatumSpec] = field(default_factory=list)  # rows of the held-out loss
     published_step: int = field(init=False)  # step whose weights the engines have
-
-    @classmethod
-    def select_fields(cls, config: Config, models: Models, data: PromptData) -> dict[str, Any]:
-        return {"val_rows": data.val_rows}
 
     def __post_init__(self) -> None:
         self.published_step = self.state["total_steps"]

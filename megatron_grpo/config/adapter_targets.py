@@ -12,7 +12,7 @@ StateTarget = Literal["in_proj", "out_proj"]
 AdapterTarget = Literal[MainTarget, StateTarget]
 _ALL_LINEAR = "all-linear"
 # Names of linear layers in Hugging Face models and peft, by the layer of Megatron-Core that holds their matrices.
-_MATRICES = {
+_MATRICES: dict[str, list[tuple[str, ...]]] = {
     "linear_qkv": [("q_proj", "k_proj", "v_proj"), ("qkv_proj",)],
     "linear_proj": [("o_proj",)],
     "linear_fc1": [("gate_proj", "up_proj"), ("gate_up_proj",)],

@@ -62,7 +62,7 @@ def _list_conditions(config: Config) -> Iterator[tuple[bool, str, str]]:
     yield config.uses_reference, "kl_penalty", "loss_fn.reference_policy_kl_penalty above 0"
     needs = "a filter that training repeats: generation.top_p, generation.top_k or generation.min_p"
     yield config.generation.has_training_filter, "outside_filter_fraction", needs
-    yield config.can_lack_rewards, _OF_ERRORS, "env.NAME.on_reward_error=none"
+    yield can_lack_rewards(config), _OF_ERRORS, "env.NAME.on_reward_error=none"
 
 
 def _list_of_sampling(loop: SampledLoopConfig, name: str) -> Iterator[tuple[bool, str, str]]:
@@ -106,7 +106,7 @@ def list_optional_metrics(config: Config) -> set[str]:
         names.add("reward_std")
     if config.has_correctness:
         names.update(_OF_CORRECTNESS.split())
-    if config.can_lack_rewards:
+    if can_lack_rewards(config):
         names.update(_OF_ERRORS.split())
     if config.loss_fn.positive_example_nll_weight > 0:
         names.add("positive_nll")
@@ -115,6 +115,11 @@ def list_optional_metrics(config: Config) -> set[str]:
     if config.row_kind == LABELLED:
         names.update(("rewards_chosen_mean", "rewards_rejected_mean"))
     return names
+
+
+def can_lack_rewards(config: Config) -> bool:
+    """True if a reward function may raise without failing its rollout."""
+    return any(task.on_reward_error == "none" for task in config.env.values())
 
 
 def _list_own_metrics(config: Config) -> set[str]:

@@ -30,12 +30,11 @@ from megatron_grpo.config.data_schema import (
     EnvironmentConfig,
     SandboxConfig,
 )
-from megatron_grpo.config.distillation_schema import DistillationConfig, TeacherConfig
 from megatron_grpo.config.generation_schema import GenerationConfig, RefitConfig, RolloutsConfig
 from megatron_grpo.config.loop_schema import (
     LOOPS,
-    VALIDATION_PREFIX,
     AsyncGRPOConfig,
+    DistillationConfig,
     DPOConfig,
     GRPOConfig,
     KTOConfig,
@@ -45,6 +44,7 @@ from megatron_grpo.config.loop_schema import (
     RewardTrainingConfig,
     SampledLoopConfig,
     SFTConfig,
+    TeacherConfig,
 )
 from megatron_grpo.config.loss_schema import AdvantageEstimatorConfig, LossConfig, RewardScalingConfig
 from megatron_grpo.config.optimizer_schema import OptimizerConfig
@@ -182,10 +182,6 @@ class Config(Section):
             f"teachers.{task}": teacher for task, teacher in self.teachers.items()
         }
 
-    def find_teacher(self, task: str) -> str:
-        """Find the section of a task's teacher."""
-        return f"teachers.{task}" if task in self.teachers else "teacher"
-
     @property
     def teacher_models(self) -> dict[str, PolicyConfig]:
         """Settings of the teachers' ranks, by section; servers have none."""
@@ -235,44 +231,6 @@ class Config(Section):
         return self.generation.engine.dtype or self.policy.precision
 
     @property
-    def coarsest_precision(self) -> Literal["float32", "tf32", "bfloat16", "8 bits"]:
-        """Precision that limits how well policy and engines agree."""
-        policy, arguments = self.policy, self.generation.engine_args
-        in_fp8 = policy.fp8.format != "off" or policy.fp8.simulate
-        cache_in_8_bits = str(arguments.get("kv_cache_dtype", "auto")).startswith(("fp8", "int8"))
-        if in_fp8 or policy.quantization or arguments.get("quantization") or cache_in_8_bits:
-            return "8 bits"
-        if "bfloat16" in (policy.precision, self.engine_dtype):
-            return "bfloat16"
-        # On GPUs and servers attention may multiply float32 numbers with 10 bits of mantissa.
-        on_cpu = self.cluster.gpus_per_node == 0 and not self.generation.server.urls
-        return "float32" if on_cpu else "tf32"
-
-    def find_prob_error_limit(self, age: int) -> float | None:
-        """Find the largest token_mult_prob_error of a step that training accepts; None: any.
-
-        `age` counts updates between the weights that drew the oldest token and the weights that train on it.
-        """
-        limit = self.refit.prob_error_limit
-        # The default is for tokens that both sides compute in the same way from the same weights.
-        is_comparable = age == 0 and not self.generation.has_unmatched_sampling
-        is_default = limit == RefitConfig().prob_error_limit
-        return limit if self.needs_generation and (is_comparable or not is_default) else None
-
-    @property
-    def environment_types(self) -> dict[str, str]:
-        """Type of each environment, by task name."""
-        return {name: environment.type for name, environment in self.env.items()}
-
-    def find_row_kinds(self, *, trains: bool) -> dict[str, str]:
-        """Find the required kind of each task's rows, for training or sampling.
-
-        The kind is the type of the environment that scores the responses, or that of the rows to learn from.
-        """
-        kind = self.row_kind if trains else None
-        return dict.fromkeys(self.env, kind) if kind else self.environment_types
-
-    @property
     def teaches_itself(self) -> bool:
         """True if the policy follows itself with a hint in its prompt."""
         return self.method.has_read("distillation.hint_prompt")
@@ -308,20 +266,6 @@ class Config(Section):
     def has_checkpoints(self) -> bool:
         """True if the run writes checkpoints."""
         return self.checkpointing.enabled and self.debug.train
-
-    @property
-    def ranked_checkpointing(self) -> CheckpointingConfig:
-        """Settings of checkpoints, ranked by reward where the run lacks the default."""
-        settings, loop = self.checkpointing, self.loop
-        validates = self.data.validation_sets and (loop.val_period or loop.val_at_start or loop.val_at_end)
-        is_default = settings.metric_name == CheckpointingConfig().metric_name
-        if is_default and self.method.rows and not self.needs_generation:
-            return replace(settings, metric_name="val_loss" if validates else "loss", higher_is_better=False)
-        if is_default and self.env and not self.method.rows and not self.has_correctness:
-            return replace(settings, metric_name="val_reward" if validates else "reward", higher_is_better=True)
-        if validates or settings.metric_name is None or not settings.metric_name.startswith(VALIDATION_PREFIX):
-            return settings
-        return replace(settings, metric_name="reward", higher_is_better=True)
 
     @property
     def uses_reference(self) -> bool:
@@ -378,11 +322,6 @@ class Config(Section):
         return int(loop.num_prompts_per_step * multiplier)
 
     @property
-    def can_lack_rewards(self) -> bool:
-        """True if a reward function may raise without failing its rollout."""
-        return any(task.on_reward_error == "none" for task in self.env.values())
-
-    @property
     def has_correctness(self) -> bool:
         """True if some environment knows which responses are correct."""
         return any(task.has_correctness for task in self.env.values())
@@ -418,8 +357,7 @@ class Config(Section):
     @property
     def value_decay_steps(self) -> int:
         """Optimizer steps of the value model's learning-rate schedule."""
-        steps = self.loop.max_num_steps * self.value_optimizer_steps_per_step
-        return self.value.optimizer.decay_steps or steps
+        return self.value.optimizer.decay_steps or self.loop.max_num_steps * self.value_optimizer_steps_per_step
 
     def _count_optimizer_steps(self, batch_samples: int | None) -> int:
         samples = self.samples_per_step

@@ -26,9 +26,11 @@ _POLICY, _VALUE = "policy.", "value."
 @functools.cache
 def load_foreign_names() -> dict[str, Mapping[str, str]]:
     """Load other frameworks' names of settings, with their counterparts here."""
-    tables = load_tables("foreign_names.yaml")
-    clauses = {name: clause for clause, names in tables[NONE].items() for name in names.split()}
-    return {**tables, NONE: clauses, "GrpoParameters": load_tables("job_fields.yaml")["settings"]}
+    tables = {
+        framework: {name: counterpart for counterpart, names in table.items() for name in names.split()}
+        for framework, table in load_tables("foreign_names.yaml").items()
+    }
+    return {**tables, "GrpoParameters": load_tables("job_fields.yaml")["settings"]}
 
 
 def describe_unknown_key(name: str, algorithm: str) -> Problem:

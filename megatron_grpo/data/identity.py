@@ -13,7 +13,7 @@ from xxhash import xxh3_128
 from megatron_grpo.config.errors import format_count
 from megatron_grpo.config.outside_files import read_bytes
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.rows import SetReport, examine_set
+from megatron_grpo.data.rows import SetReport, examine_set, find_row_kinds
 from megatron_grpo.data.sources import is_named_set
 from megatron_grpo.models.source import is_made_before_run
 
@@ -67,7 +67,7 @@ def _identify_set(config: Config, key: str) -> SetIdentity:
     is_made = is_made_before_run(config, dataset.path)
     if config.reads_prompts and not is_streamed and not is_made and (has_parts or os.path.isfile(dataset.path)):
         report = examine_set(
-            dataset, config.data, config.find_row_kinds(trains=key in training or not config.needs_generation)
+            dataset, config.data, find_row_kinds(config, trains=key in training or not config.needs_generation)
         )
     if report.source is None:
         return SetIdentity(path, weight=dataset.weight)

@@ -21,7 +21,7 @@ from megatron_grpo.data.datasets import AllTaskProcessedDataset
 from megatron_grpo.data.loader import BatchLoader, PromptLoader, Prompts, PromptSampler, StreamLoader, open_stream
 from megatron_grpo.data.processors import DatumSpec, find_task, math_data_processor
 from megatron_grpo.data.prompt_renderer import PromptRenderer
-from megatron_grpo.data.rows import examine_set, join_reasons
+from megatron_grpo.data.rows import examine_set, find_row_kinds, join_reasons
 from megatron_grpo.data.specs import ROW_PROCESSORS, find_rendering, make_processors, make_task_spec
 from megatron_grpo.data.supervised_rows import recorded_data_processor
 from megatron_grpo.data.table_values import StreamedRows
@@ -218,7 +218,7 @@ class PromptReader:
             stream,
             config=training_set,
             data=config.data,
-            environments=self.config.environment_types,
+            environments=find_row_kinds(self.config, trains=False),
             prompts=self._make_prompts(training_set, [], trains=True),
             prompts_per_batch=config.prompts_per_generation_batch,
             seed=config.loop.seed,
@@ -250,7 +250,7 @@ class PromptReader:
     def _read(self, key: str, config: DatasetConfig, *, trains: bool) -> tuple[AllTaskProcessedDataset, int]:
         """Read a set, for training or sampling, and count its usable prompts."""
         data, subject = self.config.data, f"{key}={config.path}"
-        report = examine_set(config, data, self.config.find_row_kinds(trains=trains))
+        report = examine_set(config, data, find_row_kinds(self.config, trains=trains))
         if report.problems:
             raise ConfigError(report.problems)
         self.notes += [f"{remark.subject} {remark.text}" for remark in report.remarks]

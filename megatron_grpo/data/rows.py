@@ -20,6 +20,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128
 from megatron_grpo.config.algorithms import ALGORITHMS
 from megatron_grpo.config.data_schema import LABELLED, SUPERVISED, DataConfig, DatasetConfig
 from megatron_grpo.config.errors import Problem, format_count, to_text
+from megatron_grpo.config.schema import Config
 from megatron_grpo.data.chat_messages import are_turns, has_text, is_conversation, read_row_tools
 from megatron_grpo.data.code_tests import parse_code_tests, prepare_tests
 from megatron_grpo.data.math_text import is_unreadable, rewrite_numbers
@@ -73,6 +74,15 @@ class SetReport:
 def join_reasons(text: str, reasons: Sequence[str]) -> str:
     """Add reasons to a message, in parentheses."""
     return f"{text} ({'; '.join(reasons)})" if reasons else text
+
+
+def find_row_kinds(config: Config, *, trains: bool) -> dict[str, str]:
+    """Find the required kind of each task's rows, for training or sampling.
+
+    The kind is the type of the environment that scores the responses, or that of the rows to learn from.
+    """
+    kind = config.row_kind if trains else None
+    return {name: kind or environment.type for name, environment in config.env.items()}
 
 
 def examine_set(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> SetReport:

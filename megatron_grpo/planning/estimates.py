@@ -13,7 +13,7 @@ from megatron_grpo.planning.generation_cost import count_expert_parameters, find
 from megatron_grpo.platform.hardware import Hardware
 from megatron_grpo.preflight.refit_memory import count_routed_bytes, count_token_bytes
 
-_CHUNK_TOKENS = 64  # of a chunk of Mamba's states, as in `trainer.model.state_space`
+_CHUNK_TOKENS = 64  # of a chunk of Mamba's states, as in `trainer.model.mamba`
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}  # bytes
 
 

@@ -18,7 +18,7 @@ from megatron_grpo.config.errors import Problem, format_count
 from megatron_grpo.config.loop_schema import SampledLoopConfig
 from megatron_grpo.config.paths import check_readable
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.rows import SetReport, examine_set, join_reasons
+from megatron_grpo.data.rows import SetReport, examine_set, find_row_kinds, join_reasons
 from megatron_grpo.data.scores import AGENT_ARGUMENTS, AGENT_RESULT, INSTANCE, REWARD_ARGUMENTS
 from megatron_grpo.data.sources import Row, is_named_set
 from megatron_grpo.data.specs import find_spec_problems, make_task_spec
@@ -116,7 +116,7 @@ def examine_rows(
     if reason is not None:
         advice = "; give a JSONL file, one object with prompt and answer a line" if reason == "no such file" else ""
         return SetReport(problems=[Problem(subject, reason + advice)])
-    return examine_set(dataset, config.data, kinds or config.environment_types)
+    return examine_set(dataset, config.data, kinds or find_row_kinds(config, trains=False))
 
 
 def examine_dataset(config: Config, dataset: DatasetConfig, key: str = "") -> SetReport:
@@ -124,7 +124,7 @@ def examine_dataset(config: Config, dataset: DatasetConfig, key: str = "") -> Se
     subject = f"{key}={dataset.path}"
     if not source.is_made_before_run(config, dataset.path):
         # Without engines, validation computes the loss of its rows.
-        kinds = config.find_row_kinds(trains=key in config.data.training_sets or not config.needs_generation)
+        kinds = find_row_kinds(config, trains=key in config.data.training_sets or not config.needs_generation)
         return examine_rows(config, subject, dataset, kinds)
     assert config.prepare.name is not None
     files = make_prompt_rows(config.prepare.name)

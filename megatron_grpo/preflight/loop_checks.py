@@ -23,6 +23,7 @@ from megatron_grpo.config.loop_schema import (
 from megatron_grpo.config.metric_names import list_possible_metrics, list_step_metrics
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.preflight.rules import Rule, format_value, list_trained_models
+from megatron_grpo.run.checkpoints import choose_ranking
 
 
 def check_loop(config: Config) -> Iterator[Rule]:
@@ -33,7 +34,7 @@ def check_loop(config: Config) -> Iterator[Rule]:
     yield from _check_data(config)
     yield from _check_early_stop(config)
     is_settled = bool(config.method.rows) or not config.has_correctness
-    checkpointing = config.ranked_checkpointing if is_settled else config.checkpointing
+    checkpointing = choose_ranking(config) if is_settled else config.checkpointing
     ranked_by = checkpointing.metric_name
     if config.has_checkpoints and config.checkpointing.keep_top_k is not None and ranked_by is not None:
         check_metric = _check_validation_metric if ranked_by.startswith(VALIDATION_PREFIX) else _check_step_metric

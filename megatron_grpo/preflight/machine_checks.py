@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import netrc
 import os
@@ -63,7 +64,7 @@ def read_gpu_capability() -> tuple[int, int] | None:
 
 def read_cuda_release() -> int | None:
     """Read the major release of CUDA that torch was built with; None: unknown."""
-    spec = find_spec("torch")
+    spec = importlib.util.find_spec("torch")
     file = None if spec is None or spec.origin is None else Path(spec.origin).with_name("version.py")
     match = None if file is None or not file.exists() else re.search(r"^cuda\b.*= '(\d+)", file.read_text(), re.M)
     return int(match[1]) if match else None

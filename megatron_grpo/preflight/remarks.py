@@ -17,6 +17,7 @@ from megatron_grpo.preflight.objective_checks import check_objective_cautions
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 from megatron_grpo.preflight.sampling_checks import check_filter_cautions
 from megatron_grpo.preflight.unused_settings import find_unused_settings
+from megatron_grpo.run.checkpoints import choose_ranking
 
 # Environments whose rewards are 0 or 1.
 _ZERO_OR_ONE = ("math", "addition", "format", "tools", "countdown")
@@ -61,7 +62,7 @@ def _check_samples(config: Config) -> Iterator[Rule]:
 
 
 def _check_checkpoints(config: Config) -> Iterator[Rule]:
-    checkpointing, period = config.ranked_checkpointing, config.loop.val_period
+    checkpointing, period = choose_ranking(config), config.loop.val_period
     if not config.has_checkpoints or checkpointing.keep_top_k is None:
         return
     name = checkpointing.metric_name

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_grpo.config.algorithms import choose_imported
 from megatron_grpo.config.conversion import convert_values
 from megatron_grpo.config.errors import ConfigError, ModelLostError, Problem, RunError
+from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.schema import CheckpointingConfig, Config, LoraConfig
 from megatron_grpo.data.identity import find_training_difference, identify, read_identity
 from megatron_grpo.observability.file_digests import FileRecord, FileRecords
@@ -354,6 +355,20 @@ def _require_figures(run_dir: Path, subject: str) -> None:
 BEST, NEWEST = "best", ("newest", "latest")
 
 
+def choose_ranking(config: Config) -> CheckpointingConfig:
+    """Settings of checkpoints, ranked by reward where the run lacks the default."""
+    settings, loop = config.checkpointing, config.loop
+    validates = config.data.validation_sets and (loop.val_period or loop.val_at_start or loop.val_at_end)
+    is_default = settings.metric_name == CheckpointingConfig().metric_name
+    if is_default and config.method.rows and not config.needs_generation:
+        return replace(settings, metric_name="val_loss" if validates else "loss", higher_is_better=False)
+    if is_default and config.env and not config.method.rows and not config.has_correctness:
+        return replace(settings, metric_name="val_reward" if validates else "reward", higher_is_better=True)
+    if validates or settings.metric_name is None or not settings.metric_name.startswith(VALIDATION_PREFIX):
+        return settings
+    return replace(settings, metric_name="reward", higher_is_better=True)
+
+
 def resolve_checkpoint(path: Path, key: str = "checkpoint") -> Path:
     """Find the checkpoint of a path, perhaps checkpoints/best or latest.
 
@@ -370,7 +385,7 @@ def resolve_checkpoint(path: Path, key: str = "checkpoint") -> Path:
     config, problems = convert_values(values, choose_imported(values.get("algorithm")))
     if config is None:
         raise ConfigError(problems)
-    checkpointer = Checkpointer(run_dir, config.ranked_checkpointing, look_only=True)
+    checkpointer = Checkpointer(run_dir, choose_ranking(config), look_only=True)
     steps = checkpointer.list_steps()
     if not steps:
         raise ValueError(f"{key}={path}: {path.parent} has no checkpoint")

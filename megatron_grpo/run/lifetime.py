@@ -28,7 +28,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.observability.run_files import SUMMARY_FILE
 from megatron_grpo.observability.summary import RunEnd, make_killed_run_command, write_summary
 from megatron_grpo.run.checkpoint_files import leave_models_unread
-from megatron_grpo.run.checkpoints import Checkpointer, find_start_checkpoint
+from megatron_grpo.run.checkpoints import Checkpointer, choose_ranking, find_start_checkpoint
 from megatron_grpo.run.directory import CONFIG_FILE, compare_with_last_start, lock_run_directory
 from megatron_grpo.run.user_objects import UserObjects
 
@@ -115,7 +115,7 @@ def open_run(config: Config, user_objects: UserObjects | None = None, began: flo
         stack.enter_context(interrupt_on_sigterm())
         # Ray comes last, since it takes seconds to start: most mistakes in folder and checkpoint are reported before.
         run_dir = stack.enter_context(lock_run_directory(config.run_dir))
-        checkpointer = Checkpointer(run_dir, config.ranked_checkpointing)
+        checkpointer = Checkpointer(run_dir, choose_ranking(config))
         checkpointer.keep_forever = config.logger.is_replay_start
         changes = compare_with_last_start(run_dir, config)
         is_one_machine = config.cluster.ray_address is None

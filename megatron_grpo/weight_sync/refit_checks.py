@@ -21,7 +21,7 @@ import time
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import ray
 
@@ -112,7 +112,7 @@ class Canary:
     def from_config(config: Config, shape: ModelShape) -> Canary:
         sequences = draw_canary(config.loop.seed, shape.vocab, config.policy.max_total_sequence_length)
         rounding = 0.0 if config.engine_dtype == config.policy.precision else _CONVERSION_ROUNDING
-        precision, has_experts = config.coarsest_precision, shape.experts is not None
+        precision, has_experts = find_coarsest_precision(config), shape.experts is not None
         # Coarser rounding sends tokens to other experts all the time, and has larger tails.
         limits_tokens = precision == "float32" or (precision == "tf32" and not has_experts)
         bounds = BOUNDS[precision]
@@ -184,6 +184,20 @@ class Canary:
         """Record the differences of a canary whose weights are right: median and largest."""
         self._noise = max(error, self._noise or 0.0)
         self._token_noise = max(largest, self._token_noise)
+
+
+def find_coarsest_precision(config: Config) -> Literal["float32", "tf32", "bfloat16", "8 bits"]:
+    """Precision that limits how well policy and engines agree."""
+    policy, arguments = config.policy, config.generation.engine_args
+    in_fp8 = policy.fp8.format != "off" or policy.fp8.simulate
+    cache_in_8_bits = str(arguments.get("kv_cache_dtype", "auto")).startswith(("fp8", "int8"))
+    if in_fp8 or policy.quantization or arguments.get("quantization") or cache_in_8_bits:
+        return "8 bits"
+    if "bfloat16" in (policy.precision, config.engine_dtype):
+        return "bfloat16"
+    # On GPUs and servers attention may multiply float32 numbers with 10 bits of mantissa.
+    on_cpu = config.cluster.gpus_per_node == 0 and not config.generation.server.urls
+    return "float32" if on_cpu else "tf32"
 
 
 def draw_canary(seed: int, vocabulary: int, longest: int) -> tuple[tuple[int, ...], ...]:

@@ -28,7 +28,7 @@ from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.observability.run_files import write_atomically
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync.adapters_alone import connect_adapters, plan_adapters, send_adapters
-from megatron_grpo.weight_sync.boxes import list_full_boxes, unpack_boxes
+from megatron_grpo.weight_sync.boxes import Box, list_full_boxes, unpack_boxes
 from megatron_grpo.weight_sync.file_writer import connect_folder, send_files
 from megatron_grpo.weight_sync.pieces import Pieces
 from megatron_grpo.weight_sync.refit_calls import AttemptError, RefitCalls
@@ -139,12 +139,15 @@ class LinkMode(TransferMode):
     its shard with vLLM's own loaders, whatever the two layouts are.
     """
 
+    connect_rank, send_rank = staticmethod(connect_shards), staticmethod(send_shards)
+    """Functions of every rank of the policy."""
+
     def connect(self, engines: tuple[int, ...], *, anew: bool) -> None:
         self.trace_engines(engines)
         settings, generation, config = self.calls.policy.settings, self.calls.generation.config, self.config
         receivers = generation.parallel.ranks_per_engine * len(engines)
         try:
-            scheduled, dtypes = self._plan(receivers)
+            scheduled, dtypes = self.plan(receivers)
         except ValueError as error:
             raise AttemptError(str(error), {}) from error
         try:
@@ -155,50 +158,61 @@ class LinkMode(TransferMode):
             reason = str(error).partition("\n")[0]  # torch adds a stack of calls in C++
             raise AttemptError(f"the store of the refit failed: {type(error).__name__}: {reason}", {}) from error
         rendezvous = Rendezvous(store.host, store.port, receivers, config.timeout_s, generation.is_colocated)
-        sends = self.calls.policy.submit(connect_adapters if self._adapters_alone else connect_shards, rendezvous)
+        sends = self.calls.policy.submit(self.connect_rank, rendezvous)
         self.connect_engines(sends, engines, {"rendezvous": asdict(rendezvous)})
 
-    @property
-    def _adapters_alone(self) -> bool:
-        return self.config.adapters == "alone"
-
-    def _plan(self, receivers: int) -> tuple[Pieces, list[str]]:
+    def plan(self, receivers: int) -> tuple[Pieces, list[str]]:
         """Plan messages; returns dtypes by row of the weight map too."""
-        settings, config = self.calls.policy.settings, self.config
-        shape, precision = settings.shape, settings.config.precision
-        policy_shards = split_policy(settings.config.parallel, shape)
-        # Ranks on CPUs are all on one machine.
-        machine = settings.ranks_per_machine or settings.config.parallel.world_size
-        devices_per_node = machine if self.calls.generation.config.is_colocated else None
-        engine_boxes = [unpack_boxes(text) for text in self.calls.engine_boxes]
-        if self._adapters_alone:
-            engine_count, adapters = receivers // len(engine_boxes), self.sent_tensors
-            arguments = shape, adapters, policy_shards, engine_boxes, engine_count, precision, self.bucket_bytes
-            return plan_adapters(*arguments, devices_per_node=devices_per_node), [precision]
-        if config.mode == "broadcast":  # planned as if each worker were an engine of one rank
+        settings, engine_boxes = self.calls.policy.settings, self.engine_boxes
+        if self.config.mode == "broadcast":  # planned as if each worker were an engine of one rank
             engine_boxes = [list_full_boxes(self.tensors)]
-        dtypes = choose_wire_dtypes(shape, precision, config.fp8_blocks)
+        dtypes = choose_wire_dtypes(settings.shape, settings.config.precision, self.config.fp8_blocks)
         scheduled = plan_messages(
-            shape,
-            policy_shards,
+            settings.shape,
+            split_policy(settings.config.parallel, settings.shape),
             engine_boxes,
             receivers // len(engine_boxes),
             dtypes,
             self.bucket_bytes,
-            devices_per_node=devices_per_node,
+            devices_per_node=self.devices_per_node,
             by_layer=self.calls.engines_convert,
         )
         return scheduled, dtypes
+
+    @property
+    def engine_boxes(self) -> list[list[Box]]:
+        """Traced boxes of an engine's workers."""
+        return [unpack_boxes(text) for text in self.calls.engine_boxes]
+
+    @property
+    def devices_per_node(self) -> int | None:
+        """Devices of a machine that ranks and engines share; None: they share none."""
+        # Ranks on CPUs are all on one machine.
+        settings = self.calls.policy.settings
+        machine = settings.ranks_per_machine or settings.config.parallel.world_size
+        return machine if self.calls.generation.config.is_colocated else None
 
     def send(
         self, version: int, engines: tuple[int, ...], deadline: float, on_sent: Callable[[], None]
     ) -> TransferReport:
         receives = self.calls.generation.submit_to(engines, Engine.receive_weights, version)
-        sends = self.calls.policy.submit(send_adapters if self._adapters_alone else send_shards, version)
+        sends = self.calls.policy.submit(self.send_rank, version)
         on_sent()
         counts = self.calls.wait(sends, receives, deadline, f"refit of version {version}")[: len(sends)]
         nbytes, tensors, messages = map(sum, zip(*counts, strict=True))
         return TransferReport(version, nbytes, tensors, messages)
+
+
+class AdapterMode(LinkMode):
+    """Adapters alone over links; engines have read the base model themselves."""
+
+    connect_rank, send_rank = staticmethod(connect_adapters), staticmethod(send_adapters)
+
+    def plan(self, receivers: int) -> tuple[Pieces, list[str]]:
+        settings, boxes = self.calls.policy.settings, self.engine_boxes
+        shards, precision = split_policy(settings.config.parallel, settings.shape), settings.config.precision
+        arguments = settings.shape, self.sent_tensors, shards, boxes, receivers // len(boxes), precision
+        return plan_adapters(*arguments, self.bucket_bytes, devices_per_node=self.devices_per_node), [precision]
 
 
 class FilesMode(TransferMode):

@@ -17,7 +17,7 @@ from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.refit_calls import AttemptError, PolicyLostError, RefitCalls, RefitError
 from megatron_grpo.weight_sync.refit_checks import Canary, RefitChecks
-from megatron_grpo.weight_sync.transfer_modes import FilesMode, LinkMode, TransferMode, TransferReport
+from megatron_grpo.weight_sync.transfer_modes import AdapterMode, FilesMode, LinkMode, TransferMode, TransferReport
 
 logger = logging.getLogger(__name__)
 
@@ -201,5 +201,6 @@ def make_transport(
 ) -> WeightTransport:
     """Make the transport, not yet connected; its files are told apart by `run_dir`."""
     calls = RefitCalls(policy, generation)
-    mode = FilesMode(calls, config, run_dir) if config.mode == "files" else LinkMode(calls, config)
+    links = AdapterMode if config.adapters == "alone" else LinkMode
+    mode = FilesMode(calls, config, run_dir) if config.mode == "files" else links(calls, config)
     return WeightTransport(calls, mode, config, canary)

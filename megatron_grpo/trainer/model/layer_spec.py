@@ -38,7 +38,15 @@ from megatron_grpo.trainer.model.attention import (
     ValueNormSelfAttention,
     find_rope_factor,
 )
-from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter, LatentExperts, build_shared_experts
+from megatron_grpo.trainer.model.experts import (
+    DecoderLayer,
+    ExpertRouter,
+    LatentExperts,
+    MixtureBesideDense,
+    NormedRouter,
+    ScaledLayer,
+    build_shared_experts,
+)
 from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts, ReplicatedLinear
 from megatron_grpo.trainer.model.layers import (
     ExpertRowParallelLinear,
@@ -53,7 +61,6 @@ from megatron_grpo.trainer.model.layers import (
 )
 from megatron_grpo.trainer.model.lora import AdaptedGroupedLinear, AdaptedLinear
 from megatron_grpo.trainer.model.mamba import MambaMixer, MambaParts
-from megatron_grpo.trainer.model.mixture_beside_dense import MixtureBesideDense, NormedRouter, ScaledLayer
 from megatron_grpo.trainer.model.rounding import QuantizedLinear, RoundedLinear
 from megatron_grpo.trainer.model.sparse_attention import SparseCoreAttention
 

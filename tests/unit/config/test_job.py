@@ -13,6 +13,7 @@ import yaml
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.job import SETTING_OF_FIELD
 from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.run.checkpoints import choose_ranking
 from tests.support.grpo_parameters import GRPO_PARAMETERS
 
 ROOT = Path(__file__).parents[3]
@@ -119,9 +120,9 @@ def test_data_of_its_own_is_not_validated_with_the_recipes(tmp_path: Path) -> No
     job = write(tmp_path, {"environment": described})
     for recipe in ("+exp=quickstart", "+exp=quickstart_ppo"):
         config = compose_config([recipe, job])
-        assert (config.data.val_path, config.ranked_checkpointing.metric_name) == (None, "reward")
+        assert (config.data.val_path, choose_ranking(config).metric_name) == (None, "reward")
         job_config = compose_config([recipe, job, "data.val_path=mine.jsonl"])
-        assert (job_config.data.val_path, job_config.ranked_checkpointing.metric_name) == ("mine.jsonl", "val_reward")
+        assert (job_config.data.val_path, choose_ranking(job_config).metric_name) == ("mine.jsonl", "val_reward")
 
 
 def test_all_mistakes_come_under_the_fields_names(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3Config
 
+from megatron_grpo.algorithms.distillation import find_teacher
 from megatron_grpo.algorithms.grpo import async_grpo_train
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.metric_names import list_step_metrics
@@ -20,6 +21,8 @@ from megatron_grpo.preflight.distillation_checks import find_teacher_tokenizer_p
 from megatron_grpo.preflight.layout_checks import count_gpus
 from megatron_grpo.preflight.load import compose_config, summarize_run
 from megatron_grpo.preflight.remarks import find_remarks
+from megatron_grpo.run.checkpoints import choose_ranking
+from megatron_grpo.run.launch import value_decay_steps
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import make_run
 from tests.support.grpo_run import SHAPE
@@ -137,7 +140,7 @@ def test_schedules_count_the_optimizer_steps_that_there_are() -> None:
         [PPO, "ppo.ppo_epochs=2", "ppo.policy_training_start_step=10", "value.train_global_batch_samples=64"]
     )
     assert config.decay_steps == 390 * 2
-    assert config.value_decay_steps == 400 * 2 * 4
+    assert value_decay_steps(config) == 400 * 2 * 4
 
 
 def test_reward_models_are_read_only_where_they_are_asked_for(tmp_path: Path) -> None:
@@ -187,7 +190,7 @@ def test_a_task_decides_its_teacher() -> None:
     overrides = ["+env.games.type=countdown", "+teachers.games.model.path=/games", "+teachers.games.parallel.tensor=2"]
     config = compose_config([RECIPE, *overrides, "env.games.type=unscored"])
     assert list(config.named_teachers) == ["teacher", "teachers.games"]
-    assert [config.find_teacher(task) for task in ("addition", "games")] == ["teacher", "teachers.games"]
+    assert [find_teacher(config, task) for task in ("addition", "games")] == ["teacher", "teachers.games"]
     assert config.teacher_models["teachers.games"].model.path == "/games"
     gpus = count_gpus(config)
     assert {key: gpus[key] for key in ("teacher.parallel", "teachers.games.parallel")} == {
@@ -260,4 +263,4 @@ def test_prompts_of_a_generation_batch_are_counted_in_decimals(multiplier: float
     ],
 )
 def test_checkpoints_rank_by_reward_where_nothing_is_known_to_be_correct(overrides: list[str], metric: str) -> None:
-    assert compose_config(["+exp=quickstart", *overrides]).ranked_checkpointing.metric_name == metric
+    assert choose_ranking(compose_config(["+exp=quickstart", *overrides])).metric_name == metric

@@ -10,6 +10,7 @@ from megatron_grpo.config.compose import ComposedConfig
 from megatron_grpo.config.paths import TOKEN_VARIABLE
 from megatron_grpo.preflight.load import compose_checked, compose_config
 from megatron_grpo.preflight.remarks import find_remarks
+from megatron_grpo.run.checkpoints import choose_ranking
 from tests.support.message_table import MessageRow, read_table
 
 FOLDER = Path(__file__).parent
@@ -45,5 +46,5 @@ def test_nothing_is_remarked_on_that_a_recipe_has(recipe: str) -> None:
 
 def test_reward_ranks_checkpoints_where_nothing_is_validated() -> None:
     off = ("grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false")
-    ranked = compose_config(["+exp=quickstart", *off, "checkpointing.higher_is_better=false"]).ranked_checkpointing
+    ranked = choose_ranking(compose_config(["+exp=quickstart", *off, "checkpointing.higher_is_better=false"]))
     assert (ranked.metric_name, ranked.higher_is_better) == ("reward", True)

@@ -9,7 +9,7 @@ import pytest
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.rollouts.call_prompts import BadCallError
-from megatron_grpo.rollouts.output_parser import OutputParser
+from megatron_grpo.rollouts.call_texts import OutputParser
 from tests.support.released.table import ADD, BY_NAME
 
 

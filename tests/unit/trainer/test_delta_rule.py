@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_grpo.trainer.model import delta_rule
-from megatron_grpo.trainer.model.delta_rule import compute_delta_rule, convolve_packed, normalize_vectors
+from megatron_grpo.trainer.model import delta_net
+from megatron_grpo.trainer.model.delta_net import compute_delta_rule, convolve_packed, normalize_vectors
 
 HEADS, KEY_DIM, VALUE_DIM = 3, 5, 6
 LENGTHS = [[1], [7, 1, 33, 4], [2, 2, 70], [64, 32, 31, 65], [100]]
@@ -105,4 +105,4 @@ def test_a_convolution_sees_the_last_tokens_of_its_own_sequence(lengths: list[in
 
 
 def test_a_chunk_is_shorter_than_sequences_of_the_tests() -> None:
-    assert 1 < delta_rule.CHUNK < 64
+    assert 1 < delta_net.CHUNK < 64

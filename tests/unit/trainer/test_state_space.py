@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_grpo.models.shape import MambaShape
-from megatron_grpo.trainer.model.state_space import CHUNK, convolve_packed, scan_states
+from megatron_grpo.trainer.model.mamba import CHUNK, convolve_packed, scan_states
 
 HEADS, GROUPS, DIM, STATE = 6, 2, 3, 5
 LENGTHS = [1, CHUNK - 1, 2, 3 * CHUNK + 7, 1, 1, CHUNK, 20]

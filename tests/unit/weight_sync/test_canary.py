@@ -17,7 +17,7 @@ from megatron_grpo.generation.engine_canary import CanaryPrompt, CanaryResult
 from megatron_grpo.models.adapter_check import AdapterCheck
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.weight_sync.refit_calls import CanaryFailedError, RefitCalls, RefitError
-from megatron_grpo.weight_sync.refit_checks import BOUNDS, Canary, CanaryBounds, draw_canary
+from megatron_grpo.weight_sync.refit_checks import BOUNDS, Canary, CanaryBounds, draw_canary, find_coarsest_precision
 from megatron_grpo.weight_sync.transfer_modes import TransferMode, TransferReport
 from megatron_grpo.weight_sync.transport import WeightTransport
 
@@ -313,7 +313,7 @@ def test_a_resumed_run_whose_weights_are_not_compared_keeps_the_first_limit() ->
 
 
 def choose_bounds(config: Config) -> CanaryBounds:
-    return BOUNDS[config.coarsest_precision]
+    return BOUNDS[find_coarsest_precision(config)]
 
 
 def test_the_limit_is_that_of_the_coarser_side() -> None:

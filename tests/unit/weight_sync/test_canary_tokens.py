@@ -18,7 +18,7 @@ from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.verification.double_precision import DoublePrecision
 from megatron_grpo.verification.hf_model import load_eager_model
 from megatron_grpo.verification.problem import SMALL, TINY, make_model, prepare_model
-from megatron_grpo.weight_sync.refit_checks import BOUNDS, TOKEN_FACTOR, Canary, draw_canary
+from megatron_grpo.weight_sync.refit_checks import BOUNDS, TOKEN_FACTOR, Canary, draw_canary, find_coarsest_precision
 from tests.support.grpo_run import SHAPE
 
 Logprobs = tuple[tuple[float, ...], ...]
@@ -166,12 +166,12 @@ def choose_limits(config: Config, **shape: Any) -> tuple[float, bool]:
 
 def test_single_tokens_have_a_limit_where_all_tokens_round_alike() -> None:
     config = compose_config(["+exp=quickstart"])
-    assert config.coarsest_precision == "float32"
+    assert find_coarsest_precision(config) == "float32"
     experts: Any = object()
     assert choose_limits(config) == (TOKEN_FACTOR * BOUNDS["float32"].first, False)
     assert choose_limits(config, experts=experts) == (TOKEN_FACTOR * BOUNDS["float32"].first, True)
     servers = compose_config(["+exp=quickstart", "generation.server.urls=[http://localhost:1]"])
-    assert servers.coarsest_precision == "tf32"
+    assert find_coarsest_precision(servers) == "tf32"
     assert choose_limits(servers) == (TOKEN_FACTOR * BOUNDS["tf32"].first, False)
     assert choose_limits(servers, experts=experts)[0] == math.inf
     half = compose_config(["+exp=quickstart", "policy.precision=bfloat16"])

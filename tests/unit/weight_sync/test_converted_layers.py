@@ -23,10 +23,9 @@ from megatron_grpo.planning.engine_shards import assume_boxes
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.platform.hardware import load_hardware
 from megatron_grpo.preflight.refit_memory import estimate_open_bytes, needs_conversion
-from megatron_grpo.weight_sync import kernel_state
+from megatron_grpo.weight_sync import engine_layers
 from megatron_grpo.weight_sync.boxes import Box, count_elements
-from megatron_grpo.weight_sync.engine_layers import RebuiltLayer, name_scales, uses_fp8_blocks
-from megatron_grpo.weight_sync.kernel_state import KernelState
+from megatron_grpo.weight_sync.engine_layers import KernelState, RebuiltLayer, name_scales, uses_fp8_blocks
 from megatron_grpo.weight_sync.pieces import Pieces, read_ranges
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
 from megatron_grpo_kernels.fp8_blocks import quantise
@@ -153,8 +152,8 @@ class Method:
 
 @pytest.fixture
 def kernel_layer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(kernel_state, "detect_platform", lambda: Platform("cuda", torch.device("cpu"), "nccl"))
-    monkeypatch.setattr(kernel_state, "_PACKAGES", (__name__,))
+    monkeypatch.setattr(engine_layers, "detect_platform", lambda: Platform("cuda", torch.device("cpu"), "nccl"))
+    monkeypatch.setattr(engine_layers, "_PACKAGES", (__name__,))
     module: Any = nn.Module()
     module.weight = nn.Parameter(torch.ones(2), requires_grad=False)
     module.quant_method = Method()
@@ -222,7 +221,7 @@ def test_what_tensors_alone_cannot_bring_to_a_graph_is_refused(kernel_layer: Any
 
 
 def test_kernels_on_cpus_are_made_anew(kernel_layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_state, "detect_platform", lambda: Platform("cpu", torch.device("cpu"), "gloo"))
+    monkeypatch.setattr(engine_layers, "detect_platform", lambda: Platform("cpu", torch.device("cpu"), "gloo"))
     method, state = kernel_layer.quant_method, KernelState(kernel_layer)
     kernel = method.kernel
     method.convert(kernel_layer)
