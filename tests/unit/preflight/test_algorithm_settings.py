@@ -22,7 +22,6 @@ from megatron_grpo.preflight.layout_checks import count_gpus
 from megatron_grpo.preflight.load import compose_config, summarize_run
 from megatron_grpo.preflight.remarks import find_remarks
 from megatron_grpo.run.checkpoints import choose_ranking
-from megatron_grpo.run.launch import value_decay_steps
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import make_run
 from tests.support.grpo_run import SHAPE
@@ -140,7 +139,7 @@ def test_schedules_count_the_optimizer_steps_that_there_are() -> None:
         [PPO, "ppo.ppo_epochs=2", "ppo.policy_training_start_step=10", "value.train_global_batch_samples=64"]
     )
     assert config.decay_steps == 390 * 2
-    assert value_decay_steps(config) == 400 * 2 * 4
+    assert config.value_decay_steps == 400 * 2 * 4
 
 
 def test_reward_models_are_read_only_where_they_are_asked_for(tmp_path: Path) -> None:
