@@ -88,8 +88,8 @@ class MicrobatchMaker:
         layout = self.lay_out(selected.lengths)
         mask = getattr(selected.fields, mask_field)  # without it every token is computed but the first of a sequence
         in_loss = np.ones(sum(selected.lengths), dtype=np.bool_) if mask is None else (mask > 0).numpy()
-        is_imitating = mask_field == "loss_mask" and selected.fields.imitated is not None
-        is_computed = in_loss | (selected.fields.imitated > 0).numpy() if is_imitating else in_loss
+        imitated = selected.fields.imitated if mask_field == "loss_mask" else None
+        is_computed = in_loss if imitated is None else in_loss | (imitated > 0).numpy()
         rows, tokens = layout.find_predicting(is_computed, distance=self._shape.head.distance)
         fields = selected.fields
         if fields.token_ids is None:
