@@ -287,10 +287,8 @@ class PromptReader:
         processors = make_processors(data, self.config.env, make)
         longest = self.config.policy.max_total_sequence_length if kind or self.hint else data.max_input_seq_length
         if self.hint:
-            processors = {
-                task: (replace(spec, prompt=self.hint, prompt_setting="distillation.hint_prompt"), processor)
-                for task, (spec, processor) in processors.items()
-            }
+            hint: dict[str, Any] = {"prompt": self.hint, "prompt_setting": "distillation.hint_prompt"}
+            processors = {task: (replace(spec, **hint), processor) for task, (spec, processor) in processors.items()}
         if config.path == data.from_rollouts:
             processors = {task: (spec, recorded_data_processor) for task, (spec, _) in processors.items()}
         return AllTaskProcessedDataset(
