@@ -1,7 +1,8 @@
 """An endpoint over a loopback socket that an agent asks in a rollout; the engine writes a script."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ LETTERS = "abcdefghij"
 SETTINGS = SamplingSettings(max_new_tokens=8, temperature=0.5)
 ANSWER = [3, 4]
 LOGPROBS = [-0.25, -1.5]
-Ask = Callable[[AsyncOpenAI, ModelAccess, Endpoint], Awaitable[Any]]
 
 
 @pytest.fixture
@@ -55,25 +55,34 @@ class Engine:
         )
 
 
-def ask(
-    model: str, question: Ask, *, token: str | None = "right", key: str | None = None, failing: bool = False
-) -> Any:
-    """What an agent gets in a rollout."""
+@asynccontextmanager
+async def open_endpoint(model: str, *, token: str | None = None, **settings: Any) -> AsyncIterator[Endpoint]:
+    endpoint = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=token, tokenizer=model, **settings))
+    await endpoint.start()
+    try:
+        yield endpoint
+    finally:
+        await endpoint.runner.cleanup()
+        endpoint.texts.close()
 
-    async def rollout() -> Any:
-        endpoint = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=token, tokenizer=model))
-        await endpoint.start()
-        engine = Engine()
-        engine.failing = failing
-        talk = Conversation(engine, SETTINGS, endpoint.get_renderer("task", PromptFormat()), lambda turn: turn, 40)
-        try:
-            with endpoint.open_rollout(talk) as access:
-                client = AsyncOpenAI(base_url=access.base_url, api_key=key or access.token, max_retries=0)
-                return await question(client, access, endpoint)
-        finally:
-            await endpoint.runner.cleanup()
 
-    return asyncio.run(rollout())
+def begin_talk(
+    endpoint: Endpoint, engine: Any, longest: int = 40, *, settings: SamplingSettings = SETTINGS
+) -> Conversation:
+    renderer = endpoint.get_renderer("task", PromptFormat())
+    return Conversation(engine, settings, renderer, lambda turn: turn, longest, endpoint.texts)
+
+
+@asynccontextmanager
+async def open_rollout(
+    model: str, *, token: str | None = "right", key: str | None = None, failing: bool = False
+) -> AsyncIterator[tuple[AsyncOpenAI, ModelAccess, Endpoint]]:
+    """What an agent has in a rollout, and the endpoint behind it."""
+    engine = Engine()
+    engine.failing = failing
+    async with open_endpoint(model, token=token) as endpoint:
+        with endpoint.open_rollout(begin_talk(endpoint, engine)) as access:
+            yield AsyncOpenAI(base_url=access.base_url, api_key=key or access.token, max_retries=0), access, endpoint
 
 
 def head(path: str, *headers: str, length: int | str) -> bytes:

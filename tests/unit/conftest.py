@@ -1,5 +1,7 @@
-"""One thread of torch, a model and rows that a run could have, and recipes that are composed once."""
+"""Coroutines as tests, one thread of torch, a model and rows of a run, and recipes that are composed once."""
 
+import asyncio
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -14,6 +16,16 @@ def pytest_collection_finish() -> None:
     """Compute tests in one thread, which is faster on small tensors."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(pyfuncitem.obj(**arguments))
+    return True
 
 
 @pytest.fixture

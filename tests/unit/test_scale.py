@@ -70,18 +70,15 @@ def test_a_full_decoder_lets_responses_wait(parts: SimpleNamespace) -> None:
     assert second_s >= 0.2
 
 
-def test_spans_of_a_response_over_a_refit(parts: SimpleNamespace) -> None:
-    async def run() -> list[Span]:
-        decoder = parts.engine.Decoder(times(parts), 8)
-        task = asyncio.create_task(decoder.decoded(150))
-        await asyncio.sleep(0.2)
-        decoder.pause()
-        await asyncio.sleep(0.05)
-        decoder.resume(1)
-        spans: list[Span] = await task
-        return spans
-
-    before, after = asyncio.run(run())
+async def test_spans_of_a_response_over_a_refit(parts: SimpleNamespace) -> None:
+    decoder = parts.engine.Decoder(times(parts), 8)
+    task = asyncio.create_task(decoder.decoded(150))
+    await asyncio.sleep(0.2)
+    decoder.pause()
+    await asyncio.sleep(0.05)
+    decoder.resume(1)
+    spans: list[Span] = await task
+    before, after = spans
     assert (before.start, before.version, after.end, after.version) == (0, 0, 150, 1)
     assert before.end == after.start
     assert 10 <= before.end < 150

@@ -1,12 +1,12 @@
 """What stands beside a server, against a server that is made up: whose weights it takes, and what it says of others."""
 
-import asyncio
 import base64
 import gzip
 import json
 import math
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
@@ -106,50 +106,45 @@ class MadeUpServer:
         return web.json_response({"choices": [choice | self.changes]})
 
 
-Use = Callable[[ServerEngine, MadeUpServer, "web.AppRunner"], Awaitable[Any]]
-
-
 @pytest.fixture
-def use(tiny_models: dict[str, TinyModel], tmp_path: Path) -> Callable[..., Any]:
+def serve(tiny_models: dict[str, TinyModel], tmp_path: Path) -> Callable[..., Any]:
     model = Path(shutil.copytree(tiny_models["qwen3_tied"].path, tmp_path / "model"))
     tokenizer = Tokenizer(models.WordLevel({letter: n for n, letter in enumerate("abcdef")}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(model)
 
-    def run(
-        act: Use, *, started: bool = True, timeout_s: float = 5.0, routed: RoutedForm | None = None, **changes: Any
-    ) -> Any:
-        async def test() -> Any:
-            server = MadeUpServer(model)
-            for name, value in changes.items():
-                setattr(server, name, value)
-            app = web.Application()
-            app.router.add_route("*", "/{path:.*}", server.handle)
-            runner = web.AppRunner(app)
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            settings = VllmSettings(
-                index=0,
-                model_path=str(model),
-                config=GenerationConfig(server=ServerConfig(urls=[url], timeout_s=timeout_s)),
-                precision="float32",
-                max_total_sequence_length=32,
-                token="secret",
-                routed=routed,
-            )
-            engine = ServerEngine(settings)
-            try:
-                if started:
-                    await engine.start()
-                return await act(engine, server, runner)
-            finally:
-                await engine._session.close()
-                await runner.cleanup()
+    @asynccontextmanager
+    async def serve_engine(
+        *, started: bool = True, timeout_s: float = 5.0, routed: RoutedForm | None = None, **changes: Any
+    ) -> AsyncIterator[tuple[ServerEngine, MadeUpServer, web.AppRunner]]:
+        server = MadeUpServer(model)
+        for name, value in changes.items():
+            setattr(server, name, value)
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", server.handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        settings = VllmSettings(
+            index=0,
+            model_path=str(model),
+            config=GenerationConfig(server=ServerConfig(urls=[url], timeout_s=timeout_s)),
+            precision="float32",
+            max_total_sequence_length=32,
+            token="secret",
+            routed=routed,
+        )
+        engine = ServerEngine(settings)
+        try:
+            if started:
+                await engine.start()
+            yield engine, server, runner
+        finally:
+            await engine._session.close()
+            await runner.cleanup()
 
-        return asyncio.run(test())
-
-    return run
+    return serve_engine
 
 
 async def sample_all(engine: ServerEngine) -> list[GenerationOutput]:
@@ -163,8 +158,8 @@ async def publish(engine: ServerEngine, version: int, mode: Any = "files") -> No
     await engine.commit_weights(version)
 
 
-def test_a_version_is_received_while_paused_and_served_under_a_name_of_its_own(use: Any) -> None:
-    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+async def test_a_version_is_received_while_paused_and_served_under_a_name_of_its_own(serve: Any) -> None:
+    async with serve() as (engine, server, _):
         with pytest.raises(RuntimeError, match="the weights are incomplete"):
             await sample_all(engine)
         server.calls.clear()
@@ -182,11 +177,9 @@ def test_a_version_is_received_while_paused_and_served_under_a_name_of_its_own(u
         assert counts.tokens == 6
         assert counts.busy_s > 0
 
-    use(act)
 
-
-def test_a_server_serves_a_guarded_version_only_if_the_canary_is_right(use: Any) -> None:
-    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+async def test_a_server_serves_a_guarded_version_only_if_the_canary_is_right(serve: Any) -> None:
+    async with serve() as (engine, server, _):
         await engine.connect_weights("files", FILES, 0)
         for version, expected in ((4, -0.5), (5, -0.7)):
             await engine.receive_weights(version)
@@ -205,11 +198,9 @@ def test_a_server_serves_a_guarded_version_only_if_the_canary_is_right(use: Any)
         with pytest.raises(RuntimeError, match="the weights are incomplete"):
             await sample_all(engine)
 
-    use(act)
 
-
-def test_a_server_that_has_lost_its_weights_is_given_them_again_and_asked_again(use: Any) -> None:
-    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+async def test_a_server_that_has_lost_its_weights_is_given_them_again_and_asked_again(serve: Any) -> None:
+    async with serve() as (engine, server, _):
         await publish(engine, 4)
         server.served = "default"  # between two calls
         assert all(output.spans[0].version == 4 for output in await sample_all(engine))
@@ -219,11 +210,9 @@ def test_a_server_that_has_lost_its_weights_is_given_them_again_and_asked_again(
         assert "receive_refit" in server.calls
         assert "connect_refit" in server.calls
 
-    use(act)
 
-
-def test_a_server_that_was_started_anew_before_the_commit_has_not_the_version(use: Any) -> None:
-    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+async def test_a_server_that_was_started_anew_before_the_commit_has_not_the_version(serve: Any) -> None:
+    async with serve() as (engine, server, _):
         await engine.connect_weights("files", FILES, 0)
         await engine.receive_weights(4)
         server.served = "default"  # while other engines still receive
@@ -235,11 +224,9 @@ def test_a_server_that_was_started_anew_before_the_commit_has_not_the_version(us
         await publish(engine, 4)
         assert all(output.spans[0].version == 4 for output in await sample_all(engine))
 
-    use(act)
 
-
-def test_weights_that_only_a_step_brings_cannot_be_given_again(use: Any) -> None:
-    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+async def test_weights_that_only_a_step_brings_cannot_be_given_again(serve: Any) -> None:
+    async with serve() as (engine, server, _):
         await publish(engine, 4, mode="broadcast")
         server.served = "default"
         with pytest.raises(
@@ -247,21 +234,17 @@ def test_weights_that_only_a_step_brings_cannot_be_given_again(use: Any) -> None
         ):
             await sample_all(engine)
 
-    use(act)
 
-
-def test_another_run_at_the_same_server_is_found_out(use: Any) -> None:
-    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+async def test_another_run_at_the_same_server_is_found_out(serve: Any) -> None:
+    async with serve() as (engine, server, _):
         await publish(engine, 4)
         server.served = "0123456789abcdef:4"
         with pytest.raises(RuntimeError, match="was given weights by another run"):
             await sample_all(engine)
 
-    use(act)
 
-
-def test_a_server_that_stays_away_is_told(use: Any) -> None:
-    async def act(engine: ServerEngine, server: MadeUpServer, runner: Any) -> Any:
+async def test_a_server_that_stays_away_is_told(serve: Any) -> None:
+    async with serve(timeout_s=0.5) as (engine, _, runner):
         await publish(engine, 4)
         await runner.cleanup()
         with pytest.raises(
@@ -269,25 +252,19 @@ def test_a_server_that_stays_away_is_told(use: Any) -> None:
         ):
             await sample_all(engine)
 
-    use(act, timeout_s=0.5)
 
-
-def test_a_cache_of_other_weights_is_not_served_from(use: Any) -> None:
-    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+async def test_a_cache_of_other_weights_is_not_served_from(serve: Any) -> None:
+    async with serve(cache_is_free=False) as (engine, _, _):
         with pytest.raises(RuntimeError, match="could not empty its prefix cache, which is of other weights"):
             await publish(engine, 1)
         with pytest.raises(RuntimeError, match="the weights are incomplete"):
             await sample_all(engine)
 
-    use(act, cache_is_free=False)
 
-
-def test_a_probability_that_is_no_number_stays_none(use: Any) -> None:
-    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+async def test_a_probability_that_is_no_number_stays_none(serve: Any) -> None:
+    async with serve(logprob=-9999.0) as (engine, _, _):
         await publish(engine, 1)
         assert math.isnan((await sample_all(engine))[0].logprobs[0])
-
-    use(act, logprob=-9999.0)
 
 
 @pytest.mark.parametrize(
@@ -304,8 +281,8 @@ def test_a_probability_that_is_no_number_stays_none(use: Any) -> None:
         ({"shape": {"vocab": 7}}, "serves another model than policy.model.path=.*vocab 7, not"),
     ],
 )
-def test_a_server_that_does_not_fit_is_told_at_the_start(use: Any, change: dict[str, Any], text: str) -> None:
-    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+async def test_a_server_that_does_not_fit_is_told_at_the_start(serve: Any, change: dict[str, Any], text: str) -> None:
+    async with serve(started=False, timeout_s=1.0) as (engine, server, _):
         for name, value in change.items():
             if name in ("hidden", "worker"):
                 setattr(server, name, value)
@@ -313,8 +290,6 @@ def test_a_server_that_does_not_fit_is_told_at_the_start(use: Any, change: dict[
                 server.worker[name] = value
         with pytest.raises(RuntimeError, match=text):
             await engine.start()
-
-    use(act, started=False, timeout_s=1.0)
 
 
 WRONG_ANSWERS: dict[str, tuple[dict[str, Any], str]] = {
@@ -339,17 +314,14 @@ WRONG_ANSWERS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", WRONG_ANSWERS)
-def test_a_server_that_answers_wrongly_is_named(use: Any, kind: str) -> None:
+async def test_a_server_that_answers_wrongly_is_named(serve: Any, kind: str) -> None:
     response, text = WRONG_ANSWERS[kind]
-
-    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+    async with serve() as (engine, server, _):
         await publish(engine, 1)
         server.answer = web.Response(**({"content_type": "application/json"} | response))
         with pytest.raises(RunError, match=rf"^http://127\.0\.0\.1:\d+/inference/v1/generate {text}"):
             await engine._sample("a", REQUESTS[0], SETTINGS)
         assert len(server.bodies) == 1
-
-    use(act)
 
 
 @pytest.mark.parametrize(
@@ -369,8 +341,8 @@ def test_a_server_that_answers_wrongly_is_named(use: Any, kind: str) -> None:
         ({"finish_reason": None}, None),
     ],
 )
-def test_a_server_is_not_believed_what_cannot_be(use: Any, changes: dict[str, Any], text: str | None) -> None:
-    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+async def test_a_server_is_not_believed_what_cannot_be(serve: Any, changes: dict[str, Any], text: str | None) -> None:
+    async with serve() as (engine, server, _):
         await publish(engine, 1)
         tokens = changes.get("token_ids", [0, 0])
         scored = changes.get("scored", tokens)
@@ -384,47 +356,37 @@ def test_a_server_is_not_believed_what_cannot_be(use: Any, changes: dict[str, An
         with pytest.raises(RunError, match=rf"/inference/v1/generate gives no response \(.*{text}.*\), but "):
             await engine._sample("a", REQUESTS[0], SETTINGS)
 
-    use(act)
-
 
 FORM = RoutedForm(layers=(1,), top_k=2, experts=100)
 
 
-def test_experts_come_with_the_tokens(use: Any) -> None:
+async def test_experts_come_with_the_tokens(serve: Any) -> None:
     chosen = np.arange(3 * 2 * 2, dtype=np.uint8).reshape(3, 2, 2)
-
-    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+    async with serve(routed=FORM, experts=chosen) as (engine, server, _):
         await publish(engine, 1)
         for output in await sample_all(engine):
             assert FORM.unpack(output.routed).tolist() == chosen[:, 1:].tolist()
         server.experts = chosen[1:]
         assert {*await sample_all(engine)} == {"vLLM recorded the experts of 2 tokens, and 3 were processed"}
 
-    use(act, routed=FORM, experts=chosen)
 
-
-def test_a_server_that_returns_no_experts_is_told_at_the_start(use: Any) -> None:
-    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+async def test_a_server_that_returns_no_experts_is_told_at_the_start(serve: Any) -> None:
+    async with serve(started=False, routed=FORM) as (engine, server, _):
         server.worker["records_experts"] = False
         with pytest.raises(RuntimeError, match=r"for policy.moe.replay_routing=true; start it with --enable-return-r"):
             await engine.start()
 
-    use(act, started=False, routed=FORM)
 
-
-def test_a_server_with_another_tokenizer_is_refused(use: Any) -> None:
+async def test_a_server_with_another_tokenizer_is_refused(serve: Any) -> None:
     words = {letter: n for n, letter in enumerate("bacdef")}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="b"))
-
-    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+    async with serve(started=False, tokenizer=tokenizer) as (engine, _, _):
         with pytest.raises(RuntimeError, match=r"has another tokenizer than policy\.model\.path=.*without --tokenizer"):
             await engine.start()
 
-    use(act, started=False, tokenizer=tokenizer)
 
-
-def test_the_special_token_that_ended_a_response_is_not_in_its_text(use: Any) -> None:
-    async def act(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+async def test_the_special_token_that_ended_a_response_is_not_in_its_text(serve: Any) -> None:
+    async with serve() as (engine, _, _):
         engine._tokenizer.add_special_tokens({"eos_token": "f"})
         await publish(engine, 0)
         ended, cut = {"finish_reason": "stop"}, {"finish_reason": "length"}
@@ -435,5 +397,3 @@ def test_the_special_token_that_ended_a_response_is_not_in_its_text(use: Any) ->
             engine._parse_response({"choices": [choice | end]}, prompt_tokens=1, most_tokens=4) for end in (ended, cut)
         ]
         assert [output.text for output in texts if isinstance(output, GenerationOutput)] == ["f c", "f c f"]
-
-    use(act)

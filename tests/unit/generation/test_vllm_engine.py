@@ -75,35 +75,30 @@ def start_llm(engine: VllmEngine) -> PickyLLM:
     return llm
 
 
-def test_a_call_that_fails_leaves_no_request_behind(engine: VllmEngine) -> None:
+async def test_a_call_that_fails_leaves_no_request_behind(engine: VllmEngine) -> None:
     request = GenerationRequest(prompt_ids=np.array([2, 3], dtype=np.int32), seed=0, max_new_tokens=2)
-
-    async def scene() -> None:
-        llm = start_llm(engine)
-        with pytest.raises(ValueError, match="cannot be sampled"):
-            async for _ in engine.generate([request] * 3, SamplingSettings(max_new_tokens=2), "call"):
-                pass
-        assert not llm.requests
-        await engine.sleep()
-        assert engine._gate.is_closed("memory")
-
-    asyncio.run(scene())
+    llm = start_llm(engine)
+    with pytest.raises(ValueError, match="cannot be sampled"):
+        async for _ in engine.generate([request] * 3, SamplingSettings(max_new_tokens=2), "call"):
+            pass
+    assert not llm.requests
+    await engine.sleep()
+    assert engine._gate.is_closed("memory")
 
 
-def test_a_commit_that_fails_leaves_nothing_of_it_under_way(engine: VllmEngine) -> None:
-    async def scene() -> None:
-        llm = start_llm(engine)
-        await engine._gate.close("weights", "the weights are incomplete")
-        with pytest.raises(RuntimeError, match="holds version 3, not 4"):
-            await engine.commit_weights(4)
-        assert llm.version == "4", "a call that cannot be taken back has ended"
-        with pytest.raises(RuntimeError, match="the weights are incomplete"):
-            engine._gate.require_open()
-
-    asyncio.run(scene())
+async def test_a_commit_that_fails_leaves_nothing_of_it_under_way(engine: VllmEngine) -> None:
+    llm = start_llm(engine)
+    await engine._gate.close("weights", "the weights are incomplete")
+    with pytest.raises(RuntimeError, match="holds version 3, not 4"):
+        await engine.commit_weights(4)
+    assert llm.version == "4", "a call that cannot be taken back has ended"
+    with pytest.raises(RuntimeError, match="the weights are incomplete"):
+        engine._gate.require_open()
 
 
-def test_prompts_cached_under_earlier_weights_are_not_used(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prompts_cached_under_earlier_weights_are_not_used(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A cache that outlasts refits is kept apart by the version of the weights."""
     async_settings = AsyncGRPOConfig(enabled=True, recompute_kv_cache_after_weight_updates=False)
     engine._settings = replace(engine._settings, in_flight=async_settings)
@@ -114,18 +109,14 @@ def test_prompts_cached_under_earlier_weights_are_not_used(engine: VllmEngine, m
 
     monkeypatch.setattr("vllm.inputs.engine.tokens_input", record)
     request = GenerationRequest(prompt_ids=np.array([2, 3], dtype=np.int32), seed=0, max_new_tokens=2)
-
-    async def scene() -> None:
-        llm: Any = start_llm(engine)
-        monkeypatch.setattr(engine, "_call_workers", _confirm)
-        for version in (1, 2, 3):
-            await engine._gate.close("weights", "the weights are incomplete")
-            await engine.commit_weights(version)
-            llm.refused = f"{version}.0"
-            with pytest.raises(ValueError, match="cannot be sampled"):
-                await engine._add(str(version), [request], SamplingSettings(max_new_tokens=2))
-
-    asyncio.run(scene())
+    llm: Any = start_llm(engine)
+    monkeypatch.setattr(engine, "_call_workers", _confirm)
+    for version in (1, 2, 3):
+        await engine._gate.close("weights", "the weights are incomplete")
+        await engine.commit_weights(version)
+        llm.refused = f"{version}.0"
+        with pytest.raises(ValueError, match="cannot be sampled"):
+            await engine._add(str(version), [request], SamplingSettings(max_new_tokens=2))
     assert len(set(salts)) == 3
 
 
@@ -133,58 +124,48 @@ async def _confirm(*_: Any) -> list[None]:
     return [None]
 
 
-def test_a_canary_that_vllm_refuses_is_skipped(engine: VllmEngine, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_canary_that_vllm_refuses_is_skipped(engine: VllmEngine, caplog: pytest.LogCaptureFixture) -> None:
     """A difference ends the run, but not an error in what only the canary uses."""
-
-    async def scene() -> None:
-        llm = start_llm(engine)
-        llm.refused = "canary.1"
-        await engine._gate.close("weights", "version 3 has not passed the canary")
-        prompt = CanaryPrompt(3, ((5, 6), (7, 8, 9)), expected=((-1.0,), (-1.0, -2.0)), limit=0.1)
-        assert math.isnan((await engine.check_canary(prompt)).error)
-        assert not llm.requests
-        assert not engine._gate.is_closed("weights")
-
-    asyncio.run(scene())
+    llm = start_llm(engine)
+    llm.refused = "canary.1"
+    await engine._gate.close("weights", "version 3 has not passed the canary")
+    prompt = CanaryPrompt(3, ((5, 6), (7, 8, 9)), expected=((-1.0,), (-1.0, -2.0)), limit=0.1)
+    assert math.isnan((await engine.check_canary(prompt)).error)
+    assert not llm.requests
+    assert not engine._gate.is_closed("weights")
     assert "version 3 was not compared: ValueError: this prompt cannot be sampled" in caplog.text
 
 
-def test_an_engine_sleeps_under_responses_in_flight_if_weights_may_change_under_them(engine: VllmEngine) -> None:
+async def test_an_engine_sleeps_under_responses_in_flight_if_weights_may_change_under_them(engine: VllmEngine) -> None:
     engine._settings = replace(engine._settings, in_flight=AsyncGRPOConfig(enabled=True))
-
-    async def scene() -> None:
-        start_llm(engine)
-        async with engine._gate.admission(1):
-            pass
-        await engine.sleep()
-        assert engine._gate.is_closed("memory")
-        late = GenerationRequest(prompt_ids=np.array([2, 3], dtype=np.int32), seed=0, max_new_tokens=2)
-        calls = engine.generate([late], SamplingSettings(max_new_tokens=2), "late")
-        future: asyncio.Future[Any] = asyncio.ensure_future(anext(calls))
-        await asyncio.sleep(0.05)
-        assert not future.done(), "it waits"
-        future.cancel()
-        await engine.wake("weights")
-        assert engine._gate.is_closed("memory")
-        await engine.wake("kv_cache")
-        assert not engine._gate.is_closed("memory")
-        assert engine.take_counts().busy_s < 0.05, "it was not busy while it slept"
-
-    asyncio.run(scene())
+    start_llm(engine)
+    async with engine._gate.admission(1):
+        pass
+    await engine.sleep()
+    assert engine._gate.is_closed("memory")
+    late = GenerationRequest(prompt_ids=np.array([2, 3], dtype=np.int32), seed=0, max_new_tokens=2)
+    calls = engine.generate([late], SamplingSettings(max_new_tokens=2), "late")
+    future: asyncio.Future[Any] = asyncio.ensure_future(anext(calls))
+    await asyncio.sleep(0.05)
+    assert not future.done(), "it waits"
+    future.cancel()
+    await engine.wake("weights")
+    assert engine._gate.is_closed("memory")
+    await engine.wake("kv_cache")
+    assert not engine._gate.is_closed("memory")
+    assert engine.take_counts().busy_s < 0.05, "it was not busy while it slept"
 
 
-def test_an_engine_sleeps_only_when_nothing_is_in_flight(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_sleeps_only_when_nothing_is_in_flight(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_gate, "DRAIN_S", 0.1)
-
-    async def scene() -> None:
-        start_llm(engine)
-        async with engine._gate.admission(1):
-            pass
-        with pytest.raises(RuntimeError, match="1 responses are in flight"):
-            await engine.sleep()
-        assert not engine._gate.is_closed("memory")
-        engine._gate.leave(1)
+    start_llm(engine)
+    async with engine._gate.admission(1):
+        pass
+    with pytest.raises(RuntimeError, match="1 responses are in flight"):
         await engine.sleep()
-        assert engine._gate.is_closed("memory")
-
-    asyncio.run(scene())
+    assert not engine._gate.is_closed("memory")
+    engine._gate.leave(1)
+    await engine.sleep()
+    assert engine._gate.is_closed("memory")

@@ -14,17 +14,14 @@ from openai import AsyncOpenAI
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.batch.trajectory import Span
-from megatron_grpo.data.prompt_renderer import PromptFormat
-from megatron_grpo.data.scores import ModelAccess
-from megatron_grpo.rollouts.conversation import OPEN_CALLS, Conversation
-from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
-from tests.support.asked_endpoint import SETTINGS, Engine, ask, head
+from megatron_grpo.rollouts.conversation import OPEN_CALLS
+from tests.support.asked_endpoint import Engine, begin_talk, head, open_endpoint, open_rollout
 from tests.support.asked_endpoint import model as model  # a fixture
-from tests.support.direct_conversation import DirectConversation
+from tests.support.direct_conversation import deliver_at_once
 
 
-def test_bodies_that_never_come_are_bounded(model: str) -> None:
-    async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> list[bytes]:
+async def test_bodies_that_never_come_are_bounded(model: str) -> None:
+    async with open_rollout(model) as (_, access, endpoint):
         path = f"{access.base_url.partition(str(endpoint.port))[2]}/chat/completions"
         key = f"Authorization: Bearer {access.token}"
         opened = [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(OPEN_CALLS + 6)]
@@ -37,32 +34,25 @@ def test_bodies_that_never_come_are_bounded(model: str) -> None:
             task.cancel()
         for _, writer in opened:
             writer.close()
-        return [task.result() for task in finished]
-
-    lines = ask(model, agent)
+        lines = [task.result() for task in finished]
     assert [line.split()[1] for line in lines] == [b"429"] * 6
 
 
-def test_responses_of_a_rollout_are_read_one_at_a_time(model: str) -> None:
-    async def scene() -> int:
-        endpoint = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=None, tokenizer=model))
-        await endpoint.start()
-        talk = Conversation(Engine(), SETTINGS, endpoint.get_renderer("task", PromptFormat()), lambda turn: turn, 40)
-        reading, peak = 0, 0
+async def test_responses_of_a_rollout_are_read_one_at_a_time(model: str) -> None:
+    reading, peak = 0, 0
 
-        async def read(output: GenerationOutput, text: str, number: int) -> dict[str, Any]:
-            nonlocal reading, peak
-            reading += 1
-            peak = max(peak, reading)
-            await asyncio.sleep(0.01)
-            reading -= 1
-            return {"role": "assistant", "content": text}
+    async def read(output: GenerationOutput, text: str, number: int) -> dict[str, Any]:
+        nonlocal reading, peak
+        reading += 1
+        peak = max(peak, reading)
+        await asyncio.sleep(0.01)
+        reading -= 1
+        return {"role": "assistant", "content": text}
 
+    async with open_endpoint(model) as endpoint:
+        talk = begin_talk(endpoint, Engine())
         await asyncio.gather(*(talk.chat([{"role": "user", "content": "ab"}], read=read) for _ in range(8)))
-        await endpoint.runner.cleanup()
-        return peak
-
-    assert asyncio.run(scene()) == 1
+    assert peak == 1
 
 
 class LongEngine(Engine):
@@ -74,28 +64,19 @@ class LongEngine(Engine):
         )
 
 
-def test_a_stream_that_is_left_in_the_middle_counts(model: str) -> None:
+async def test_a_stream_that_is_left_in_the_middle_counts(model: str) -> None:
     """A stream that the agent leaves counts: its beginning may have been all that the agent wanted."""
-
-    async def scene() -> int:
-        endpoint = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=None, tokenizer=model))
-        await endpoint.start()
-        renderer = endpoint.get_renderer("task", PromptFormat())
-        talk = Conversation(LongEngine(), SETTINGS, renderer, lambda turn: turn, 50_000)
+    async with open_endpoint(model) as endpoint:
+        talk = begin_talk(endpoint, LongEngine(), 50_000)
         with endpoint.open_rollout(talk) as access:
             client = AsyncOpenAI(base_url=access.base_url, api_key=access.token, max_retries=0)
-            messages: list[Any] = [{"role": "user", "content": "ab"}]
-            stream = await client.chat.completions.create(
-                model="policy", messages=messages, n=8, stream=True, logprobs=True
-            )
+            call: Any = {"messages": [{"role": "user", "content": "ab"}], "n": 8, "logprobs": True}
+            stream = await client.chat.completions.create(model="policy", stream=True, **call)
             async for _ in stream:
                 break
             await stream.close()
             await asyncio.sleep(0.3)
-        await endpoint.runner.cleanup()
-        return len(talk.responses)
-
-    assert asyncio.run(scene()) == 8
+    assert len(talk.responses) == 8
 
 
 async def post(url: str, body: bytes, **headers: str) -> tuple[int, str]:
@@ -105,66 +86,47 @@ async def post(url: str, body: bytes, **headers: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("coding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
-def test_compressed_calls_are_no_larger_than_others(model: str, coding: str, compress: Any) -> None:
+async def test_compressed_calls_are_no_larger_than_others(model: str, coding: str, compress: Any) -> None:
     body = compress(b" " * 100_000_000)
-
-    async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> tuple[int, str]:
-        return await post(f"{access.base_url}/chat/completions", body, **{"Content-Encoding": coding})
-
     began = time.process_time()
-    status, text = ask(model, agent)
+    async with open_rollout(model) as (_, access, _):
+        status, text = await post(f"{access.base_url}/chat/completions", body, **{"Content-Encoding": coding})
     assert (status, "the request has more than 68096 bytes" in text) == (400, True)
     assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize("value", ["[]", "{}", "0", '{"a":0}', '[[],""]'])
-def test_calls_of_very_many_values_are_refused(model: str, value: str) -> None:
-    async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> list[tuple[int, str]]:
+async def test_calls_of_very_many_values_are_refused(model: str, value: str) -> None:
+    async with open_rollout(model) as (_, access, _):
         bodies = []
         for values in (1000, 6000):
             metadata = {"a": json.loads(f"[{','.join([value] * values)}]")}
             call = {"messages": [{"role": "user", "content": "ab"}], "metadata": metadata}
             bodies.append(json.dumps(call).encode())
-        return [await post(f"{access.base_url}/chat/completions", body) for body in bodies]
-
-    (few, _), (many, text) = ask(model, agent)
+        (few, _), (many, text) = [await post(f"{access.base_url}/chat/completions", body) for body in bodies]
     assert (few, many) == (200, 400)
     assert "more than 4256 values" in text
 
 
-def test_the_texts_of_a_long_answer_are_read_once_for_each_token(model: str) -> None:
-    async def scene() -> tuple[int, list[str]]:
-        endpoint = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=None, tokenizer=model))
-        await endpoint.start()
-        decoded = []
+async def test_the_texts_of_a_long_answer_are_read_once_for_each_token(model: str) -> None:
+    decoded = []
+    async with open_endpoint(model) as endpoint:
         decode = endpoint.tokenizer.decode
         endpoint.tokenizer.decode = lambda ids: decoded.append(ids) or decode(ids)
-        renderer = endpoint.get_renderer("task", PromptFormat())
-        talk = Conversation(LongEngine(), SETTINGS, renderer, lambda turn: turn, 50_000)
-        with endpoint.open_rollout(talk) as access:
+        with endpoint.open_rollout(begin_talk(endpoint, LongEngine(), 50_000)) as access:
             status, text = await post(f"{access.base_url}/completions", b'{"prompt": [1], "n": 4}')
-        await endpoint.runner.cleanup()
-        assert status == 200
-        return len(decoded), json.loads(text)["choices"][3]["logprobs"]["tokens"]
-
-    assert asyncio.run(scene()) == (1, ["d"] * 20_000)
+    assert status == 200
+    assert (len(decoded), json.loads(text)["choices"][3]["logprobs"]["tokens"]) == (1, ["d"] * 20_000)
 
 
-def test_long_chains_of_calls_are_compared_token_by_token(model: str) -> None:
+async def test_long_chains_of_calls_are_compared_token_by_token(model: str) -> None:
     """Also where the prompt of each call is found among those of a thousand others."""
-
-    async def scene() -> int:
-        endpoint = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=None, tokenizer=model))
-        await endpoint.start()
-        renderer = endpoint.get_renderer("task", PromptFormat())
-        talk = DirectConversation(Engine(), SETTINGS, renderer, lambda turn: turn, 5_000)
+    began = time.process_time()
+    async with open_endpoint(model) as endpoint:
+        talk = deliver_at_once(begin_talk(endpoint, Engine(), 5_000))
         ids = [1]
         for _ in range(900):
             response = await talk.complete(ids)
             ids = [*map(int, response.tokens), 5]
-        await endpoint.runner.cleanup()
-        return len(talk.list_segments())
-
-    began = time.process_time()
-    assert asyncio.run(scene()) == 1
+    assert len(talk.list_segments()) == 1
     assert time.process_time() - began < 15

@@ -3,7 +3,6 @@
 Which types a field may have is read from the annotations of OpenAI's own client.
 """
 
-import asyncio
 import gzip
 import json
 import typing
@@ -19,11 +18,8 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 from openai.types.responses.response_create_params import ResponseCreateParamsBase as ResponseParams
 from typing_extensions import is_typeddict
 
-from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.rollouts.chat_protocol import CHAT_FIELDS, COMPLETION_FIELDS, RESPONSES_FIELDS
-from megatron_grpo.rollouts.conversation import Conversation
-from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
-from tests.support.asked_endpoint import SETTINGS, Engine
+from tests.support.asked_endpoint import Engine, begin_talk, open_endpoint
 from tests.support.asked_endpoint import model as model  # a fixture
 
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -104,32 +100,25 @@ def iterate_calls() -> Iterator[tuple[str, bytes, bool]]:
                 yield "responses", write({"input": [{**item, field: "<value>"}]}, value), False
 
 
-def test_no_call_is_an_error_of_the_server(model: str) -> None:
-    async def scene() -> None:
-        endpoint = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=None, tokenizer=model))
-        await endpoint.start()
-        statuses: Counter[int] = Counter()
-        engine: Any = Engine()
-        async with aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as session:
-            for path, body, is_wrong in iterate_calls():
-                renderer = endpoint.get_renderer("task", PromptFormat())
-                talk = Conversation(engine, SETTINGS, renderer, lambda turn: turn, 40)
-                with endpoint.open_rollout(talk) as access:
-                    async with session.post(f"{access.base_url}/{path}", data=body) as reply:
-                        text = await reply.text()
-                assert reply.status in ((400,) if is_wrong else (200, 400)), (path, body[:200], text[:300])
-                assert len(text) < 5000, (path, body[:200])
-                assert len(talk.responses) == ((json.loads(body).get("n") or 1) if reply.status == 200 else 0)
-                statuses[reply.status] += 1
-        await endpoint.runner.cleanup()
-        assert sum(statuses.values()) >= 1200
-        assert statuses[200] >= 100
-
-    asyncio.run(scene())
+async def test_no_call_is_an_error_of_the_server(model: str) -> None:
+    statuses: Counter[int] = Counter()
+    kind = {"Content-Type": "application/json"}
+    async with open_endpoint(model) as endpoint, aiohttp.ClientSession(headers=kind) as session:
+        for path, body, is_wrong in iterate_calls():
+            talk = begin_talk(endpoint, Engine())
+            with endpoint.open_rollout(talk) as access:
+                async with session.post(f"{access.base_url}/{path}", data=body) as reply:
+                    text = await reply.text()
+            assert reply.status in ((400,) if is_wrong else (200, 400)), (path, body[:200], text[:300])
+            assert len(text) < 5000, (path, body[:200])
+            assert len(talk.responses) == ((json.loads(body).get("n") or 1) if reply.status == 200 else 0)
+            statuses[reply.status] += 1
+    assert sum(statuses.values()) >= 1200
+    assert statuses[200] >= 100
 
 
 @pytest.mark.parametrize("path", PROTOCOLS)
-def test_bodies_and_methods(model: str, path: str) -> None:
+async def test_bodies_and_methods(model: str, path: str) -> None:
     full_body = json.dumps(PROTOCOLS[path][1]).encode()
     cases: list[tuple[str, dict[str, str], bytes, int]] = [
         ("POST", {}, full_body, 200),
@@ -145,21 +134,10 @@ def test_bodies_and_methods(model: str, path: str) -> None:
         ),
         *((method, {}, full_body, 405) for method in ("GET", "PUT", "PATCH", "DELETE", "OPTIONS")),
     ]
-
-    async def scene() -> None:
-        endpoint = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=None, tokenizer=model))
-        await endpoint.start()
-        engine: Any = Engine()
-        # A connection with a broken body is closed behind its answer.
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
-            for method, headers, body, status in cases:
-                talk = Conversation(
-                    engine, SETTINGS, endpoint.get_renderer("task", PromptFormat()), lambda turn: turn, 40
-                )
-                with endpoint.open_rollout(talk) as access:
-                    options = {"data": body, "headers": {"Content-Type": "application/json", **headers}}
-                    async with session.request(method, f"{access.base_url}/{path}", **options) as reply:
-                        assert reply.status == status, (method, headers, body[:100], await reply.text())
-        await endpoint.runner.cleanup()
-
-    asyncio.run(scene())
+    connector = aiohttp.TCPConnector(force_close=True)  # one with a broken body is closed behind its answer
+    async with open_endpoint(model) as endpoint, aiohttp.ClientSession(connector=connector) as session:
+        for method, headers, body, status in cases:
+            with endpoint.open_rollout(begin_talk(endpoint, Engine())) as access:
+                options = {"data": body, "headers": {"Content-Type": "application/json", **headers}}
+                async with session.request(method, f"{access.base_url}/{path}", **options) as reply:
+                    assert reply.status == status, (method, headers, body[:100], await reply.text())

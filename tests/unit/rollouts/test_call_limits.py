@@ -21,7 +21,8 @@ from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.rollouts.call_prompts import BadCallError
 from megatron_grpo.rollouts.call_texts import CallTexts
 from megatron_grpo.rollouts.conversation import Conversation
-from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
+from megatron_grpo.rollouts.endpoint import Endpoint
+from tests.support.asked_endpoint import begin_talk, open_endpoint
 from tests.support.direct_conversation import DirectConversation
 
 BEGIN, CALL, SEPARATOR = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
@@ -66,24 +67,10 @@ Talk = Callable[[Any], Conversation]
 
 
 @asynccontextmanager
-async def open_endpoint(model: str, *, limited: bool = True, **config: Any) -> AsyncIterator[tuple[Endpoint, Talk]]:
-    settings = EndpointSettings(
-        host="127.0.0.1", port=0, token=None, tokenizer=model, config=EndpointConfig(**config), limited=limited
-    )
-    endpoint = Endpoint(settings)
-    await endpoint.start()
-
-    def talk(engine: Any) -> Conversation:
-        renderer = endpoint.get_renderer("task", PromptFormat())
-        return Conversation(
-            engine, SamplingSettings(max_new_tokens=8192), renderer, lambda number: number, 8192, endpoint.texts
-        )
-
-    try:
-        yield endpoint, talk
-    finally:
-        await endpoint.runner.cleanup()
-        endpoint.texts.close()
+async def open_limited(model: str, *, limited: bool = True, **config: Any) -> AsyncIterator[tuple[Endpoint, Talk]]:
+    settings = SamplingSettings(max_new_tokens=8192)
+    async with open_endpoint(model, config=EndpointConfig(**config), limited=limited) as endpoint:
+        yield endpoint, lambda engine: begin_talk(endpoint, engine, 8192, settings=settings)
 
 
 async def post(url: str, **fields: Any) -> tuple[int, Any]:
@@ -99,44 +86,36 @@ LOOPS = {
 }
 
 
-def test_a_response_that_a_parser_cannot_end_has_no_calls_and_holds_up_nobody(model: str) -> None:
-    async def rollouts() -> None:
-        tools = [{"type": "function", "function": {"name": "f"}}]
-        async with open_endpoint(model, tool_parser="deepseek_v3", text_cpu_s=0.4) as (endpoint, talk):
-            for text in LOOPS.values():
-                looping, ordinary = talk(Says(text, 2401)), talk(Says("de"))
-                with endpoint.open_rollout(looping) as first, endpoint.open_rollout(ordinary) as second:
-                    slow = asyncio.create_task(post(first.base_url, tools=tools))
-                    await asyncio.sleep(0.05)
-                    used = time.process_time()
-                    status, answer = await post(second.base_url, tools=tools)
-                    assert (status, answer["choices"][0]["message"]["content"]) == (200, "de")
-                    status, answer = await slow
-                    assert time.process_time() - used < 0.4, "nothing of it is read in the worker's process"
-                message = answer["choices"][0]["message"]
-                assert (status, message["role"], "tool_calls" in message) == (200, "assistant", False)
-                assert [len(response.output.token_ids) for response in looping.responses] == [2401], "it is learnt from"
-            with endpoint.open_rollout(
-                talk(Says(f"{BEGIN}{CALL}function{SEPARATOR}f\n```json\n{{}}\n```{MARKS[3]}"))
-            ) as a:
-                _, answer = await post(a.base_url, tools=tools)
-                assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f"
-
-    asyncio.run(rollouts())
+async def test_a_response_that_a_parser_cannot_end_has_no_calls_and_holds_up_nobody(model: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    async with open_limited(model, tool_parser="deepseek_v3", text_cpu_s=0.4) as (endpoint, talk):
+        for text in LOOPS.values():
+            looping, ordinary = talk(Says(text, 2401)), talk(Says("de"))
+            with endpoint.open_rollout(looping) as first, endpoint.open_rollout(ordinary) as second:
+                slow = asyncio.create_task(post(first.base_url, tools=tools))
+                await asyncio.sleep(0.05)
+                used = time.process_time()
+                status, answer = await post(second.base_url, tools=tools)
+                assert (status, answer["choices"][0]["message"]["content"]) == (200, "de")
+                status, answer = await slow
+                assert time.process_time() - used < 0.4, "nothing of it is read in the worker's process"
+            message = answer["choices"][0]["message"]
+            assert (status, message["role"], "tool_calls" in message) == (200, "assistant", False)
+            assert [len(response.output.token_ids) for response in looping.responses] == [2401], "it is learnt from"
+        with endpoint.open_rollout(talk(Says(f"{BEGIN}{CALL}function{SEPARATOR}f\n```json\n{{}}\n```{MARKS[3]}"))) as a:
+            _, answer = await post(a.base_url, tools=tools)
+            assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f"
 
 
-def test_templates_without_end_or_with_huge_texts_are_told(model: str) -> None:
-    async def rollouts() -> None:
-        async with open_endpoint(model, text_cpu_s=0.5, text_memory_mib=300) as (endpoint, talk):
-            with endpoint.open_rollout(talk(Says("de"))) as access:
-                for mode in ("large", "doubled", "endless"):
-                    status, answer = await post(access.base_url, chat_template_kwargs={"mode": mode})
-                    text = answer["error"]["message"]
-                    assert status == 400
-                    assert "needs more than 0.5 s of a processor or 300 MiB (generation.endpoint.text_cpu_s and" in text
-                assert (await post(access.base_url))[0] == 200
-
-    asyncio.run(rollouts())
+async def test_templates_without_end_or_with_huge_texts_are_told(model: str) -> None:
+    async with open_limited(model, text_cpu_s=0.5, text_memory_mib=300) as (endpoint, talk):
+        with endpoint.open_rollout(talk(Says("de"))) as access:
+            for mode in ("large", "doubled", "endless"):
+                status, answer = await post(access.base_url, chat_template_kwargs={"mode": mode})
+                text = answer["error"]["message"]
+                assert status == 400
+                assert "needs more than 0.5 s of a processor or 300 MiB (generation.endpoint.text_cpu_s and" in text
+            assert (await post(access.base_url))[0] == 200
 
 
 class Unread:
@@ -171,68 +150,54 @@ def test_texts_that_cannot_fit_are_refused_by_their_length(message: dict[str, An
             asyncio.run(talk.complete(prompt))
 
 
-def test_calls_and_segments_of_a_rollout_are_limited() -> None:
+async def test_calls_and_segments_of_a_rollout_are_limited() -> None:
     texts = CallTexts(EndpointConfig(max_calls=8, max_segments=3))
     renderer = PromptRenderer(Unread(), PromptFormat())
     settings = SamplingSettings(max_new_tokens=8)
     talk = DirectConversation(Says("de"), settings, renderer, lambda n: n, 100, texts)  # type: ignore[arg-type]
-
-    async def agent() -> None:
-        for token in (1, 2, 3):
-            await talk.complete([token])
-        with pytest.raises(BadCallError, match=r"has generation\.endpoint\.max_segments=3 conversations"):
-            await talk.complete([4])
-        for _ in range(5):  # one of them goes on
-            await talk.complete([*map(int, talk.last.tokens), 5])
-        with pytest.raises(BadCallError, match=r"has had generation\.endpoint\.max_calls=8 calls"):
-            await talk.complete([*map(int, talk.last.tokens), 5])
-
-    asyncio.run(agent())
+    for token in (1, 2, 3):
+        await talk.complete([token])
+    with pytest.raises(BadCallError, match=r"has generation\.endpoint\.max_segments=3 conversations"):
+        await talk.complete([4])
+    for _ in range(5):  # one of them goes on
+        await talk.complete([*map(int, talk.last.tokens), 5])
+    with pytest.raises(BadCallError, match=r"has had generation\.endpoint\.max_calls=8 calls"):
+        await talk.complete([*map(int, talk.last.tokens), 5])
     assert [len(segment.outputs) for segment in talk.list_segments()] == [1, 1, 6]
 
 
 @pytest.mark.parametrize(("calls", "choices"), [(5, 1), (1, 5), (3, 2)])
-def test_calls_at_the_same_time_begin_no_more_segments_than_others(model: str, calls: int, choices: int) -> None:
+async def test_calls_at_the_same_time_begin_no_more_segments_than_others(model: str, calls: int, choices: int) -> None:
     """Each is sampled while the others are being read, so none of them counts yet."""
 
-    async def rollout() -> tuple[list[int], int]:
-        async with open_endpoint(model, limited=False, max_segments=3) as (endpoint, talk):
+    async def read(output: GenerationOutput, text: str, number: int) -> dict[str, Any]:
+        await asyncio.sleep(0.2)
+        return {"role": "assistant", "content": text}
 
-            async def read(output: GenerationOutput, text: str, number: int) -> dict[str, Any]:
-                await asyncio.sleep(0.2)
-                return {"role": "assistant", "content": text}
-
-            endpoint.texts.prepare = lambda *_: asyncio.sleep(0, read)  # type: ignore[method-assign, assignment]
-            conversation = talk(Says("de"))
-            with endpoint.open_rollout(conversation) as access:
-                messages = [{"role": "user", "content": "ab"}]
-                tasks = []
-                for _ in range(calls):
-                    tasks.append(asyncio.create_task(post(access.base_url, messages=messages, n=choices)))
-                    await asyncio.sleep(0.1)
-                statuses = [status for status, _ in await asyncio.gather(*tasks)]
-            return statuses, len(conversation.list_segments())
-
-    statuses, segments = asyncio.run(rollout())
+    async with open_limited(model, limited=False, max_segments=3) as (endpoint, talk):
+        endpoint.texts.prepare = lambda *_: asyncio.sleep(0, read)  # type: ignore[method-assign, assignment]
+        conversation = talk(Says("de"))
+        with endpoint.open_rollout(conversation) as access:
+            tasks = []
+            for _ in range(calls):
+                tasks.append(asyncio.create_task(post(access.base_url, n=choices)))
+                await asyncio.sleep(0.1)
+            statuses = [status for status, _ in await asyncio.gather(*tasks)]
     allowed = 3 // choices
     assert statuses == [200] * allowed + [400] * (calls - allowed)
-    assert segments == allowed * choices
+    assert len(conversation.list_segments()) == allowed * choices
 
 
-def test_a_response_that_is_continued_is_not_discarded() -> None:
+async def test_a_response_that_is_continued_is_not_discarded() -> None:
     """An agent that goes on has read it; what follows would else be a segment of its own."""
     renderer = PromptRenderer(Unread(), PromptFormat())
     settings = SamplingSettings(max_new_tokens=8)
     talk = DirectConversation(Says("de"), settings, renderer, lambda n: n, 100)  # type: ignore[arg-type]
-
-    async def agent() -> None:
-        first = await talk.complete([1])
-        second = await talk.complete([*map(int, first.tokens), 5])
-        third = await talk.complete([*map(int, second.tokens), 5])
-        talk.discard([second])
-        talk.discard([third])
-
-    asyncio.run(agent())
+    first = await talk.complete([1])
+    second = await talk.complete([*map(int, first.tokens), 5])
+    third = await talk.complete([*map(int, second.tokens), 5])
+    talk.discard([second])
+    talk.discard([third])
     assert [len(segment.outputs) for segment in talk.list_segments()] == [2]
 
 

@@ -76,19 +76,15 @@ def user(text: Any) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def test_a_chat_goes_on_from_the_very_tokens_that_were_sampled(talk: Any, tokenizer: Any) -> None:
+async def test_a_chat_goes_on_from_the_very_tokens_that_were_sampled(talk: Any, tokenizer: Any) -> None:
     # "a" and "b" as two tokens: put into tokens again, this text would be one.
     apart = [tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids("b")]
     assert ids(tokenizer, "ab") == [SPECIAL.index("ab")]
     conversation, engine = talk([*apart, END], apart)
-
-    async def agent() -> None:
-        first = await conversation.chat([user("hi")], None, None)
-        assert first.output.text == "ab"
-        answered = {"role": "assistant", "content": [{"type": "text", "text": "ab"}], "tool_calls": None}
-        await conversation.chat([user("hi"), answered, user("more")], None, None)
-
-    asyncio.run(agent())
+    first = await conversation.chat([user("hi")], None, None)
+    assert first.output.text == "ab"
+    answered = {"role": "assistant", "content": [{"type": "text", "text": "ab"}], "tool_calls": None}
+    await conversation.chat([user("hi"), answered, user("more")], None, None)
     begin = ids(tokenizer, "<start>user:hi<end><start>assistant:")
     between = ids(tokenizer, "<start>user:more<end><start>assistant:")  # the end was sampled
     assert engine.asked[0].prompt_ids.tolist() == begin
@@ -97,7 +93,7 @@ def test_a_chat_goes_on_from_the_very_tokens_that_were_sampled(talk: Any, tokeni
     assert conversation.last.tokens.tolist() == [*begin, *apart, END, *between, *apart]
 
 
-def test_an_agents_turns_are_rendered_by_the_task_and_by_its_call(tokenizer: Any) -> None:
+async def test_an_agents_turns_are_rendered_by_the_task_and_by_its_call(tokenizer: Any) -> None:
     template = (
         "{% for t in tools or [] %}{{ t.name }}{% endfor %}"
         "{% for m in messages %}<start>{{ m.content }}<end>{% endfor %}"
@@ -106,14 +102,10 @@ def test_an_agents_turns_are_rendered_by_the_task_and_by_its_call(tokenizer: Any
     prompts = PromptFormat(chat_template=template, chat_template_kwargs={"mood": "x"}, tools=[{"name": "f"}])
     engine = Script(tokenizer, [[7, END], [8, END], [9, END]])
     talk = DirectConversation(engine, SETTINGS, PromptRenderer(tokenizer, prompts), lambda turn: turn, 200)
-
-    async def agent() -> None:
-        messages: list[dict[str, Any]] = [user("hi")]
-        for tools, variables in ((None, None), ([{"name": "g"}], {"mood": "y"}), (None, None)):
-            answer = await talk.chat(messages, tools, None, variables)
-            messages += [{"role": "assistant", "content": answer.output.text}, user([{"type": "text", "text": "more"}])]
-
-    asyncio.run(agent())
+    messages: list[dict[str, Any]] = [user("hi")]
+    for tools, variables in ((None, None), ([{"name": "g"}], {"mood": "y"}), (None, None)):
+        answer = await talk.chat(messages, tools, None, variables)
+        messages += [{"role": "assistant", "content": answer.output.text}, user([{"type": "text", "text": "more"}])]
     segments = [[tokenizer.decode(piece) for piece in segment.pieces[::2]] for segment in talk.list_segments()]
     assert segments == [
         ["f<start>hi<end><start>x:", "<start>more<end><start>e<end><start>more<end><start>x:"],
@@ -121,29 +113,21 @@ def test_an_agents_turns_are_rendered_by_the_task_and_by_its_call(tokenizer: Any
     ], "other tools stand before what was sampled"
 
 
-def test_the_end_of_a_message_that_was_cut_off_is_given_not_sampled(talk: Any, tokenizer: Any) -> None:
+async def test_the_end_of_a_message_that_was_cut_off_is_given_not_sampled(talk: Any, tokenizer: Any) -> None:
     letter = tokenizer.convert_tokens_to_ids("c")
     conversation, engine = talk([letter], [letter, END])
-
-    async def agent() -> None:
-        await conversation.chat([user("hi")], None, 1)
-        await conversation.chat([user("hi"), {"role": "assistant", "content": "c"}, user("x")], None, None)
-
-    asyncio.run(agent())
+    await conversation.chat([user("hi")], None, 1)
+    await conversation.chat([user("hi"), {"role": "assistant", "content": "c"}, user("x")], None, None)
     between = ids(tokenizer, "<end><start>user:x<end><start>assistant:")
     assert engine.asked[1].prompt_ids.tolist()[-len(between) - 1 :] == [letter, *between]
     assert engine.asked[0].max_new_tokens == 1
 
 
-def test_completions_go_on_as_text_and_as_tokens(talk: Any, tokenizer: Any) -> None:
+async def test_completions_go_on_as_text_and_as_tokens(talk: Any, tokenizer: Any) -> None:
     conversation, engine = talk([5, 6, END], [7], [8])
-
-    async def agent() -> None:
-        first = await conversation.complete("xy", None)
-        await conversation.complete("xy" + first.output.text + "z", None)
-        await conversation.complete([*conversation.last.tokens.tolist(), 9], None)
-
-    asyncio.run(agent())
+    first = await conversation.complete("xy", None)
+    await conversation.complete("xy" + first.output.text + "z", None)
+    await conversation.complete([*conversation.last.tokens.tolist(), 9], None)
     begin = ids(tokenizer, "xy")
     assert engine.asked[1].prompt_ids.tolist() == [*begin, 5, 6, END, *ids(tokenizer, "z")]
     assert engine.asked[2].prompt_ids.tolist() == [*engine.asked[1].prompt_ids.tolist(), 7, 9]
@@ -164,18 +148,14 @@ def test_completions_go_on_as_text_and_as_tokens(talk: Any, tokenizer: Any) -> N
     ],
     ids=["edited answer", "second answer", "edited question"],
 )
-def test_a_call_that_continues_nothing_begins_a_segment(
+async def test_a_call_that_continues_nothing_begins_a_segment(
     talk: Any, tokenizer: Any, second: list[dict[str, str]], context: str
 ) -> None:
     letter = tokenizer.convert_tokens_to_ids("c")
     conversation, engine = talk([letter, END], [END], [letter])
-
-    async def agent() -> None:
-        await conversation.chat([user("hi")])
-        await conversation.chat(second)
-        await conversation.chat([user("hi"), {"role": "assistant", "content": "c"}, user("x")])
-
-    asyncio.run(agent())
+    await conversation.chat([user("hi")])
+    await conversation.chat(second)
+    await conversation.chat([user("hi"), {"role": "assistant", "content": "c"}, user("x")])
     assert engine.asked[1].prompt_ids.tolist() == ids(tokenizer, f"<start>{context}<end><start>assistant:")
     first, second_segment = conversation.list_segments()
     between = ids(tokenizer, "<start>user:x<end><start>assistant:")
@@ -184,18 +164,14 @@ def test_a_call_that_continues_nothing_begins_a_segment(
     assert [piece.tolist() for piece in second_segment.pieces] == [engine.asked[1].prompt_ids.tolist(), [END]]
 
 
-def test_a_shortened_history_continues_the_response_that_it_still_has(talk: Any, tokenizer: Any) -> None:
+async def test_a_shortened_history_continues_the_response_that_it_still_has(talk: Any, tokenizer: Any) -> None:
     apart = [tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids("b")]
     letter = tokenizer.convert_tokens_to_ids("c")
     conversation, _ = talk([*apart, END], [letter, END], [letter])
-
-    async def agent() -> None:
-        messages = [user("hi"), {"role": "assistant", "content": "ab"}]
-        await conversation.chat([user("hi")])
-        await conversation.chat([*messages, user("x")])
-        await conversation.chat([*messages, user("y")])
-
-    asyncio.run(agent())
+    messages = [user("hi"), {"role": "assistant", "content": "ab"}]
+    await conversation.chat([user("hi")])
+    await conversation.chat([*messages, user("x")])
+    await conversation.chat([*messages, user("y")])
     first, branch = conversation.list_segments()
     begin = ids(tokenizer, "<start>user:hi<end><start>assistant:")
     between = ids(tokenizer, "<start>user:y<end><start>assistant:")
@@ -203,33 +179,25 @@ def test_a_shortened_history_continues_the_response_that_it_still_has(talk: Any,
     assert len(first.outputs) == 2
 
 
-def test_a_call_without_room_is_refused_and_leaves_nothing(talk: Any, tokenizer: Any) -> None:
+async def test_a_call_without_room_is_refused_and_leaves_nothing(talk: Any, tokenizer: Any) -> None:
     conversation, engine = talk([tokenizer.convert_tokens_to_ids("c"), END], [END], longest=80)
     answered = [user("hi"), {"role": "assistant", "content": "c"}]
-
-    async def agent() -> None:
-        await conversation.chat([user("hi")])
-        with pytest.raises(BadCallError, match="leave no room within"):
-            await conversation.chat([*answered, user("x" * 60)])
-        await conversation.chat([*answered, user("x")])
-
-    asyncio.run(agent())
+    await conversation.chat([user("hi")])
+    with pytest.raises(BadCallError, match="leave no room within"):
+        await conversation.chat([*answered, user("x" * 60)])
+    await conversation.chat([*answered, user("x")])
     assert len(engine.asked) == 2
     assert len(conversation.list_segments()) == 1
 
 
-def test_calls_at_the_same_time_have_a_limit(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_at_the_same_time_have_a_limit(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{TooManyCallsError.__module__}.OPEN_CALLS", 2)
     engine = Script(tokenizer, [[5], [6], [7]])
     conversation = DirectConversation(
         engine, SETTINGS, PromptRenderer(tokenizer, PromptFormat()), lambda turn: turn, 100
     )
-
-    async def agent() -> list[Any]:
-        calls = (conversation.complete("a") for _ in range(3))
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    answers = asyncio.run(agent())
+    calls = (conversation.complete("a") for _ in range(3))
+    answers = await asyncio.gather(*calls, return_exceptions=True)
     assert [isinstance(answer, TooManyCallsError) for answer in answers] == [False, False, True]
     assert [request.seed for request in engine.asked] == [0, 1], "every response has a seed of its own"
 
@@ -240,7 +208,7 @@ def test_tokens_that_the_model_has_not_are_refused(talk: Any) -> None:
         asyncio.run(conversation.complete([1, 10**6], None))
 
 
-def test_after_its_end_a_call_under_way_is_given_up(tokenizer: Any) -> None:
+async def test_after_its_end_a_call_under_way_is_given_up(tokenizer: Any) -> None:
     class Forever:
         def __init__(self) -> None:
             self.cancelled = False
@@ -257,17 +225,13 @@ def test_after_its_end_a_call_under_way_is_given_up(tokenizer: Any) -> None:
     conversation = DirectConversation(
         engine, SETTINGS, PromptRenderer(tokenizer, PromptFormat()), lambda turn: turn, 100
     )
-
-    async def agent() -> None:
-        call = asyncio.create_task(conversation.complete("a", None))
-        await asyncio.sleep(0.01)
-        conversation.end()
-        with pytest.raises(BadCallError, match="the rollout is over"):
-            await call
-        with pytest.raises(BadCallError, match="the rollout is over"):
-            await conversation.complete("a", None)
-
-    asyncio.run(agent())
+    call = asyncio.create_task(conversation.complete("a", None))
+    await asyncio.sleep(0.01)
+    conversation.end()
+    with pytest.raises(BadCallError, match="the rollout is over"):
+        await call
+    with pytest.raises(BadCallError, match="the rollout is over"):
+        await conversation.complete("a", None)
     assert engine.cancelled
     assert not conversation.responses
 
@@ -305,16 +269,12 @@ def test_a_call_whose_message_the_template_leaves_out_is_refused(
         asyncio.run(talk.chat([user("hi"), answered, message, user("more")], tools))
 
 
-def test_a_call_that_ends_in_the_assistants_turn_is_continued(talk: Any, tokenizer: Any) -> None:
+async def test_a_call_that_ends_in_the_assistants_turn_is_continued(talk: Any, tokenizer: Any) -> None:
     """As a prompt of the data; the tokens of later calls go on from those that were sampled."""
     conversation, engine = talk([7, END], [8, END])
     opened = [user("hi"), {"role": "assistant", "content": "a"}]
-
-    async def agent() -> None:
-        first = await conversation.chat(opened)
-        await conversation.chat([*opened, {"role": "assistant", "content": first.output.text}, user("more")])
-
-    asyncio.run(agent())
+    first = await conversation.chat(opened)
+    await conversation.chat([*opened, {"role": "assistant", "content": first.output.text}, user("more")])
     begin = ids(tokenizer, "<start>user:hi<end><start>assistant:a")
     assert engine.asked[0].prompt_ids.tolist() == begin
     between = ids(tokenizer, "<start>user:more<end><start>assistant:")

@@ -9,11 +9,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from megatron_grpo.data.prompt_renderer import PromptFormat
-from megatron_grpo.data.scores import ModelAccess
-from megatron_grpo.rollouts.conversation import Conversation
-from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
-from tests.support.asked_endpoint import SETTINGS, SlowEngine, ask, head
+from megatron_grpo.rollouts.endpoint import Endpoint
+from tests.support.asked_endpoint import SlowEngine, begin_talk, head, open_endpoint, open_rollout
 from tests.support.asked_endpoint import model as model  # a fixture
 
 
@@ -63,45 +60,42 @@ MESSAGE = b'{"messages": [{"role": "user", "content": "a"}]'
         (["Host: evil.example:8000"], MESSAGE + b"}", 421),
     ],
 )
-def test_malformed_and_foreign_requests_are_refused(model: str, headers: list[str], body: bytes, status: int) -> None:
-    async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
+async def test_malformed_and_foreign_requests_are_refused(
+    model: str, headers: list[str], body: bytes, status: int
+) -> None:
+    async with open_rollout(model) as (_, access, endpoint):
         path = f"{access.base_url.partition(str(endpoint.port))[2]}/chat/completions"
         key = [] if any("Authorization" in header for header in headers) else [f"Authorization: Bearer {access.token}"]
-        return await send_pieces(endpoint.port, head(path, *headers, *key, length=len(body)) + body)
-
-    assert ask(model, agent)[0] == status
+        assert (await send_pieces(endpoint.port, head(path, *headers, *key, length=len(body)) + body))[0] == status
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
-def test_another_method_gets_405(model: str, method: str) -> None:
-    async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
+async def test_another_method_gets_405(model: str, method: str) -> None:
+    async with open_rollout(model) as (_, access, endpoint):
         path = f"{access.base_url.partition(str(endpoint.port))[2]}/chat/completions"
         answer_head = head(path, f"Authorization: Bearer {access.token}", length=0)
-        return await send_pieces(endpoint.port, answer_head.replace(b"POST", method.encode(), 1))
-
-    assert ask(model, agent)[0] == 405
+        assert (await send_pieces(endpoint.port, answer_head.replace(b"POST", method.encode(), 1)))[0] == 405
 
 
 @pytest.mark.parametrize("length", ["header", "chunks"])
-def test_a_huge_request_gets_413(model: str, length: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_huge_request_gets_413(model: str, length: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{Endpoint.__module__}.BODY_BYTES", 1000)
-
-    async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
+    async with open_rollout(model) as (_, access, endpoint):
         path = f"{access.base_url.partition(str(endpoint.port))[2]}/chat/completions"
         key = f"Authorization: Bearer {access.token}"
-        if length == "header":
-            return await send_pieces(endpoint.port, head(path, key, length=5000) + b"x" * 5000)
-        chunked = head(path, key, length=0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
-        return await send_pieces(endpoint.port, chunked, *[b"1f4\r\n" + b"x" * 500 + b"\r\n"] * 10, b"0\r\n\r\n")
-
-    assert ask(model, agent)[0] == 413
+        pieces = [head(path, key, length=5000) + b"x" * 5000]
+        if length == "chunks":
+            chunked = head(path, key, length=0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+            pieces = [chunked, *[b"1f4\r\n" + b"x" * 500 + b"\r\n"] * 10, b"0\r\n\r\n"]
+        assert (await send_pieces(endpoint.port, *pieces))[0] == 413
 
 
 @pytest.mark.parametrize(("part", "status"), [("head", None), ("body", 408)])
-def test_a_slow_request_is_ended(model: str, part: str, status: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_request_is_ended(
+    model: str, part: str, status: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(f"{Endpoint.__module__}.REQUEST_S", 0.5)
-
-    async def agent(client: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
+    async with open_rollout(model) as (client, access, endpoint):
         path = f"{access.base_url.partition(str(endpoint.port))[2]}/chat/completions"
         request_head = head(path, f"Authorization: Bearer {access.token}", length=1000)
         pieces = [request_head] if part == "body" else []
@@ -109,18 +103,15 @@ def test_a_slow_request_is_ended(model: str, part: str, status: int | None, monk
         actual = await send_pieces(endpoint.port, *pieces, *slow, pause_s=0.05)
         messages: list[Any] = [{"role": "user", "content": "a"}]
         await client.chat.completions.create(model=access.model, messages=messages)
-        return actual
-
-    actual, seconds = ask(model, agent)
+        actual, seconds = actual
     assert actual == status
     assert seconds < 5
 
 
-def test_half_open_connections_are_bounded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_half_open_connections_are_bounded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{Endpoint.__module__}.IDLE_CONNECTIONS", 5)
     monkeypatch.setattr(f"{Endpoint.__module__}.REQUEST_S", 5.0)
-
-    async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
+    async with open_rollout(model) as (_, _, endpoint):
         opened = [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(20)]
         for _, writer in opened:
             writer.write(b"POST / HTTP/1.1\r\n")
@@ -128,9 +119,7 @@ def test_half_open_connections_are_bounded(model: str, monkeypatch: pytest.Monke
         closed = [reader.at_eof() for reader, _ in opened]
         for _, writer in opened:
             writer.close()
-        return closed
-
-    assert ask(model, agent) == [True] * 15 + [False] * 5, "the oldest are closed"
+        assert closed == [True] * 15 + [False] * 5, "the oldest are closed"
 
 
 async def settle(engine: SlowEngine, cancelled: int) -> None:
@@ -141,15 +130,14 @@ async def settle(engine: SlowEngine, cancelled: int) -> None:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize(("choices", "stuck"), [(1, range(1)), (8, range(5, 8))])
-def test_what_a_client_gave_up_on_is_not_trained_on(model: str, choices: int, stuck: range, is_streamed: bool) -> None:
+async def test_what_a_client_gave_up_on_is_not_trained_on(
+    model: str, choices: int, stuck: range, is_streamed: bool
+) -> None:
     """A time-out of the client's own, and its repetition."""
-
-    async def scene() -> None:
-        endpoint = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=None, tokenizer=model))
-        await endpoint.start()
-        engine = SlowEngine(stuck)
-        talk = Conversation(engine, SETTINGS, endpoint.get_renderer("task", PromptFormat()), lambda turn: turn, 40)
-        call: dict[str, Any] = {"messages": [{"role": "user", "content": "ab"}], "n": choices, "stream": is_streamed}
+    engine = SlowEngine(stuck)
+    call: dict[str, Any] = {"messages": [{"role": "user", "content": "ab"}], "n": choices, "stream": is_streamed}
+    async with open_endpoint(model) as endpoint:
+        talk = begin_talk(endpoint, engine)
         with endpoint.open_rollout(talk) as access:
             client = AsyncOpenAI(base_url=access.base_url, api_key=access.token, max_retries=0)
             with pytest.raises(openai.APITimeoutError):
@@ -162,35 +150,24 @@ def test_what_a_client_gave_up_on_is_not_trained_on(model: str, choices: int, st
             assert len(talk.responses) == choices
             assert len(talk.list_segments()) == choices
             assert talk.failure is None
-        await endpoint.runner.cleanup()
-
-    asyncio.run(scene())
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
-def test_a_client_that_went_away_leaves_no_response(model: str, path: str) -> None:
+async def test_a_client_that_went_away_leaves_no_response(model: str, path: str) -> None:
     """A process that ends in its call: a bare connection that is closed, at once or while the model writes."""
-
-    async def scene() -> None:
-        endpoint = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=None, tokenizer=model))
-        await endpoint.start()
-        engine = SlowEngine(range(1))
-        talk = Conversation(engine, SETTINGS, endpoint.get_renderer("task", PromptFormat()), lambda turn: turn, 40)
-        key = {"chat/completions": "messages", "completions": "prompt", "responses": "input"}[path]
-        content: Any = [{"role": "user", "content": "ab"}] if key == "messages" else "ab"
-        body = json.dumps({"model": "policy", key: content}).encode()
+    engine = SlowEngine(range(1))
+    key = {"chat/completions": "messages", "completions": "prompt", "responses": "input"}[path]
+    content: Any = [{"role": "user", "content": "ab"}] if key == "messages" else "ab"
+    body = json.dumps({"model": "policy", key: content}).encode()
+    async with open_endpoint(model) as endpoint:
+        talk = begin_talk(endpoint, engine)
         with endpoint.open_rollout(talk) as access:
             target = access.base_url.partition(f":{endpoint.port}")[2]
-            head = f"POST {target}/{path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
-            kind = "Content-Type: application/json\r\n\r\n"
             for stuck in (1, 0):
                 _, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
-                writer.write(head.encode() + kind.encode() + body)
+                writer.write(head(f"{target}/{path}", length=len(body)) + body)
                 while stuck and not engine.calls:
                     await asyncio.sleep(0.01)
                 writer.close()
                 await asyncio.sleep(0.1)
                 assert (talk.responses, engine.cancelled) == ([], 1)
-        await endpoint.runner.cleanup()
-
-    asyncio.run(scene())

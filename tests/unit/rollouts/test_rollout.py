@@ -172,7 +172,7 @@ def test_tokens_keep_the_experts_that_they_were_sampled_under() -> None:
     assert "routed" not in with_experts.to_row()
 
 
-def test_all_calls_for_a_prompt_count_as_its_own_work() -> None:
+async def test_all_calls_for_a_prompt_count_as_its_own_work() -> None:
     class Recorder(FakeEnvironment):
         async def step(self, state: Any, response: str, last_token: int, *, is_repeated: bool) -> Turn:
             work.append(PROMPT_WORK.get())
@@ -187,11 +187,12 @@ def test_all_calls_for_a_prompt_count_as_its_own_work() -> None:
         await group.sample(FakeEngine())
         await group.score()
 
-    async def scene() -> None:
-        await asyncio.gather(run_group(), run_group())
-
     work: list[PromptWork] = []
+<<<<<<< HEAD
     run_at_once(scene())
+=======
+    await asyncio.gather(run_group(), run_group())
+>>>>>>> lighter_f
     assert sorted(Counter(map(id, work)).values()) == [4, 4], "of two prompts, three steps and a score each"
 
 
