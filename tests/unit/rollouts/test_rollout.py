@@ -188,11 +188,7 @@ async def test_all_calls_for_a_prompt_count_as_its_own_work() -> None:
         await group.score()
 
     work: list[PromptWork] = []
-<<<<<<< HEAD
-    run_at_once(scene())
-=======
     await asyncio.gather(run_group(), run_group())
->>>>>>> lighter_f
     assert sorted(Counter(map(id, work)).values()) == [4, 4], "of two prompts, three steps and a score each"
 
 
