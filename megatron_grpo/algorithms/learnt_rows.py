@@ -42,7 +42,7 @@ def record_rows(run: SupervisedRun, rows: Sequence[DatumSpec], batch: StepBatch,
         # Not as a score is learnt, which is at the last token: these are read by people.
         trajectories = [make_trajectory(messages, row, number, sample) for sample, messages in enumerate(conversations)]
         scores = [None] * samples if rewards is None else rewards[number].tolist()
-        of_row = [
+        of_row: list[tuple[Trajectory, TrainedValues]] = [
             (
                 replace(trajectory, reward=score, correct=None, **facts),
                 {} if values is None else {"prev_logprobs": values},
