@@ -50,7 +50,8 @@ def load_family(path: str, folders: tuple[str, ...] = ()) -> Family:
     value = import_value(path, folders)
     for reason in _find_faults(value):
         raise ValueError(reason)
-    return replace(value, read=partial(_read_sizes, path, value))
+    family: Family = replace(value, read=partial(_read_sizes, path, value))
+    return family
 
 
 def _find_faults(value: Any) -> Iterator[str]:
