@@ -340,7 +340,7 @@ class PolicyRank(ModelRank):
         in which the token has the probability p_t^2 / sum_v p_v^2.
         """
         logprobs, settings = self.compute_logprobs(batch, microbatches), self.settings
-        self.settings = replace(settings, logit_scale=2 * settings.logit_scale)
+        self.settings = replace(settings, temperature=0.5 / settings.logit_scale)
         of_squares = self.compute_logprobs(batch, microbatches)
         self.settings = settings
         if logprobs is None or of_squares is None:

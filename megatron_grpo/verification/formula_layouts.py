@@ -62,8 +62,8 @@ def make_formula_problem(name: str, options: Mapping[str, Any]) -> FormulaProble
     folders, config = list_import_folders(), LossConfig(reference_policy_kl_penalty=0.0)
     try:
         if name in CORRECTIONS:
-            keys = {key: _LIMITS[key] for key in CORRECTIONS[name].reads}
-            config = replace(config, corrections=[name], **keys)
+            keys: dict[str, Any] = {"corrections": [name], **{key: _LIMITS[key] for key in CORRECTIONS[name].reads}}
+            config = replace(config, **keys)
             return FormulaProblem(loss=ClippedPGLossFn(config), estimator=None)
         if name in ADVANTAGES or ("." in name and _takes_rewards(name, folders)):
             settings = AdvantageEstimatorConfig(name=name, options=dict(options))
