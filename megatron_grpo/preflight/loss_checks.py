@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from megatron_grpo.config.formulas import CORRECTIONS, LOWER, WEIGHTS
@@ -79,8 +80,7 @@ def _check_combination(config: Config) -> Iterator[Rule]:
     """Check which factors of the objective go together, and with which objective."""
     loss, key = config.loss_fn, "loss_fn.corrections="
     weights = [name for name in loss.corrections if name in WEIGHTS]
-    names: list[str] = [*loss.corrections]
-    repeated = [name for name in CORRECTIONS if names.count(name) > 1]
+    repeated = [name for name, count in Counter(loss.corrections).items() if count > 1]
     yield repeated, key, f"has {', '.join(repeated)} twice; name each factor once"
     text = f"has the weights {' and '.join(dict.fromkeys(weights))}, and a token has one weight; leave one of them out"
     yield len({*weights}) > 1, key, text

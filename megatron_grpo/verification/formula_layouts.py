@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field
 from megatron_grpo.config.errors import RunError, suggest_name
 from megatron_grpo.config.formulas import ADVANTAGES, CORRECTIONS, LOWER, OBJECTIVES, UPPER
-from megatron_grpo.config.loss_schema import AdvantageEstimatorConfig, CorrectionName
+from megatron_grpo.config.loss_schema import AdvantageEstimatorConfig
 from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.config.schema import GRPOConfig, LossConfig
 from megatron_grpo.losses.advantages import make_estimator, response_advantages
@@ -62,8 +62,8 @@ def make_formula_problem(name: str, options: Mapping[str, Any]) -> FormulaProble
     folders, config = list_import_folders(), LossConfig(reference_policy_kl_penalty=0.0)
     try:
         if name in CORRECTIONS:
-            keys = {key: _LIMITS[key] for key in CORRECTIONS[name].reads}
-            config = replace(config, corrections=[cast(CorrectionName, name)], **keys)
+            keys: dict[str, Any] = {"corrections": [name], **{key: _LIMITS[key] for key in CORRECTIONS[name].reads}}
+            config = replace(config, **keys)
             return FormulaProblem(loss=ClippedPGLossFn(config), estimator=None)
         if name in ADVANTAGES or ("." in name and _takes_rewards(name, folders)):
             settings = AdvantageEstimatorConfig(name=name, options=dict(options))

@@ -62,6 +62,35 @@ def test_ranks_report_the_logprobs_of_transformers(layout: Layout, tiny_models: 
     assert any((after[0][number] - before[0][number]).abs().max() > 1e-2 for number in before[0])
 
 
+def figures_on_rank(layout: Layout, model: TinyModel) -> list[BySequence]:
+    """Entropies and sizes of scores by sequence; none on ranks that do not report."""
+    rank = make_engine(layout, model)
+    share, microbatches, order = rank_share(make_batch(), layout)
+    batch = fetch(rank, share, None)
+    figures = [rank.compute_entropy(batch, microbatches), rank.compute_score_sizes(batch, microbatches)]
+    return [split_by_sequence(values, share, order) for values in figures if values is not None]
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(context=2), Layout(pipeline=2)], ids=str)
+def test_ranks_report_entropies_and_sizes_of_scores(layout: Layout, tiny_models: dict[str, TinyModel]) -> None:
+    """Both by their definitions, from transformers' distributions."""
+    tiny, batch = tiny_models["qwen3_tied"], make_batch()
+    entropies, sizes = zip(
+        *(figures for figures in run_on_ranks(layout, figures_on_rank, tiny) if figures), strict=True
+    )
+    model, sequences = tiny.load(), batch.fields.token_ids.long().split(batch.lengths)
+    for number, (ids, mask) in enumerate(zip(sequences, batch.fields.loss_mask.split(batch.lengths), strict=True)):
+        with torch.no_grad():
+            logits = model(ids[None], use_cache=False).logits[0, :-1]
+        probabilities = (logits / TEMPERATURE).softmax(dim=1)
+        scores = torch.nn.functional.one_hot(ids[1:], probabilities.shape[1]) - probabilities
+        entropy = -torch.special.xlogy(probabilities, probabilities).sum(dim=1)
+        for by_sequence, expected in ((entropies, entropy), (sizes, scores.square().sum(dim=1))):
+            (actual,) = (values[number] for values in by_sequence if number in values)
+            in_loss = mask[1:] > 0
+            torch.testing.assert_close(actual[1:][in_loss], expected[in_loss], atol=1e-4, rtol=1e-4)
+
+
 def gradients_with_the_fused_head(models: list[TinyModel]) -> list[tuple[dict[str, Tensor], float]]:
     """As `gradients_on_rank`, on a rank of this process."""
     initialize_parallel(ParallelConfig(), rank=0, store=HashStore(), seed=1, timeout_s=60)

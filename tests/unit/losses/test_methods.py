@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.config.formulas import ADVANTAGES, CORRECTIONS, OBJECTIVES
 from megatron_grpo.config.loss_schema import AdvantageEstimatorConfig
-from megatron_grpo.config.schema import GRPOConfig, LossConfig
+from megatron_grpo.config.schema import GRPOConfig, LossConfig, PolicyConfig
 from megatron_grpo.losses.advantages import (
     make_estimator,
     maxrl,
@@ -30,7 +30,9 @@ from megatron_grpo.losses.advantages import (
 from megatron_grpo.losses.loss import Segments, onward_sum
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.selections import mark_selected, select_tokens
+from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
+from tests.support.coming_layouts import SHAPE
 from tests.support.loss_oracle import CONFIGS, METHODS, counts_of, random_batch
 
 LIMITS = {"truncated_importance_sampling_ratio": 1.3, "truncated_importance_sampling_ratio_min": 0.8}
@@ -210,12 +212,8 @@ def test_sizes_of_scores_are_those_of_the_softmax() -> None:
     draw = torch.Generator().manual_seed(6)
     logits, targets = 2 * torch.randn(5, 11, generator=draw), torch.tensor([0, 3, 3, 10, 7])
 
-    @dataclass
-    class Settings:
-        logit_scale: float = 0.7
-
     class Rank:
-        settings = Settings()
+        settings = RankSettings(config=PolicyConfig(), shape=SHAPE, folder="", decay_steps=1, temperature=1 / 0.7)
 
         def compute_logprobs(self, batch: object, microbatches: object) -> Tensor:
             return (self.settings.logit_scale * logits).log_softmax(1)[torch.arange(5), targets]
@@ -225,7 +223,7 @@ def test_sizes_of_scores_are_those_of_the_softmax() -> None:
     slopes = torch.nn.functional.one_hot(targets, 11) - probabilities  # d log p(target) / d logits
     actual = PolicyRank.compute_score_sizes(rank, None, None)  # type: ignore[arg-type]
     torch.testing.assert_close(actual, slopes.square().sum(dim=1))
-    assert rank.settings.logit_scale == 0.7
+    assert rank.settings.temperature == 1 / 0.7
 
 
 def test_each_task_has_a_running_baseline() -> None:
