@@ -164,7 +164,7 @@ def sum_over_sampled(
 
 
 def count_observed(lengths: NDArray[np.int64], arrays: TokenArrays) -> tuple[TokenArrays, NDArray[np.int64]]:
-    """Count the tokens that others wrote after the first sampled one: [sequences], int64."""
+    """Count the observed tokens (`find_observed`): [sequences], int64."""
     observed = find_observed(arrays["sampled"], lengths)
     return {}, np.add.reduceat(observed.astype(np.int64), np.cumsum(lengths) - lengths)
 

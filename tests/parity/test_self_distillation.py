@@ -49,12 +49,12 @@ def teach(engine: PolicyRank, layout: Layout) -> Tensor:
     share, microbatches, order = rank_share(hinted, layout)
     values = engine.compute_teacher_outputs(fetch(engine, share, None), microbatches)
     gathered: list[dict[int, Tensor] | None] = [None] * torch.distributed.get_world_size()
-    mine = None if values is None else dict(zip(order, values.split(share.lengths), strict=True))
-    torch.distributed.all_gather_object(gathered, mine)
+    rank_outputs = None if values is None else dict(zip(order, values.split(share.lengths), strict=True))
+    torch.distributed.all_gather_object(gathered, rank_outputs)
     outputs = {index: piece for part in gathered for index, piece in (part or {}).items()}
-    whole = torch.cat([outputs[index] for index in range(len(hinted))])
-    placed = whole.new_zeros(sum(step.lengths), whole.shape[1])
-    placed[step.fields.sampled] = whole[hinted.fields.sampled]
+    hinted_outputs = torch.cat([outputs[index] for index in range(len(hinted))])
+    placed = hinted_outputs.new_zeros(sum(step.lengths), hinted_outputs.shape[1])
+    placed[step.fields.sampled] = hinted_outputs[hinted.fields.sampled]
     return placed
 
 
@@ -62,8 +62,8 @@ def gradients_on_rank(layout: Layout, model: TinyModel, packing: bool) -> list[t
     """Gradients, and this rank's share of the loss, for whole distributions and likeliest tokens."""
     results = []
     for top_k in TOP_K:
-        own = TeacherOutput(vocab=VOCAB, top_k=top_k)
-        distillation = PolicyDistillation(vocab=VOCAB, kl_type="reverse", mixed_kl_weight=0.5, self_output=own)
+        output = TeacherOutput(vocab=VOCAB, top_k=top_k)
+        distillation = PolicyDistillation(vocab=VOCAB, kl_type="reverse", mixed_kl_weight=0.5, self_output=output)
         engine = make_engine(layout, model, distributed=False, packing=packing, distillation=distillation)
         batch, loss_fn = make_batch(has_hint=False), DistillationLossFn(LossConfig())
         batch.fields.teacher_outputs = teach(engine, layout)

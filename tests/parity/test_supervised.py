@@ -137,8 +137,8 @@ def losses_of_pairs(
             batch = make_pair_batch(pairs)
             compute_loss = partial(compute_preference_loss, weights=weights, config=loop)
             if isinstance(loop, KTOConfig):
-                others = [exchange_responses(pairs[number], pairs[number - 1], 64) for number in range(ROWS)]
-                (policy, reference), _, _ = sum_on_rank(rank, layout, make_pair_batch(others), fields)
+                exchanged = [exchange_responses(pairs[number], pairs[number - 1], 64) for number in range(ROWS)]
+                (policy, reference), _, _ = sum_on_rank(rank, layout, make_pair_batch(exchanged), fields)
                 point = max(0.0, (policy - reference).mean().item())
                 compute_loss = partial(compute_labels, point=point, config=loop)
             result, *work = compare_on_rank(rank, layout, batch, fields, compute_loss)
@@ -210,7 +210,7 @@ def test_the_losses_of_twenty_steps_on_pairs_are_those_of_trl(
 
 @pytest.mark.slow
 def test_the_losses_of_twenty_steps_on_labels_are_those_of_trl(tmp_path: Path) -> None:
-    """One batch of TRL is a whole step, so its reference point is the step's; completions go round within a label."""
+    """One batch of TRL is a whole step, so that its reference point is that of the step."""
     import trl
 
     folder, ours = make_model(tmp_path / "model"), KTOConfig(undesirable_weight=0.7)

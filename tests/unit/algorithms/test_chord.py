@@ -13,11 +13,11 @@ from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.trainer.microbatch_schedule import split_among_replicas
 
 
-def compute_reference_weight(done: int, warmup: int, decay: int, peak: float, valley: float) -> float:
-    """The authors' schedule, of the steps that are done."""
-    if warmup > done:
-        return peak * (done / warmup)
-    progress = min(1.0, (done - warmup) / decay) if decay else 1.0
+def compute_reference_weight(earlier_steps: int, warmup: int, decay: int, peak: float, valley: float) -> float:
+    """The authors' schedule, of the steps before."""
+    if warmup > earlier_steps:
+        return peak * (earlier_steps / warmup)
+    progress = min(1.0, (earlier_steps - warmup) / decay) if decay else 1.0
     return valley + (peak - valley) * (1 + math.cos(math.pi * progress)) / 2
 
 

@@ -346,8 +346,8 @@ def test_a_response_has_a_label_that_is_true_or_false(label: Any, problem: str |
     spec = TaskDataSpec(task_name="math", response_key="completion", label_key="label", apply_chat_template=False)
     assert (find_label_problem(row, spec) or "").startswith(problem or "")
     if problem is None:
-        made = labelled_data_processor(row, spec, make_tokenizer(VOCABULARY, 64), 64, 3)
-        assert made["label"] is bool(label)
-        assert made["message_log"][-1]["content"] == "2"
+        processed = labelled_data_processor(row, spec, make_tokenizer(VOCABULARY, 64), 64, 3)
+        assert processed["label"] is bool(label)
+        assert processed["message_log"][-1]["content"] == "2"
     without = {name: value for name, value in row.items() if name != "label"}
     assert "data.label_key=null for rows of a better and a worse response" in str(find_label_problem(without, spec))
