@@ -45,12 +45,12 @@ class ChordRun(GRPORun):
 
 
 def chord_train(run: ChordRun) -> None:
-    """Train until a limit, early stopping or the end of the data."""
+    """Train until a limit or the data's end."""
     train_steps(run, chord_step)
 
 
 def chord_step(run: ChordRun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
-    """Do one step of CHORD; errors and results are those of `grpo_step`."""
+    """Do one step of CHORD, as `grpo_step`."""
     config, policy, rollouts, timer = run.config, run.policy, run.rollouts, StepTimer()
     samples = sample(run, batches, timer)
     if samples is None:
@@ -73,7 +73,7 @@ def chord_step(run: ChordRun, batches: Iterator[list[DatumSpec]]) -> StepReport 
 def add_demonstrations(
     run: ChordRun, samples: StepSamples, batch: StepBatch, check: StepCheck
 ) -> tuple[StepBatch, StepCheck]:
-    """Add the step's demonstrations to its samples, unless they have no weight."""
+    """Add the step's demonstrations, unless their weight is 0."""
     chord, loss_fn = run.config.chord, run.loss_fn
     assert isinstance(loss_fn, ChordLossFn)
     loss_fn.demonstration_weight, loss_fn.favours_uncertain = chord.find_weight(check.step), chord.favours_uncertain
@@ -87,7 +87,7 @@ def add_demonstrations(
 
 
 def choose_rows(count: int, per_step: int, step: int, seed: int) -> NDArray[np.int64]:
-    """Choose a step's rows: each epoch has all, in its own order."""
+    """Choose the rows of a step; each epoch has all."""
     positions = np.arange((step - 1) * per_step, step * per_step)
     orders = {
         epoch: np.random.default_rng([seed, epoch]).permutation(count) for epoch in set((positions // count).tolist())

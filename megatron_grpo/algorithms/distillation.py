@@ -43,7 +43,7 @@ def distillation_step(run: DistillationRun, batches: Iterator[list[DatumSpec]]) 
 
 
 def follow_teacher(run: T, batches: Iterator[list[DatumSpec]], teach: Teach[T]) -> StepReport | None:
-    """Do one step whose teacher's outputs `teach` adds to the batch."""
+    """Do one step; `teach` adds the teacher's outputs."""
     config, policy, rollouts, timer = run.config, run.policy, run.rollouts, StepTimer()
     samples = sample(run, batches, timer)
     if samples is None:

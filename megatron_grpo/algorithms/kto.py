@@ -39,7 +39,10 @@ class KTORun(PreferenceRun):
         return compute_label_loss(policy, reference, labels, weights, point, loop)
 
     def measure_reference_point(self, rows: Sequence[DatumSpec]) -> float:
-        """Measure the mean gain of responses to other prompts; 0 without other rows."""
+        """Measure the mean gain of responses to other prompts.
+
+        0 without other rows.
+        """
         if len(rows) < 2:
             return 0.0
         longest, replicas = self.config.policy.max_total_sequence_length, self.config.policy.parallel.data
@@ -57,12 +60,12 @@ class KTORun(PreferenceRun):
 
 
 def kto_train(run: KTORun) -> None:
-    """Train until a limit, early stopping or the end of the data."""
+    """Train until a limit or the data's end."""
     train_steps(run, dpo_step)
 
 
 def exchange_responses(row: DatumSpec, source: DatumSpec, longest: int) -> DatumSpec:
-    """Give a row the responses of another, cut at `longest` tokens."""
+    """Give a row another's responses, cut at `longest` tokens."""
     exchanged: DatumSpec = {**row, "message_log": _join(row["message_log"], source["message_log"], longest)}
     if "rejected" in row:
         exchanged["rejected"] = _join(row["rejected"], source["rejected"], longest)

@@ -33,7 +33,7 @@ FIELD = "teacher_outputs"
 
 @dataclass(kw_only=True)
 class SelfDistillationRun(GRPORun):
-    """A run of self-distillation: one of GRPO with a hint for each training prompt."""
+    """A run of GRPO with a hint for each prompt."""
 
     hinted_prompts: Prompts
 
@@ -43,17 +43,17 @@ class SelfDistillationRun(GRPORun):
 
 
 def self_distillation_train(run: SelfDistillationRun) -> None:
-    """Train until a limit, early stopping or the end of the data."""
+    """Train until a limit or the data's end."""
     train_steps(run, self_distillation_step)
 
 
 def self_distillation_step(run: SelfDistillationRun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
-    """Do one step of self-distillation; errors and results are those of `grpo_step`."""
+    """Do one step of self-distillation, as `grpo_step`."""
     return follow_teacher(run, batches, add_own_outputs)
 
 
 def add_own_outputs(run: SelfDistillationRun, batch: StepBatch, outcomes: Sequence[Outcome]) -> NDArray[np.bool_]:
-    """Add the policy's output with the hint at each sampled token to the batch.
+    """Add the policy's outputs with the hint.
 
     Responses that are too long behind the prompt with the hint leave the loss. Returns [sequences]: True where the
     outputs of sampled tokens are finite.

@@ -157,7 +157,7 @@ def find_observed(sampled: NDArray[np.bool_], lengths: NDArray[np.integer]) -> N
 
 
 def _weigh_imitated(batch: StepBatch, sampled: Tensor) -> Tensor:
-    """Compute the field `imitated`: of demonstrations, or else of what the environment wrote."""
+    """Compute the field `imitated`."""
     weights = np.ones(len(batch)) if batch.loss_weights is None else batch.loss_weights
     if batch.demonstrated is not None:
         return repeat_per_token(weights * batch.demonstrated, batch.lengths, sampled)

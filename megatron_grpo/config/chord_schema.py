@@ -8,7 +8,7 @@ from megatron_grpo.config.section import NonNegative, PathText, Positive, Sectio
 
 
 class ChordConfig(Section):
-    """Demonstrations that algorithm=chord learns beside its samples; docs/algorithms.md has the formulas."""
+    """Demonstrations of algorithm=chord; docs/algorithms.md has the formulas."""
 
     train_path: PathText | None = None
     """Rows with demonstrated responses: a file, folder or hub name, as for data.train_path."""
@@ -39,7 +39,7 @@ class ChordConfig(Section):
     """CHORD-phi: each token counts with p (1 - p), where p is its probability: most where the policy is uncertain."""
 
     def find_weight(self, step: int) -> float:
-        """Find mu of a step, from 1 on (Zhang et al. 2025)."""
+        """Find mu of a step, from 1 on."""
         earlier_steps = step - 1
         if earlier_steps < self.warmup_steps:
             return self.peak_weight * earlier_steps / self.warmup_steps

@@ -232,12 +232,12 @@ class Config(Section):
 
     @property
     def teaches_itself(self) -> bool:
-        """True if the policy follows itself with a hint in its prompt."""
+        """True if the policy is its own teacher."""
         return self.method.has_read("distillation.hint_prompt")
 
     @property
     def demonstration_config(self) -> Config | None:
-        """Settings under which demonstrations are read, as for fine-tuning; None: there are none."""
+        """Settings that demonstrations are read with; None: no demonstrations."""
         if not self.method.has_section("chord"):
             return None
         data = replace(
@@ -253,13 +253,13 @@ class Config(Section):
 
     @property
     def row_kind(self) -> str | None:
-        """Kind of the rows that a run learns from; None: it samples."""
+        """Kind of the rows; None: the run samples."""
         kind = self.method.rows
         return PREFERENCE if kind == LABELLED and self.data.label_key is None else kind
 
     @property
     def has_pairs(self) -> bool:
-        """True if rows are pairs of a better and a worse response."""
+        """True if rows are pairs of responses."""
         return self.row_kind in (PREFERENCE, SCORED)
 
     @property

@@ -176,7 +176,7 @@ class PromptReader:
         return PromptLoader(prompts, prompts_per_batch=per_batch, order=order)
 
     def read_hinted_prompts(self) -> Prompts:
-        """Read the training prompts with the hint, numbered as in the run."""
+        """Read the training prompts with the hint."""
         sets = self.config.data.training_sets.items()
         return _join_prompts([self._read(key, training_set, trains=True)[0] for key, training_set in sets])
 

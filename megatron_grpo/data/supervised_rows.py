@@ -50,7 +50,7 @@ def supervised_data_processor(
 def labelled_data_processor(
     datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
 ) -> DatumSpec:
-    """Make a sequence as `supervised_data_processor`, with the label of its response."""
+    """Make a sequence with the label of its response."""
     assert task_data_spec.label_key is not None, "rows without labels are pairs"
     row = supervised_data_processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
     assert task_data_spec.label_key is not None, "rows without labels have another processor"
@@ -194,7 +194,7 @@ def find_row_problem(row: Mapping[str, Any], spec: TaskDataSpec) -> str | None:
 
 
 def find_label_problem(row: Mapping[str, Any], spec: TaskDataSpec) -> str | None:
-    """Find why a row is no response with a label; None: it is."""
+    """Find why a row has no label; None: it has."""
     assert spec.label_key is not None, "rows without labels are pairs"
     if spec.label_key not in row:
         text = f"has no column {spec.label_key!r} (data.label_key); it has {', '.join(map(str, row)) or 'none'}"

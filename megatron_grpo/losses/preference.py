@@ -14,7 +14,7 @@ from megatron_grpo.losses.loss import GlobalCounts, Segments, mask_values
 
 
 class PreferenceLoss(NamedTuple):
-    """The loss of some pairs or rows, with its derivatives."""
+    """The loss of some rows, with its derivatives."""
 
     loss: float
     gradient: Tensor

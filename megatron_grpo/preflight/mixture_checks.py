@@ -54,7 +54,7 @@ def _check_hint(config: Config) -> Iterator[Rule]:
 
 
 def _list_fields(text: str) -> list[str] | None:
-    """List a text's fields, "" for {}; None: it is no format."""
+    """List a text's fields; None: it is no format."""
     try:
         return [name for _, name, _, _ in Formatter().parse(text) if name is not None]
     except ValueError:

@@ -89,7 +89,7 @@ def _make_pairs(seed: int) -> Iterator[Lesson]:
 
 
 def _make_labelled(seed: int) -> Iterator[Lesson]:
-    """Make the sums, each with a right or wrong response and its label."""
+    """Make the sums, each with a labelled response."""
     for number, lesson in enumerate(_make_pairs(seed)):
         wrong, is_right = lesson.row.pop("wrong"), number % 2 == 0
         response = lesson.row["answer"] if is_right else wrong

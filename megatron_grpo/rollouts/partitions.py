@@ -185,7 +185,7 @@ def exchange_prompts(
     prompts: Sequence[NDArray[np.int32]],
     longest: int,
 ) -> tuple[TokenArrays, tuple[NDArray[np.int64], NDArray[np.bool_], dict[str, list[Any]]]]:
-    """Put other prompts before what follows the prompts of a step's sequences.
+    """Exchange the prompts of a step's sequences.
 
     Args:
         arrays: token_ids and sampled.
@@ -215,7 +215,7 @@ def exchange_prompts(
 def place_outputs(
     lengths: NDArray[np.int64], arrays: TokenArrays, source: StepBatch, field: str
 ) -> tuple[TokenArrays, None]:
-    """Place an output of another batch's sampled tokens at those of this.
+    """Place another batch's output at this one's tokens.
 
     Both have the same sampled tokens in one order: `source` is the step after `exchange_prompts`. `arrays`: sampled.
     """
