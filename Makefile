@@ -1,7 +1,9 @@
 # Every target sets up what it needs in .venv, once, and again only when the lock files or the packaging change.
 #   make quickstart              a whole GRPO run on this machine's CPU
 #   make test | test-unit | lint  (CHANGED=1, or a revision: only tests that the change since then can reach)
-#   make test-tools             tests of what is beside training: plans, the doctor, replays, benchmarks, launchers, reports
+#   make test-tools             tests of what is beside training: plans, proofs, the doctor, replays, benchmarks,
+#                                launchers, reports, starters
+#   make test-ci                what .ci/run tests: both of these, and the most important whole runs of test-slow
 #   make test-slow              a short real run with every preset and option, and rare layouts, beyond what test runs
 #   make cuda-check             the CUDA packages and our CUDA code on a machine without a GPU, as far as that goes: installs
 #                               10 GB into .venv-cuda the first time
@@ -18,12 +20,16 @@ DOCS_VENV := .venv-docs
 BIN := $(VENV)/bin
 EDITABLE := -m pip --disable-pip-version-check --quiet install --no-deps --no-build-isolation --editable .
 PYTEST := $(BIN)/python -m pytest $(if $(CHANGED),-p tests.support.changed)
-PYTEST_BY_FILE = $(PYTEST) -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+MARKS := not slow
+# More workers than two cores: a quarter of the time of tests is waiting, for processes that start and for deadlines.
+PYTEST_UNIT = $(PYTEST) -m "$(MARKS)" -n 4 --durations=10
+PYTEST_BY_FILE = $(PYTEST) -m "$(MARKS)" -n 3 --dist loadfile --no-loadscope-reorder --durations=10
 # Tests of commands beside training, and of benchmarks.
 UNIT_TOOLS := $(addprefix tests/unit/,planning verification config/test_gpu_recipes.py test_changed.py \
-    test_gpu_check.py test_installation.py test_launchers.py test_models_page.py test_plan.py test_refit_plan.py \
-    test_same_numbers.py test_scale.py test_wheel.py)
-RUN_TOOLS := $(addprefix tests/parity/,test_doctor_replay.py test_replay.py test_verify.py) \
+    test_gpu_check.py test_installation.py test_launchers.py test_models_page.py test_new.py test_plan.py \
+    test_refit_plan.py test_same_numbers.py test_scale.py test_wheel.py)
+RUN_TOOLS := $(addprefix tests/parity/,test_doctor_replay.py test_replay.py test_rounding.py test_verify.py \
+    test_verify_loss.py) \
     $(addprefix tests/integration/,test_doctor.py test_new_run.py test_replay.py test_replay_runs.py test_report.py \
     test_slurm.py test_tutorial.py)
 PART := all
@@ -34,18 +40,24 @@ SHELL_SCRIPTS := $(wildcard launchers/*.sh launchers/*.sbatch requirements/*.sh)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: quickstart test test-tools test-slow test-unit lint cuda-check gpu-check gpu-check-dry lock docs docs-site
+.PHONY: quickstart test test-tools test-ci test-slow test-unit lint lint-types lint-form \
+    cuda-check gpu-check gpu-check-dry lock docs docs-site
 
 quickstart: $(VENV)/.runtime
 	$(BIN)/python -m megatron_grpo.train +exp=quickstart
 
 test: $(VENV)/.dev
-	$(PYTEST) -m "not slow" -n 3 --durations=10 $(addprefix --ignore=,$(UNIT_TOOLS)) tests/unit
+	$(PYTEST_UNIT) $(addprefix --ignore=,$(UNIT_TOOLS)) tests/unit
 	$(PYTEST_BY_FILE) $(addprefix --ignore=,$(RUN_TOOLS)) tests/parity tests/integration
 
 test-tools: $(VENV)/.dev
-	$(PYTEST) -m "not slow" -n 3 --durations=10 $(UNIT_TOOLS)
+	$(PYTEST_UNIT) $(UNIT_TOOLS)
 	$(PYTEST_BY_FILE) $(RUN_TOOLS)
+
+test-ci: MARKS := not slow or ci
+test-ci: $(VENV)/.dev
+	$(PYTEST_UNIT) tests/unit
+	$(PYTEST_BY_FILE) tests/parity tests/integration
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow -n 2 tests/unit
@@ -55,11 +67,15 @@ test-slow: $(VENV)/.dev
 test-unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 tests/unit
 
-lint: $(VENV)/.dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+lint: lint-types lint-form
+
+lint-types: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/mypy benchmarks
+
+lint-form: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/shellcheck $(SHELL_SCRIPTS)
 	$(BIN)/hadolint docker/Dockerfile.*

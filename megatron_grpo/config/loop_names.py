@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -56,8 +56,8 @@ def unite_shared_keys(
         return {}, []  # a recipe with a value in place of a section is refused when types are checked
     loops = sorted(LOOPS, key=lambda loop: loop != run_loop)  # the run's own section is the first
     settings = {loop: dict(flatten(select_keys(tree[loop], shared=True))) for loop in loops}
-    defaults = dataclasses.asdict(SampledLoopConfig()) | select_keys(dataclasses.asdict(LOOPS[run_loop]()), shared=True)
-    united, written_names, problems = OmegaConf.create(defaults), {}, []
+    united = dataclasses.asdict(SampledLoopConfig()) | select_keys(dataclasses.asdict(LOOPS[run_loop]()), shared=True)
+    written_names, problems = {}, []
     for name in dict.fromkeys(name for loop in loops for name in settings[loop]):
         values = {loop: settings[loop][name] for loop in loops if name in settings[loop]}
         # A key may be set under several names, in different files or on the command line. Then the source that Hydra
@@ -69,10 +69,19 @@ def unite_shared_keys(
         if rival := next((loop for loop in values if values[loop] != value), None):
             text = f"is the same setting as {rival}.{name}={to_text(values[rival])}; leave one of them out"
             problems.append(Problem(f"{first}.{name}={to_text(value)}", text))
-        OmegaConf.update(united, name, value)
+        set_key(united, name, value)
         if first != run_loop:
             written_names[f"{run_loop}.{name}"] = f"{first}.{name}"
     for loop in LOOPS:
-        shared = cast("dict[str, Any]", OmegaConf.to_container(united, resolve=False))
-        OmegaConf.update(composed, loop, select_keys(tree[loop], shared=False) | shared, merge=False)
+        OmegaConf.update(composed, loop, select_keys(tree[loop], shared=False) | united, merge=False)
     return written_names, problems
+
+
+def set_key(section: dict[str, Any], name: str, value: object) -> None:
+    """Set a value in nested sections by its dotted name."""
+    *path, key = name.split(".")
+    for part in path:
+        if not isinstance(section.get(part), dict):
+            section[part] = {}
+        section = section[part]
+    section[key] = value

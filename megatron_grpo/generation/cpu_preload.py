@@ -14,6 +14,7 @@ MODULES = (
     "megatron_grpo.weight_sync.engine_worker",
 )
 
+gc.disable()  # a fifth of the time of these imports
 with contextlib.suppress(ImportError):
     # vLLM names its processes for ps with this module, which finds the name's memory only in an unchanged environment.
     importlib.import_module("setproctitle").getproctitle()
@@ -21,3 +22,4 @@ for module in MODULES:
     importlib.import_module(module)
 gc.collect()
 gc.freeze()  # a collection in a forked process would write to every page that is imported here, and so copy it
+gc.enable()

@@ -120,6 +120,7 @@ class VllmEngine(Engine):
         require_gpus(list_assigned_gpus())
         require_folder(self._settings.model_path)
         prepare_processes(self._settings, self._name)
+        gc.disable()  # a fifth of the time of vLLM's imports
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -154,6 +155,7 @@ class VllmEngine(Engine):
             await self._gate.close("weights", "no version of the weights has come yet")
         # Objects made so far live until the end; each scan of them would take the garbage collector 0.3 s.
         gc.freeze()
+        gc.enable()
         times.append(time.monotonic())
         parts = ("imports", "processes", "warm_up")  # vLLM in this process; starting the others and loading; the batch
         seconds = {part: end - begin for part, (begin, end) in zip(parts, pairwise(times), strict=True)}

@@ -186,6 +186,7 @@ def _build_any_layers() -> Iterator[None]:
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.models.transformers.base import Base
 
     check, build_attention = FusedMoEConfig.__post_init__, MLAAttention.__init__
 
@@ -201,10 +202,15 @@ def _build_any_layers() -> Iterator[None]:
         # It has the same weights as sparse attention, which a CPU lacks.
         build_attention(self, *arguments, **keywords | {"use_sparse": False})
 
+    def keep_class(self: Any, cls: type, *_: Any, **__: Any) -> None:
+        # Made ready to compile, transformers' own class would need vLLM's configuration for the rest of the process.
+        pass
+
     with (
         patch.object(MLAAttention, "__init__", build_dense),
         patch.object(FusedMoEConfig, "__post_init__", check_sizes),
         patch.object(unquantized_fused_moe_method, "select_unquantized_moe_backend", select),
+        patch.object(Base, "_decorate_cls_for_torch_compile", keep_class),
     ):
         yield
 

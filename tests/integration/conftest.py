@@ -12,6 +12,9 @@ from tests.support.rotation import set_tests_aside
 
 SHARING = ("test_colocated_run.py", "test_debug_modes.py", "test_evaluate.py", "test_run.py")
 """Files with tests that compare with the straight run."""
+STRAIGHT_RUN = "straight_run"
+"""What is handed out in place of these files."""
+LONG_S = 60.0
 
 
 @pytest.fixture(scope="session")
@@ -27,15 +30,21 @@ def straight_run(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave tests that take turns to other commits, and put the longest files first for even ends.
 
-    A file of this folder, which waits for processes to start, is followed by one of the others, which compute.
+    A file of this folder, which waits for processes to start, is followed by one of the others, which compute. Files
+    without a duration count as long: they are new, or run with `.ci/run` alone.
     """
     set_tests_aside(items)
     seconds = read_durations()
-    files = sorted({get_file(item) for item in items}, key=lambda file: (-seconds.get(file, 0.0), file))
-    waiting = [file for file in files if Path(file).parent.name == "integration"]
+    files = sorted({get_file(item) for item in items}, key=lambda file: (-seconds.get(file, LONG_S), file))
+    waiting = [file for file in files if is_of_this_folder(file)]
     pairs = zip_longest(waiting, (file for file in files if file not in waiting))
     order = {file: number for number, file in enumerate(chain.from_iterable(pairs))}
     items.sort(key=lambda item: order[get_file(item)])
+
+
+def is_of_this_folder(file: str) -> bool:
+    """Tell files, and the files that share a run, from those of other folders."""
+    return file == STRAIGHT_RUN or Path(file).parent.name == "integration"
 
 
 def get_file(item: pytest.Item) -> str:
@@ -45,7 +54,10 @@ def get_file(item: pytest.Item) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile` one worker gets all files that compare with that run, so that it is made once."""
+    """Give one worker all files that compare with that run, with `--dist loadfile`, so that it is made once.
+
+    While two workers have a file of this folder, whose processes hold gigabytes, others get those of other folders.
+    """
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -53,6 +65,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Together(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "straight_run" if Path(file).name in SHARING else file
+            return STRAIGHT_RUN if Path(file).name in SHARING else file
+
+        def _assign_work_unit(self, node: Any) -> None:
+            pending = [file for work in self.assigned_work.values() for file in work if not all(work[file].values())]
+            if sum(map(is_of_this_folder, pending)) >= 2:
+                others = (file for file in self.workqueue if not is_of_this_folder(file))
+                self.workqueue.move_to_end(next(others, next(iter(self.workqueue))), last=False)
+            super()._assign_work_unit(node)
 
     return Together(config, log)

@@ -36,10 +36,17 @@ SHORT = (
 
 
 class TrainingRun:
-    """`python -m megatron_grpo.train` with a recipe that needs no download."""
+    """`python -m megatron_grpo.train` with a recipe that needs no download.
 
-    def __init__(self, run_dir: Path, *overrides: str, recipe: str = "quickstart") -> None:
-        self.run_dir = run_dir
+    Args:
+        run_dir: the run's.
+        overrides: of its configuration.
+        recipe: from conf/exp.
+        folder: in which it is started; None: the repository.
+    """
+
+    def __init__(self, run_dir: Path, *overrides: str, recipe: str = "quickstart", folder: Path | None = None) -> None:
+        self.run_dir, self.folder = run_dir, folder
         self.overrides = [f"+exp={recipe}", f"run_dir={run_dir}", "logger.progress=false", *overrides]
         self.mark = uuid.uuid4().hex
         self.descendants: list[psutil.Process] = []
@@ -52,6 +59,7 @@ class TrainingRun:
             stdin=subprocess.DEVNULL,
             stdout=self.output.open("wb"),
             stderr=subprocess.STDOUT,
+            cwd=self.folder,
             env={**os.environ, MARK: self.mark},
             start_new_session=True,
             preexec_fn=_restore_ctrl_c,

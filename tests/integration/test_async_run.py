@@ -10,6 +10,13 @@ import pytest
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.prepare.models import prepare
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
+from tests.integration.test_user_formulas import (
+    FUNCTIONS,
+    call,
+    expect_recorded_functions,
+    remove_functions,
+    write_functions,
+)
 from tests.integration.whole_runs import complete, read_options
 from tests.support.documents import undocumented
 
@@ -28,8 +35,8 @@ OVERSAMPLED = ("grpo.async_grpo.oversampling_factor=1.5", "grpo.async_grpo.max_t
 OF_ASYNC = ("trajectory_", "buffer_", "exposed_generation_s")
 
 
-def async_run(run_dir: Path, *overrides: str) -> TrainingRun:
-    return TrainingRun(run_dir, *SHORT, *overrides, recipe="quickstart_async")
+def async_run(run_dir: Path, *overrides: str, folder: Path | None = None) -> TrainingRun:
+    return TrainingRun(run_dir, *SHORT, *overrides, recipe="quickstart_async", folder=folder)
 
 
 def prompts_of(run: TrainingRun) -> list[list[int]]:
@@ -39,16 +46,20 @@ def prompts_of(run: TrainingRun) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
-    """Six steps without interruption."""
-    run = complete(async_run(tmp_path_factory.mktemp("straight") / "run"))
+    """Six steps without interruption, by functions of the user's folder, which are gone from there afterwards."""
+    folder = tmp_path_factory.mktemp("straight")
+    write_functions(folder)
+    run = complete(async_run(folder / "run", *FUNCTIONS, "logger.replay_every=2", folder=folder))
     run.assert_nothing_left()
+    remove_functions(folder)
     return run
 
 
 def test_what_an_asynchronous_run_reports(straight: TrainingRun) -> None:
     rows = straight.metrics()
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    assert undocumented(name for name in rows[0] if name not in ("step", "timing", "throughput")) == set()
+    names = {name for name in rows[0] if not name.startswith("dppo/")} - {"step", "timing", "throughput"}
+    assert undocumented(names) == set()
     assert [row["trajectory_age_max"] for row in rows][:2] == [0, 1]
     assert all(row["trajectory_age_max"] <= 1 for row in rows)
     assert all(1 <= row["trajectory_versions"] <= row["trajectory_versions_max"] <= 2 for row in rows)
@@ -61,6 +72,12 @@ def test_what_an_asynchronous_run_reports(straight: TrainingRun) -> None:
         assert row["weight_version"] == max(versions)
     sampled = [row for step in prompts_of(straight) for row in step]
     assert len(sampled) == len(set(sampled)) == PROMPTS * STEPS
+
+
+def test_functions_of_the_users_folder_train_and_replay_without_it(straight: TrainingRun, tmp_path: Path) -> None:
+    expect_recorded_functions(straight.run_dir)
+    assert [round(row["dppo/high"], 6) for row in straight.metrics()] == [0.3] * STEPS
+    assert "replayed" in call(tmp_path, "replay", str(straight.run_dir), "step=2", "device=cpu", "trust_run=true")
 
 
 @pytest.mark.slow

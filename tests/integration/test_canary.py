@@ -31,7 +31,7 @@ from tests.integration.vllm_helpers import START_S, VOCAB, engines, generate, gp
 
 __all__ = ["ray_cluster"]  # a fixture of every test here
 
-pytestmark = pytest.mark.slow  # .ci/run runs it; the canary follows the refits of all other runs too
+pytestmark = [pytest.mark.slow, pytest.mark.ci]  # the canary follows the refits of all other runs too
 
 REFIT = RefitConfig(bucket_mib=0.02, timeout_s=120.0, canary_share=1.0, weight_check_period=1)
 MIXTURE = partial(Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True)

@@ -40,7 +40,8 @@ def greedy(straight_run: TrainingRun, prompts: Path, tmp_path_factory: pytest.Te
     return output
 
 
-@pytest.mark.slow  # .ci/run runs it; a command starts an engine of its own
+@pytest.mark.ci
+@pytest.mark.slow  # a command starts an engine of its own
 def test_an_evaluation_finds_what_validation_found(straight_run: TrainingRun, greedy: Path) -> None:
     *_, validated = read_jsonl(straight_run.run_dir / "validation.jsonl")
     results = json.loads((greedy / "results.json").read_text())
@@ -50,6 +51,7 @@ def test_an_evaluation_finds_what_validation_found(straight_run: TrainingRun, gr
     assert figures["metrics"]["response_length"] == validated["val_response_length"]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_several_samples_are_compared_with_one(
     straight_run: TrainingRun, prompts: Path, greedy: Path, tmp_path: Path

@@ -30,7 +30,7 @@ STDIO = [sys.executable, str(SERVER)]
 
 @pytest.fixture(scope="module")
 def tools() -> Iterator[McpTools]:
-    server = McpServer(command=STDIO, timeout_s=1.0, max_characters=50)
+    server = McpServer(command=STDIO, timeout_s=3.0, max_characters=50)
     opened = McpTools({"tests": server})
     yield opened
     opened.close()
@@ -54,9 +54,9 @@ def test_results_are_capped_and_errors_are_texts_for_the_model(tools: McpTools) 
 
 def test_a_late_tool_has_no_result(tools: McpTools) -> None:
     begin = time.monotonic()
-    with pytest.raises(ValueError, match="no result within 1 s"):
-        tools.call("wait", {"seconds": 2})
-    assert time.monotonic() - begin < 1.8
+    with pytest.raises(ValueError, match="no result within 3 s"):
+        tools.call("wait", {"seconds": 60})
+    assert time.monotonic() - begin < 30
 
 
 def test_a_server_that_a_call_ends_is_started_again(tools: McpTools) -> None:

@@ -53,7 +53,7 @@ RESTART_S = 100.0
 """For a new engine, on a machine with other things to do."""
 RESTARTS = 50
 
-# With every `make test`, test_refit_damage.py has these faults without engines; .ci/run has two cases of these.
+# With every `make test`, test_refit_damage.py has these faults without engines; .ci/run has two of these cases.
 pytestmark = pytest.mark.slow
 
 
@@ -129,11 +129,18 @@ def test_an_engine_of_one_rank_has_no_process_beside_its_core(generation: VllmGe
     assert [psutil.Process(pid).cmdline()[0] for pid in worker_pids(generation)] == ["VLLM::EngineCore"]
 
 
-def cases(faults: tuple[str, ...], moments: tuple[str, ...] = MOMENTS) -> list[Any]:
-    return [pytest.param(fault, moment, id=f"{fault}, {moment}") for fault in faults for moment in moments]
+def cases(
+    faults: tuple[str, ...], moments: tuple[str, ...] = MOMENTS, in_ci: tuple[str, str] | None = None
+) -> list[Any]:
+    marks = {in_ci: pytest.mark.ci}
+    return [
+        pytest.param(fault, moment, marks=marks.get((fault, moment), ()), id=f"{fault}, {moment}")
+        for fault in faults
+        for moment in moments
+    ]
 
 
-@pytest.mark.parametrize(("fault", "moment"), cases((KILL_WORKER, STALL_WORKER)))
+@pytest.mark.parametrize(("fault", "moment"), cases((KILL_WORKER, STALL_WORKER), in_ci=(KILL_WORKER, MIDDLE)))
 def test_an_engine_that_dies_or_hangs_is_replaced(fault: str, moment: str, scene: Scene) -> None:
     assert_replaced(FaultyReshard(scene.policy, scene.generation, REFIT), scene, fault, moment)
 
@@ -145,7 +152,7 @@ def test_so_it_is_with_engines_of_two_stages(fault: str, moment: str, scene: Sce
     assert_replaced(FaultyReshard(scene.policy, scene.generation, REFIT), scene, fault, moment)
 
 
-@pytest.mark.parametrize(("fault", "moment"), cases((DROP, FLIP)))
+@pytest.mark.parametrize(("fault", "moment"), cases((DROP, FLIP), in_ci=(FLIP, LAST)))
 def test_a_message_that_is_lost_or_damaged_is_sent_again(fault: str, moment: str, scene: Scene) -> None:
     assert_sent_again(FaultyReshard(scene.policy, scene.generation, REFIT), scene, fault, moment)
 

@@ -36,7 +36,8 @@ def test_a_run_writes_everything_that_explains_it(straight_run: TrainingRun) -> 
     assert len({tuple(row["token_ids"]) for row in rollouts[:8]}) > 1, "samples of a prompt are all the same"
 
 
-@pytest.mark.slow  # the longest test; .ci/run runs it. tests/parity loads checkpoints to the last digit
+@pytest.mark.ci
+@pytest.mark.slow  # the longest test; tests/parity loads checkpoints to the last digit
 def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight_run: TrainingRun, tmp_path: Path) -> None:
     first = kill_after(TrainingRun(tmp_path / "run", *SHORT), 3)
     assert not (first.run_dir / "checkpoints" / "step_6").exists(), "killed too late to test anything"

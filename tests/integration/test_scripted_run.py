@@ -16,7 +16,7 @@ from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.prepare.models import prepare
 from tests.integration.runs import read_jsonl
 
-pytestmark = pytest.mark.slow  # .ci/run runs it; tests/unit/test_api.py has scripts without a run
+pytestmark = [pytest.mark.slow, pytest.mark.ci]  # tests/unit/test_api.py has scripts without a run
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("reward_len", "math_reward_func", "unique_letters", "by_step", "judge")

@@ -24,7 +24,7 @@ from megatron_grpo.rollouts.rollout import compute_sample_seed
 from tests.integration.example_agent import QUESTIONS
 from tests.integration.vllm_helpers import EOS, LETTERS, MAX_LENGTH, Oracle, engines, generate, make_model
 
-pytestmark = pytest.mark.slow  # .ci/run runs it; tests/unit/rollouts has turns and the endpoint without an engine
+pytestmark = [pytest.mark.slow, pytest.mark.ci]  # tests/unit/rollouts has turns and the endpoint without an engine
 
 SEED, STEP, SAMPLES, TURNS = 5, 3, 6, 3
 SETTINGS = SamplingSettings(max_new_tokens=12, stop_token_ids=(EOS, *range(2, 20)))

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.integration.runs import read_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -28,12 +30,29 @@ HELPER = """
 def shift_of(logprobs, others):
     return logprobs.exp() - others.exp()
 """
+FUNCTIONS = (
+    "loss_fn.objective=my_losses.dppo", "loss_fn.objective_options.high=0.3",
+    "grpo.adv_estimator.name=my_losses.maxrl", "grpo.use_leave_one_out_baseline=true",
+)  # fmt: skip
 SETTINGS = (
     "+exp=quickstart", "grpo.max_num_steps=2", "grpo.val_at_start=false", "grpo.max_val_samples=32",
     "policy.train_global_batch_samples=64", "checkpointing.save_period=1", "checkpointing.keep_top_k=null",
-    "logger.replay_every=2", "loss_fn.objective=my_losses.dppo", "loss_fn.objective_options.high=0.3",
-    "grpo.adv_estimator.name=my_losses.maxrl", "grpo.use_leave_one_out_baseline=true",
+    "logger.replay_every=2", *FUNCTIONS,
 )  # fmt: skip
+
+
+def write_functions(folder: Path) -> None:
+    (folder / "my_losses.py").write_text(OBJECTIVE)
+    (folder / "shifts.py").write_text(HELPER)
+
+
+def remove_functions(folder: Path) -> None:
+    for file in folder.glob("*.py"):
+        file.unlink()
+
+
+def expect_recorded_functions(run_dir: Path) -> None:
+    assert sorted(path.name for path in (run_dir / "code").iterdir()) == ["my_losses.py", "shifts.py"]
 
 
 def call(folder: Path, command: str, *arguments: str) -> str:
@@ -50,18 +69,18 @@ def call(folder: Path, command: str, *arguments: str) -> str:
     return process.stdout
 
 
+@pytest.mark.ci
+@pytest.mark.slow  # test_async_run.py trains and replays with every `make test`
 def test_functions_of_the_users_folder_train_resume_and_replay(tmp_path: Path) -> None:
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
     home.mkdir()
     elsewhere.mkdir()
-    (home / "my_losses.py").write_text(OBJECTIVE)
-    (home / "shifts.py").write_text(HELPER)
+    write_functions(home)
     run = home / "run"
     call(home, "train", *SETTINGS, "run_dir=run", "logger.progress=false")
-    assert sorted(path.name for path in (run / "code").iterdir()) == ["my_losses.py", "shifts.py"]
+    expect_recorded_functions(run)
     assert [round(row["dppo/high"], 6) for row in read_jsonl(run / "metrics.jsonl")] == [0.3, 0.3]
-    for file in home.glob("*.py"):
-        file.unlink()
+    remove_functions(home)
     call(
         elsewhere, "train", f"run_dir={run}", "grpo.max_num_steps=3", "loss_fn.objective_options.high=0.4",
         "trust_run=true",

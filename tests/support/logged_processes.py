@@ -1,11 +1,14 @@
 """Processes with a log of their own, as a run's are, in whatever state a test wants to find them."""
 
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+import psutil
 
 from megatron_grpo.cluster.heartbeat import HEARTBEATS_FOLDER, Heartbeat, read_heartbeats
 
@@ -43,6 +46,13 @@ def logged_processes(folder: Path, codes: dict[str, str]) -> Iterator[dict[str, 
         processes = {name: stack.enter_context(logged_process(name, code)) for name, code in codes.items()}
         wait_for(folder, lambda beats: all(_up(beats.get(name), code) for name, code in codes.items()))
         yield processes
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Stop a process, and wait until it is."""
+    process.send_signal(signal.SIGSTOP)
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
 
 
 def _up(beat: Heartbeat | None, code: str) -> bool:

@@ -58,7 +58,7 @@ def set_others_aside(items: Iterable[pytest.Item]) -> None:
 
 
 def set_tests_aside(items: Iterable[pytest.Item]) -> None:
-    """Mark as slow, of each file's tests that take turns, all but this commit's."""
+    """Mark as slow, of each file's tests that take turns, all but this commit's, which `.ci/run` runs as well."""
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker(TURNS) and not item.get_closest_marker("slow"):
@@ -68,3 +68,4 @@ def set_tests_aside(items: Iterable[pytest.Item]) -> None:
         for case in cases:
             if case not in chosen:
                 case.add_marker(pytest.mark.slow)
+                case.add_marker(pytest.mark.ci)

@@ -268,7 +268,8 @@ ctypes.PyDLL(None).sleep(2)  # with the lock of the interpreter
             while not (path.exists() and "ready" in path.read_text()):
                 time.sleep(0.02)
             process.send_signal(signal.SIGUSR1)
-            time.sleep(0.5)
+            while process.poll() is None and 'File "<string>", line 8 in <module>' not in path.read_text():
+                time.sleep(0.02)
             assert 'File "<string>", line 8 in <module>' in path.read_text()
     assert process.returncode == 0, "the signal hurts nobody"
 

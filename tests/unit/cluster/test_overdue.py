@@ -26,7 +26,7 @@ from megatron_grpo.cluster.overdue import (
 )
 from megatron_grpo.cluster.phases import Phase
 from megatron_grpo.cluster.process_log import build_log_path, driver_log, find_current_log
-from tests.support.logged_processes import HOLDS_THE_INTERPRETER, SLEEPS, WAITS_FOR_WORK, logged_processes
+from tests.support.logged_processes import HOLDS_THE_INTERPRETER, SLEEPS, WAITS_FOR_WORK, logged_processes, stop
 from tests.support.programs import read_programs
 
 
@@ -35,11 +35,6 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """Of the logs, in a process that is the driver."""
     with driver_log(tmp_path, "info") as folder:
         yield folder
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGSTOP)
-    time.sleep(0.1)
 
 
 def test_a_stopped_process_is_told_from_one_that_waits_for_it(folder: Path) -> None:

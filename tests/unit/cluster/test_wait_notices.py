@@ -44,6 +44,7 @@ def test_a_step_of_the_usual_length_is_no_silence() -> None:
     lines: list[str] = []
     notices = WaitNotices(lines.append, first_s=0.05)
     notices.restart(usual_s=60.0)
+    lines.clear()
     time.sleep(0.3)
     notices.close()
     assert not lines

@@ -63,7 +63,7 @@ class Judge:
 @pytest.fixture
 def judge() -> Iterator[Judge]:
     judge = Judge()
-    threading.Thread(target=judge.server.serve_forever, daemon=True).start()
+    threading.Thread(target=judge.server.serve_forever, args=(0.01,), daemon=True).start()
     yield judge
     judge.server.shutdown()
     judge.server.server_close()

@@ -42,7 +42,7 @@ def port(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     while not server.started:
         time.sleep(0.01)
     yield listening.getsockname()[1]
-    server.should_exit = True
+    server.should_exit = server.force_exit = True  # without waiting for connections that are kept
     thread.join(10)
 
 

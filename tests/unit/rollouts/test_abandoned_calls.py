@@ -3,8 +3,10 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -23,8 +25,21 @@ CALLS: dict[str, Callable[..., Awaitable[Any]]] = {
 }
 
 
-def play(model: str, stuck: range, agent: Callable[[AsyncOpenAI], Awaitable[Any]]) -> tuple[Conversation, SlowEngine]:
-    """Run an agent in a rollout; returns the conversation as the rollout leaves it."""
+PATIENT_S = 60.0
+
+
+def play(
+    model: str, stuck: range, agent: Callable[[AsyncOpenAI, SlowEngine], Awaitable[Any]]
+) -> tuple[Conversation, SlowEngine]:
+    """Run an agent in a rollout; returns the conversation as the rollout leaves it.
+
+    Its client waits 0.6 s for the first attempts, as many as are stuck, and for the others as long as it takes.
+    """
+    attempts = count(1)
+
+    async def wait_longer(request: httpx.Request) -> None:
+        if next(attempts) > len(stuck):
+            request.extensions["timeout"] = httpx.Timeout(PATIENT_S).as_dict()
 
     async def scene() -> tuple[Conversation, SlowEngine]:
         endpoint = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=None, tokenizer=model))
@@ -33,8 +48,11 @@ def play(model: str, stuck: range, agent: Callable[[AsyncOpenAI], Awaitable[Any]
         renderer = endpoint.get_renderer("task", PromptFormat())
         talk = Conversation(engine, SETTINGS, renderer, lambda turn: turn, 40)
         with endpoint.open_rollout(talk) as access:
-            client = AsyncOpenAI(base_url=access.base_url, api_key=access.token, timeout=0.3, max_retries=2)
-            await agent(client)
+            http_client = httpx.AsyncClient(event_hooks={"request": [wait_longer]})
+            client = AsyncOpenAI(
+                base_url=access.base_url, api_key=access.token, timeout=0.6, max_retries=2, http_client=http_client
+            )
+            await agent(client, engine)
         segments = talk.list_segments()  # at once, as a rollout does
         await asyncio.sleep(0.1)
         await endpoint.runner.cleanup()
@@ -44,10 +62,16 @@ def play(model: str, stuck: range, agent: Callable[[AsyncOpenAI], Awaitable[Any]
     return asyncio.run(scene())
 
 
+async def wait_for_calls(engine: SlowEngine, number: int) -> None:
+    async with asyncio.timeout(PATIENT_S):
+        while engine.calls < number:
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("protocol", CALLS)
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_retries_of_the_client_leave_one_response(model: str, protocol: str, is_streamed: bool) -> None:
-    async def agent(client: AsyncOpenAI) -> None:
+    async def agent(client: AsyncOpenAI, _: SlowEngine) -> None:
         answer = await CALLS[protocol](client, stream=is_streamed)
         if is_streamed:
             assert [part async for part in answer]
@@ -60,13 +84,16 @@ def test_retries_of_the_client_leave_one_response(model: str, protocol: str, is_
 @pytest.mark.parametrize("protocol", ["chat", "completions"])
 @pytest.mark.parametrize("stuck", [range(64), range(60, 64)])
 def test_64_cancelled_choices_leave_no_response(model: str, protocol: str, stuck: range) -> None:
-    async def agent(client: AsyncOpenAI) -> None:
+    async def agent(client: AsyncOpenAI, engine: SlowEngine) -> None:
+        client = client.with_options(timeout=PATIENT_S)
         call = asyncio.ensure_future(CALLS[protocol](client, n=64))
-        await asyncio.sleep(0.15)
+        await wait_for_calls(engine, 64)
         call.cancel()
         with suppress(asyncio.CancelledError):
             await call
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(PATIENT_S):
+            while engine.cancelled < len(stuck):
+                await asyncio.sleep(0.01)
         await CALLS[protocol](client)
 
     talk, engine = play(model, stuck, agent)
@@ -77,21 +104,23 @@ def test_64_cancelled_choices_leave_no_response(model: str, protocol: str, stuck
 def test_an_agent_that_ends_beside_its_own_call_gets_nothing_of_it(model: str) -> None:
     """Seven of eight choices are complete when the rollout ends, and the agent has none of them."""
 
-    async def agent(client: AsyncOpenAI) -> None:
+    async def agent(client: AsyncOpenAI, engine: SlowEngine) -> None:
+        client = client.with_options(timeout=PATIENT_S)
         await CALLS["chat"](client)
         call = asyncio.ensure_future(CALLS["chat"](client, n=8))
         call.add_done_callback(lambda task: task.cancelled() or task.exception())
-        await asyncio.sleep(0.1)
+        await wait_for_calls(engine, 9)
+        await asyncio.sleep(0.1)  # for the seven that are answered
 
     talk, _ = play(model, range(8, 9), agent)
     assert len(talk.responses) == 1
 
 
 def test_a_client_that_leaves_a_stream_before_its_answer(model: str) -> None:
-    async def agent(client: AsyncOpenAI) -> None:
+    async def agent(client: AsyncOpenAI, _: SlowEngine) -> None:
         for protocol, call in CALLS.items():
             with pytest.raises(openai.APITimeoutError):
-                await call(client.with_options(timeout=0.1, max_retries=0), stream=True)
+                await call(client.with_options(max_retries=0), stream=True)
             assert protocol
 
     talk, engine = play(model, range(3), agent)

@@ -237,6 +237,17 @@ def test_traced_boxes_are_the_tables(family: str, layout: str, tmp_path: Path) -
         assert compute_digest(pack_boxes(trace.boxes)) == compute_digest(pack_boxes(list(trace.boxes)))
 
 
+def test_a_model_without_storage_leaves_the_class_of_transformers_as_it_is(tmp_path: Path) -> None:
+    """Else vLLM makes it its own, and this process could not build transformers' model any more."""
+    from transformers import Olmo3Model
+
+    before = Olmo3Model.__bases__, dict(vars(Olmo3Model))
+    write_engine_config("olmo3", tmp_path)
+    with build_rank(tmp_path, 0, GenerationParallelConfig(), "bfloat16") as (model, _):
+        assert any(isinstance(module, Olmo3Model) for module in model.modules())
+    assert (Olmo3Model.__bases__, dict(vars(Olmo3Model))) == before
+
+
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
