@@ -60,7 +60,7 @@ def name_module(folder: Path, canary: Canary) -> None:
     (folder / "mine.py").write_text(code)
 
 
-def test_the_canary_sings(tmp_path: Path, canary: Canary) -> None:
+def test_the_canary_sings(canary: Canary) -> None:
     """Otherwise the tests below show nothing."""
     pickle.loads(pickle.dumps(canary))
     assert canary.folder.is_dir()

@@ -65,29 +65,19 @@ def test_what_nobody_can_judge_has_no_accuracy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "vote"),
-    [
-        ("so \\boxed{ \\sqrt{2} }.", "\\sqrt{2}"),
-        ("first\n 42 \n", "42"),
-        ("we go\nleft  then right", "left then right"),
-        ("", None),
-        (" \n", None),
-    ],
-)
-def test_votes(response: str, vote: str | None) -> None:
-    assert find_vote(response) == vote
-
-
-@pytest.mark.parametrize(
     ("responses", "vote"),
     [
+        (["so \\boxed{ \\sqrt{2} }."], "\\sqrt{2}"),
+        (["first\n 42 \n"], "42"),
+        (["we go\nleft  then right"], "left then right"),
+        (["", " \n"], None),
         (["\\boxed{0.5}", "\\boxed{\\frac{1}{2}}", "\\boxed{\\dfrac12}", "it is\n1/2", "Answer: **.50**."], "1/2"),
         (["\\boxed{-1,200}", "\\boxed{-1200.0}", "#### -1200", "The answer is $-1200$."], "-1200"),
         (["\\boxed{(B)}", "\\boxed{B}", "The answer is (B).", "**Answer:** B"], "B"),
         (["\\boxed{(1, 2)}", "\\boxed{(1,2)}"], "(1,2)"),
     ],
 )
-def test_equal_answers_are_one_vote(responses: list[str], vote: str) -> None:
+def test_equal_answers_are_one_vote(responses: list[str], vote: str | None) -> None:
     assert [find_vote(response) for response in responses] == [vote] * len(responses)
 
 
@@ -147,10 +137,7 @@ def test_pass_at_k_is_unbiased() -> None:
     estimate = fmean(estimate_pass_at_k(8, int(right), 4) for right in counts)
     assert estimate == pytest.approx(1 - 0.8**4, abs=0.006)
     assert abs(fmean(1 - (1 - right / 8) ** 4 for right in counts) - (1 - 0.8**4)) > 0.05
-
-
-def test_pass_at_k_of_many_samples_does_not_overflow() -> None:
-    assert estimate_pass_at_k(5000, 1, 2500) == pytest.approx(0.5)
+    assert estimate_pass_at_k(5000, 1, 2500) == pytest.approx(0.5), "without an overflow"
 
 
 def test_more_draws_than_samples_are_refused() -> None:

@@ -120,12 +120,14 @@ def _only(**efficiency: float) -> Hardware:
     return replace(H100, efficiency=replace(H100.efficiency, **nothing | efficiency))
 
 
-def test_a_decoding_step_reads_weights_and_cache() -> None:
+def test_a_decoding_step_reads_weights_and_cache_and_the_host_works_for_every_sequence() -> None:
     gpu = _only(decode_memory=1)
     decoder = Decoder(DENSE, gpu, 1, 2, 2)
     layer = DENSE.hidden * DENSE.head_dim * (2 * 8 + 2 * 4) + 3 * DENSE.hidden * DENSE.ffn_hidden
     read = 2 * (4 * layer + DENSE.hidden * DENSE.vocab) + 10 * 50 * count_kv_bytes_per_token(DENSE, 4, 1, 2)
     assert decoder.time_step(10, 50) == pytest.approx(read / gpu.memory_bytes_per_s)
+    free, busy = (Decoder(DENSE, _only(decode_sequence_s=seconds), 1, 2, 2) for seconds in (0.0, 1.0))
+    assert busy.time_step(7, 50) - free.time_step(7, 50) == pytest.approx(7.0)
 
 
 def test_a_batch_touches_more_experts_than_a_token() -> None:
@@ -138,11 +140,6 @@ def test_a_batch_touches_more_experts_than_a_token() -> None:
     experts, sequences = 3 * shape.hidden * 768 * 48 * 2, 16
     double = decoder._count_read_bytes(sequences) - decoder._count_read_bytes(1)
     assert double == pytest.approx((np.mean(chosen) - 8) * experts, rel=0.02)
-
-
-def test_the_host_works_for_every_sequence_of_a_decoding_step() -> None:
-    free, busy = (Decoder(DENSE, _only(decode_sequence_s=seconds), 1, 2, 2) for seconds in (0.0, 1.0))
-    assert busy.time_step(7, 50) - free.time_step(7, 50) == pytest.approx(7.0)
 
 
 @pytest.mark.parametrize(("tensor", "is_whole"), [(1, False), (8, False), (8, True)])

@@ -51,18 +51,16 @@ def simulate_schedule(
     return max(busy_until)
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (4, 1), (4, 4), (4, 9), (8, 32)])
-def test_even_stages_have_the_known_bubble(stages: int, microbatches: int) -> None:
-    schedule = run_schedule([[1.0]] * stages, [[2.0]] * stages, microbatches)
-    assert schedule.seconds == pytest.approx(3.0 * (microbatches + stages - 1))
-    assert schedule.busy == pytest.approx([3.0 * microbatches] * stages)
-
-
-@pytest.mark.parametrize("chunks", [2, 3, 4])
-def test_interleaving_divides_the_bubble(chunks: int) -> None:
-    stages, microbatches = 4, 12
+@pytest.mark.parametrize(
+    ("stages", "chunks", "microbatches"),
+    [(1, 1, 3), (4, 1, 1), (4, 1, 4), (4, 1, 9), (8, 1, 32), (4, 2, 12), (4, 3, 12), (4, 4, 12)],
+)
+def test_even_stages_have_the_known_bubble_which_interleaving_divides(
+    stages: int, chunks: int, microbatches: int
+) -> None:
     schedule = run_schedule([[1.0] * chunks] * stages, [[2.0] * chunks] * stages, microbatches)
     assert schedule.seconds == pytest.approx(3.0 * (microbatches * chunks + stages - 1))
+    assert schedule.busy == pytest.approx([3.0 * microbatches * chunks] * stages)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -77,15 +75,11 @@ def test_uneven_stages_take_what_a_simulation_takes(seed: int) -> None:
     assert run_schedule(forward, backward, microbatches, send_s=send).seconds == expected
 
 
-def test_every_pass_is_in_the_schedule_once() -> None:
+def test_a_stage_has_every_pass_once_and_holds_as_many_microbatches_as_stages_follow() -> None:
     for stage in range(4):
         order = order_passes(4, stage, 3, 8)
         passes = {(slot.is_backward, slot.chunk, slot.microbatch) for slot in order}
         assert len(order) == len(passes) == 2 * 3 * 8
-
-
-def test_a_stage_holds_as_many_microbatches_as_stages_follow() -> None:
-    for stage in range(4):
         in_flight = most_in_flight = 0
         for slot in order_passes(4, stage, 1, 9):
             in_flight += -1 if slot.is_backward else 1
@@ -93,16 +87,10 @@ def test_a_stage_holds_as_many_microbatches_as_stages_follow() -> None:
         assert most_in_flight == 4 - stage
 
 
-def test_forward_passes_alone_fill_the_pipeline_once() -> None:
+def test_forward_passes_alone_sends_that_block_and_uneven_interleaving() -> None:
     assert run_schedule([[1.0]] * 4, [], 6, forward_only=True).seconds == pytest.approx(6 + 3)
-
-
-def test_sends_that_block_a_stage_lengthen_its_passes() -> None:
     schedule = run_schedule([[1.0]] * 2, [[2.0]] * 2, 3, send_s=0.5, blocking=True)
     assert schedule.busy == pytest.approx([3 * (1.5 + 2.5)] * 2)
-
-
-def test_an_interleaved_schedule_needs_a_multiple_of_the_stages() -> None:
     with pytest.raises(ValueError, match="4 stages takes no 6"):
         run_schedule([[1.0] * 2] * 4, [[1.0] * 2] * 4, 6)
 

@@ -1,17 +1,24 @@
-"""The registry of hooks into third-party libraries: its rows exist, and every hook in the package has a row."""
+"""The registry of hooks into libraries; processes without the GPU that they were given; stores that were closed."""
 
 import ast
 import importlib
+import json
+import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
+from megatron_grpo.cluster.ray_cluster import SHARED_GPUS, list_assigned_gpus
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.platform import device
 from megatron_grpo.platform import hooks as registry
+from megatron_grpo.platform.device import Platform, connect_store, open_store, require_gpus
 from megatron_grpo.platform.hooks import LIBRARIES, Hook, check_hooks, find_untried_versions, load_hooks
 
 ROOT = Path(__file__).parents[3]
@@ -142,3 +149,99 @@ def test_dependencies_stay_within_the_tried_versions() -> None:
                 if requirement.partition(">")[0].partition("[")[0] == distribution
             ]
             assert all(requirement.endswith(upper) for requirement in of_it), of_it
+
+
+# In a process of its own, whose platform is said to be CUDA before anything else is imported.
+IMPORT_EVERYTHING = """
+import importlib, json, sys
+from pathlib import Path
+import torch
+from megatron_grpo.platform import device
+cuda = device.Platform("cuda", torch.device("cuda", 0), "nccl")
+device.detect_platform = lambda: cuda
+
+import megatron_grpo
+root = Path(megatron_grpo.__path__[0])
+needs = []
+for file in sorted(root.rglob("*.py")):
+    parts = file.relative_to(root).with_suffix("").parts
+    if parts[-1].startswith("cpu_") or parts[-1] == "megatron_on_cpu" or parts[0] == "conf" or parts[-1][:2] == "__":
+        continue
+    try:
+        importlib.import_module(".".join(("megatron_grpo", *parts)))
+    except ModuleNotFoundError as error:
+        needs.append(error.name.split(".")[0])
+
+import ray
+from megatron_grpo.config.schema import GenerationConfig
+from megatron_grpo.models.routed_experts import RoutedForm
+from megatron_grpo.generation import engine
+from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
+ray.get_gpu_ids = lambda: [0]
+settings = VllmSettings(
+    index=0,
+    model_path="model",
+    config=GenerationConfig(),
+    precision="bfloat16",
+    max_total_sequence_length=8,
+    routed=RoutedForm(layers=(0,), experts=8, top_k=2),
+)
+engine.prepare_processes(settings, "generation engine 0")
+arguments = make_engine_arguments(settings)
+names = [name for name in sys.modules if name.startswith("megatron_grpo.")]
+found = [name for name in names if name.split(".")[-1].startswith("cpu_") or name.endswith(".megatron_on_cpu")]
+print(json.dumps([arguments, found, len(names), needs]))
+"""
+
+
+@pytest.mark.slow
+def test_no_module_imports_cpu_support() -> None:
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IMPORT_EVERYTHING], capture_output=True, text=True, timeout=300
+    )
+    assert process.returncode == 0, process.stderr
+    arguments, modules, count, needs = json.loads(process.stdout.splitlines()[-1])
+    assert not modules
+    assert count > 150, "the modules were imported"
+    assert set(needs) <= {"modelopt", "transformer_engine", "vllm"}
+    assert arguments["enable_return_routed_experts"] is True
+    assert "worker_cls" not in arguments
+
+
+def test_a_gpu_that_is_given_and_not_seen_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr(device, "detect_platform", lambda: Platform("cpu", torch.device("cpu"), "gloo"))
+    require_gpus([])
+    with pytest.raises(RuntimeError, match=r"gave this process GPU 3 of .*CUDA_VISIBLE_DEVICES=3.*nvidia-smi"):
+        require_gpus([3])
+
+
+def test_a_gpu_that_is_seen_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "detect_platform", lambda: Platform("cuda", torch.device("cuda", 0), "nccl"))
+    require_gpus([0])
+
+
+def test_gpus_that_are_shared_with_ranks_are_assigned_as_those_of_ranks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray counts none for such a process."""
+    monkeypatch.setattr("ray.get_gpu_ids", lambda: [7])
+    assert list_assigned_gpus() == ["7"]
+    monkeypatch.setattr("ray.get_gpu_ids", list)
+    assert list_assigned_gpus() == []
+    monkeypatch.setenv(SHARED_GPUS, "2,3")
+    assert list_assigned_gpus() == ["2", "3"]
+
+
+def test_a_store_is_reached_at_its_address() -> None:
+    store = open_store("127.0.0.1", 10.0)
+    connect_store(store.host, store.port, 10.0).set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_a_closed_store_is_noticed_at_once() -> None:
+    store = open_store("127.0.0.1", 10.0)
+    host, port = store.host, store.port
+    del store
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"no store listens at {host}:{port}"):
+        connect_store(host, port, 10.0)
+    assert time.monotonic() - began < 5.0
