@@ -1,4 +1,4 @@
-"""A store that was closed is noticed at once, so that nobody takes a process that waits for it for a lost one."""
+"""Clients of many processes reach a store at the same time."""
 
 import os
 import subprocess
