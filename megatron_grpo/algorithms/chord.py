@@ -23,12 +23,10 @@ from megatron_grpo.algorithms.step_advantages import add_advantages
 from megatron_grpo.algorithms.step_report import StepReport, compute_learning_metrics, compute_sampling_metrics
 from megatron_grpo.algorithms.supervised import make_trajectory
 from megatron_grpo.batch.step_batch import StepBatch
-from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import PromptData
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.losses.chord_loss import ChordLossFn
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.run.launch import Models
 
 __all__ = ["ChordRun", "chord_step", "chord_train"]
 
@@ -40,7 +38,7 @@ class ChordRun(GRPORun):
     demonstrations: list[DatumSpec]
 
     @classmethod
-    def select_fields(cls, config: Config, models: Models, data: PromptData) -> dict[str, Any]:
+    def select_fields(cls, data: PromptData) -> dict[str, Any]:
         return {"demonstrations": data.demonstrations}
 
 

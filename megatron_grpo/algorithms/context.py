@@ -181,7 +181,13 @@ class TrainingRun(SamplingRun):
             value_loss_fn=None if models.value is None else MseValueLossFn(config.value_loss_fn),
             teachers=models.teachers,
             val_rows=data.val_rows,
+            **cls.select_fields(data),
         )
+
+    @classmethod
+    def select_fields(cls, data: PromptData) -> dict[str, Any]:
+        """Select the values of the fields that a subclass adds."""
+        return {}
 
     @property
     def models(self) -> dict[str, ModelRanks]:

@@ -19,12 +19,10 @@ from megatron_grpo.algorithms.loop import train_steps
 from megatron_grpo.algorithms.step_report import StepReport
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome
-from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import PromptData
 from megatron_grpo.data.loader import Prompts
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.rollouts.partitions import exchange_prompts, place_outputs
-from megatron_grpo.run.launch import Models
 
 __all__ = ["SelfDistillationRun", "self_distillation_step", "self_distillation_train"]
 
@@ -38,7 +36,7 @@ class SelfDistillationRun(GRPORun):
     hinted_prompts: Prompts
 
     @classmethod
-    def select_fields(cls, config: Config, models: Models, data: PromptData) -> dict[str, Any]:
+    def select_fields(cls, data: PromptData) -> dict[str, Any]:
         return {"hinted_prompts": data.hinted_prompts}
 
 

@@ -178,6 +178,7 @@ ALGORITHMS = {
                 {"preference_accuracy", "reference_point", "desirable_share"}
                 | {"rewards_chosen_mean", "rewards_rejected_mean"}
             ),
+            leading_metrics=("loss", "val_loss", "preference_accuracy", "reference_point", "rewards_chosen_mean"),
             train=f"{_OWN}.kto:kto_train",
             run=f"{_OWN}.kto:KTORun",
             loss=_PAIRS,

@@ -323,7 +323,7 @@ def _find_row_problem(row: Row, spec: TaskDataSpec, task: str, kind: str) -> str
     answer = to_text(json.dumps(row[spec.answer_key], default=str))
     if problem is None:
         return None
-    return f"column {spec.answer_key!r} (data.answer_key) {problem}: {answer} (env.{task}.type={kind} reads it)"
+    return f"column {spec.answer_key!r} (data.answer_key) {problem}: {answer} (env.{task}.type={kind} compares with it)"
 
 
 def _find_missing_column(row: Row, spec: TaskDataSpec) -> str | None:

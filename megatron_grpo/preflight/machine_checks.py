@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -376,6 +375,6 @@ def find_library_problems(sections: Mapping[str, Mapping[str, Any]]) -> Iterator
 def _is_installed(package: str) -> bool:
     parent = package.rpartition(".")[0]
     if not parent:
-        return find_spec(package) is not None
-    outer = find_spec(parent)  # that of the package itself would import the outer one
+        return importlib.util.find_spec(package) is not None
+    outer = importlib.util.find_spec(parent)  # that of the package itself would import the outer one
     return outer is not None and PathFinder.find_spec(package, outer.submodule_search_locations) is not None

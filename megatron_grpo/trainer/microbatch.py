@@ -155,3 +155,9 @@ def sum_over_context(values: Tensor) -> Tensor:
     total = values.clone()
     dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
     return total
+
+
+def copy_to_host(by_microbatch: list[dict[str, Tensor]]) -> list[dict[str, float]]:
+    values = [value.double() for metrics in by_microbatch for value in metrics.values()]
+    numbers = iter(torch.stack(values).tolist() if values else ())
+    return [{name: next(numbers) for name in metrics} for metrics in by_microbatch]

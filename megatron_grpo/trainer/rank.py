@@ -34,7 +34,7 @@ from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.platform.device import Platform, detect_platform
 from megatron_grpo.trainer.checkpoint import RankCheckpoint
 from megatron_grpo.trainer.messages import RankSettings, RankTrainResult
-from megatron_grpo.trainer.microbatch import MaskField, Microbatch, MicrobatchMaker, sum_over_context
+from megatron_grpo.trainer.microbatch import MaskField, Microbatch, MicrobatchMaker, copy_to_host, sum_over_context
 from megatron_grpo.trainer.model.build import DecoderModel, build_model, build_reference
 from megatron_grpo.trainer.model.experts import StepRouting
 from megatron_grpo.trainer.model.layer_spec import warn_of_unfused_attention
@@ -138,11 +138,11 @@ class ModelRank(ABC):
         """
         metrics = self.compute_gradients(batch, microbatches, loss_fn, counts)
         if limit is not None and self.is_beyond_limit(metrics, limit, counts.tokens):
-            return RankTrainResult(0.0, 0.0, _copy_to_host(metrics) if self._has_loss else None, is_refused=True)
+            return RankTrainResult(0.0, 0.0, copy_to_host(metrics) if self._has_loss else None, is_refused=True)
         grad_norm = self.optimizer.compute_grad_norm()
         self.recorder.add_gradient()
         learning_rate = self.optimizer.step(grad_norm) if math.isfinite(grad_norm) else 0.0
-        by_microbatch = _copy_to_host(metrics) if self._has_loss else None
+        by_microbatch = copy_to_host(metrics) if self._has_loss else None
         if self.routing is not None and math.isfinite(grad_norm):
             expert_metrics = self.routing.end()
             if by_microbatch and self.is_output_rank and parallel_state.get_data_parallel_rank() == 0:
@@ -286,12 +286,6 @@ class ModelRank(ABC):
         return padded_count - count
 
 
-def _copy_to_host(by_microbatch: list[dict[str, Tensor]]) -> list[dict[str, float]]:
-    values = [value.double() for metrics in by_microbatch for value in metrics.values()]
-    numbers = iter(torch.stack(values).tolist() if values else ())
-    return [{name: next(numbers) for name in metrics} for metrics in by_microbatch]
-
-
 class PolicyRank(ModelRank):
     """A rank's shard of policy, optimizer and frozen reference."""
 
@@ -305,14 +299,13 @@ class PolicyRank(ModelRank):
 
     def compute_unfiltered_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """Compute log-probabilities over the whole vocabulary, without the sampling filter."""
-        with self.without_filter():
+        with self.use_settings(token_filter=None):
             return self.compute_logprobs(batch, microbatches)
 
     @contextmanager
-    def without_filter(self) -> Iterator[None]:
-        """Switch the sampling filter off in the body."""
-        settings = self.settings
-        self.settings = replace(settings, token_filter=None)
+    def use_settings(self, **changes: Any) -> Iterator[None]:
+        """Change settings in the body."""
+        settings, self.settings = self.settings, replace(self.settings, **changes)
         try:
             yield
         finally:
@@ -322,7 +315,7 @@ class PolicyRank(ModelRank):
         """Compute log-probabilities under the frozen reference policy."""
         reference = self.settings.reference
         assert reference is not None, "the reference policy was not loaded"
-        with self.without_filter():  # the filter could remove a token that the policy keeps
+        with self.use_settings(token_filter=None):  # the filter could remove a token that the policy keeps
             if self.reference is None:  # with adapters the reference is the policy without them
                 with adapters_off(self.chunks):
                     return self._forward_tokens(self.gather_chunks(), batch, microbatches)
@@ -339,25 +332,18 @@ class PolicyRank(ModelRank):
         With p the distribution and t the token it is 1 - 2 p_t + sum_v p_v^2. Doubled logits give the normalised p^2,
         in which the token has the probability p_t^2 / sum_v p_v^2.
         """
-        logprobs, settings = self.compute_logprobs(batch, microbatches), self.settings
-        self.settings = replace(settings, temperature=0.5 / settings.logit_scale)
-        try:
+        logprobs = self.compute_logprobs(batch, microbatches)
+        with self.use_settings(temperature=0.5 / self.settings.logit_scale):
             of_squares = self.compute_logprobs(batch, microbatches)
-        finally:
-            self.settings = settings
         if logprobs is None or of_squares is None:
             return None
         return 1 - 2 * logprobs.exp() + (2 * logprobs - of_squares).exp()  # 0 where nothing was sampled
 
     def compute_teacher_outputs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """Compute what the policy gives as its own teacher (`TokenFields.teacher_outputs`)."""
-        settings = self.settings
-        assert settings.distillation is not None, "others teach the policy"
-        self.settings = replace(settings, teacher=settings.distillation.self_output)
-        try:
+        assert self.settings.distillation is not None, "others teach the policy"
+        with self.use_settings(teacher=self.settings.distillation.self_output):
             return self._forward_tokens(self.gather_chunks(), batch, microbatches)
-        finally:
-            self.settings = settings
 
     outputs: ClassVar = {
         "prev_logprobs": compute_logprobs,

@@ -70,8 +70,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _assign_work_unit(self, node: Any) -> None:
             pending = [file for work in self.assigned_work.values() for file in work if not all(work[file].values())]
             if sum(map(is_of_this_folder, pending)) >= 2:
-                others = (file for file in self.workqueue if not is_of_this_folder(file))
-                self.workqueue.move_to_end(next(others, next(iter(self.workqueue))), last=False)
+                computing = (file for file in self.workqueue if not is_of_this_folder(file))
+                self.workqueue.move_to_end(next(computing, next(iter(self.workqueue))), last=False)
             super()._assign_work_unit(node)
 
     return Together(config, log)

@@ -14,7 +14,7 @@ def can_hold_text(key: str) -> bool:
     kinds = read_keys()[key].type.removeprefix("list of ").split(" or ")
     if names_code(key):
         return True
-    plain = re.compile(r"int\b.*|float\b.*|null|true|false|one of .*|0 \(greedy\)|-1")
+    plain = re.compile(r"int\b.*|float\b.*|null|true|false|one of .*|0 \(greedy\)|-1|peft's names,?|all-linear")
     return read_keys()[key].type == FREE_TYPE or not all(map(plain.fullmatch, kinds))
 
 

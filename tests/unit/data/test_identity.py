@@ -204,7 +204,7 @@ def test_a_checkpoint_of_a_run_on_other_data_is_refused(tmp_path: Path, run_dir:
     config.checkpointing.resume = str(checkpoint)
 
     class Chosen(Checkpointer):
-        def find_start(self, stop: Any = None) -> Path | None:
+        def find_start(self, stop: Any = None, read_contents: Any = None) -> Path | None:
             return checkpoint
 
     def start(config: Config) -> Path | None:

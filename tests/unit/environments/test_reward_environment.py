@@ -235,7 +235,7 @@ def test_a_column_that_no_row_of_a_prompt_has_is_none_too() -> None:
 WAITING: list[str] = []
 
 
-async def meet(name: str) -> None:
+async def wait_for_both(name: str) -> None:
     """Return once both coroutines below wait here."""
     WAITING.append(name)
     async with asyncio.timeout(30):
@@ -247,12 +247,12 @@ class Judge:
     """An object whose call is a coroutine."""
 
     async def __call__(self, completions: list[str], **_: Any) -> list[float | None]:
-        await meet("Judge")
+        await wait_for_both("Judge")
         return [None if text == "?" else 2.0 for text in completions]
 
 
 async def slow(completions: list[str], **_: Any) -> list[float]:
-    await meet("slow")
+    await wait_for_both("slow")
     return [1.0] * len(completions)
 
 

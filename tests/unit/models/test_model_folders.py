@@ -207,7 +207,7 @@ def test_what_is_no_tokenizer_has_none(content: str, tmp_path: Path) -> None:
 def test_token_ids_of_prepared_models_are_those_of_their_vocabulary(name: str) -> None:
     ids = (
         source.VOCABULARY
-        if name.startswith(("addition", "distillation", "preference"))
+        if name.startswith(("addition", "distillation", "labelled", "preference"))
         else source.CONVERSATION_VOCABULARY
     )
     config = PREPARED_MODELS[name]

@@ -82,7 +82,7 @@ def test_an_answer_that_cannot_be_compared_names_its_environment(base_overrides:
     overrides = [*base_overrides, "env.addition.type=addition", "data.task_name=addition"]
     ((_, text),) = problems_of(overrides).items()
     assert "is not the digits of a sum" in text
-    assert '"one" (env.addition.type=addition reads it) (as in all of its 3 rows)' in text
+    assert '"one" (env.addition.type=addition compares with it) (as in all of its 3 rows)' in text
 
 
 def test_missing_files(model: Path, rows: Path, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_rows_files_and_environments_are_checked_without_gpus(
     missing = f"data.val_path={tmp_path}/val.jsonl"
     texts = problems_of([*on_login_node, missing, "+env.math.options.tolerance=3"])
     assert texts[GPUS].startswith("this machine has no CUDA GPU")
-    assert "has no column 'prompt'" in texts[f"{rows}:1"]
+    assert "has no column 'prompt'" in texts[str(rows)]
     assert texts[missing].startswith("no such file")
     assert texts["env.math.options.tolerance=3"].startswith("is not an option of MathEnvironment")
 

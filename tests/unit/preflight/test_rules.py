@@ -73,6 +73,8 @@ def change_keys(config: Config) -> Iterator[tuple[str, Config]]:
         for key, hint, value in list_leaves(getattr(config, section), f"{section}."):
             if key.startswith(("value.optimizer.", "value.parallel.", "teacher.parallel.")):
                 continue  # the ranks of every model read their settings with one code
+            if key.endswith(".model.family"):
+                continue  # it names a module of the user's
             for setting in list_values(hint, value):
                 try:
                     TypeAdapter(hint).validate_python(setting)

@@ -142,7 +142,7 @@ def test_rows_of_a_start_that_came_to_nothing_are_replaced(
     ("overrides", "arguments", "message"),
     [
         (["grpo.max_num_step=3"], {}, "did you mean grpo.max_num_steps"),
-        (["data.prompt_key=question"], {}, r"train_dataset\[0\] +has no column 'question'"),
+        (["data.prompt_key=question"], {}, r"train_dataset +has no column 'question'"),
         ([], {"val_dataset": [{"prompt": "1", "answer": {3}}]}, "cannot be kept as JSON"),
         ([], {"val_dataset": {"a b": ROWS}}, "cannot be the NAME"),
         (["generation.parallel.tensor=3"], {}, "problem"),
