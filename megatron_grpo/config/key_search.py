@@ -29,7 +29,7 @@ def format_search(pattern: str) -> str:
         names = {name.rpartition(".")[2]: name for name in read_keys()}
         close = [names[word] for word in difflib.get_close_matches(pattern.rpartition(".")[2], names, n=3)]
         advice = f"did you mean {' or '.join(close)}?" if close else "docs/configuration.md has every key"
-        parts = [fill_lines(f"no key, recipe or group matches {pattern}; {advice}", "")]
+        parts = ["\n".join(fill_lines(text, "") for text in (f"no key, recipe or group matches {pattern};", advice))]
     return "\n\n".join(parts) + "\n"
 
 

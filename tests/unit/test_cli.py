@@ -93,7 +93,7 @@ def test_help_with_a_word_names_every_recipe_and_group(program: ModuleType, caps
         ("dapo", ["variant\n      dapo\n", "grpo.use_dynamic_sampling"]),
         ("+exp=quickstart_dpo", ["quickstart_dpo\n      The quickstart with pairs"]),
         ("num_promts_per_step", ["did you mean grpo.num_prompts_per_step"]),
-        ("zzzz", ["no key, recipe or group matches zzzz; docs/configuration.md has every key"]),
+        ("zzzz", ["no key, recipe or group matches zzzz;\ndocs/configuration.md has every key"]),
     ],
 )
 def test_help_searches_keys_recipes_and_groups(
