@@ -141,7 +141,7 @@ def test_an_action_that_ends_its_session_may_be_to_blame_but_no_earlier_one_is(s
     ids=["together", "later", "of another type", "a flood"],
 )
 def test_a_second_answer_is_not_that_of_the_next_action(server: Server, script: list[Any]) -> None:
-    environment = open_environment(server)
+    environment = open_environment(server, timeout_s=60.0)
     server.script = script
     turn = environment.step(environment.reset("", {}), "a")
     assert server.has_sent_all.wait(60)
