@@ -48,6 +48,7 @@ def learning_batch() -> TokenBatch:
     tokens.generation_logprobs = tokens.prev_logprobs + 0.2 * tokens.generation_logprobs
     tokens.positive = torch.cat([torch.full((n,), float(i % 2)) for i, n in enumerate(batch.lengths)])
     tokens.weight = torch.cat([torch.full((n,), (1.0, 0.25, 0.5)[i % 3]) for i, n in enumerate(batch.lengths)])
+    tokens.selected = (torch.rand(total, generator=generator) < 0.3).float()
     return batch
 
 

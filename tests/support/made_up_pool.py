@@ -12,6 +12,7 @@ from megatron_grpo.batch.trajectory import SampledGroup, Span, Trajectory
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.schema import EnvironmentConfig, RolloutsConfig
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
+from megatron_grpo.data.row_text import describe_row
 from megatron_grpo.environments.environment_processes import build_environments
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.pool import RolloutPool
@@ -113,4 +114,5 @@ def expected_trajectory(datum: DatumSpec, group: int, sample: int) -> Trajectory
         reward_metrics={"suspect/unusually_short": float(sample == 1 and len(output.token_ids) < usual / 4)},
         correct=sample == 1,
         task_name="task",
+        **describe_row(datum),
     )
