@@ -17,8 +17,8 @@ from tests.integration.runs import read_jsonl
 ROOT = Path(__file__).parents[2]
 SHORT = (
     "sft.max_num_steps=2", "sft.val_period=2", "sft.max_val_samples=16", "sft.val_batch_size=16",
-    "checkpointing.save_period=1", "checkpointing.keep_top_k=null", "policy.optimizer.decay_style=falls.linear", "policy.optimizer.warmup_steps=0",
-    "logger.tracker=figures.Lines", "logger.progress=false",
+    "checkpointing.save_period=1", "checkpointing.keep_top_k=null", "policy.optimizer.decay_style=falls.linear",
+    "policy.optimizer.warmup_steps=0", "logger.tracker=figures.Lines", "logger.progress=false",
 )  # fmt: skip
 FALLS = "def linear(progress, *, end: float = 0.5):\n    return 1 - (1 - end) * progress\n"
 FIGURES = """
