@@ -56,7 +56,7 @@ def chord_step(run: ChordRun, batches: Iterator[list[DatumSpec]]) -> StepReport 
     batch, check = stages.prepare_batch(run, samples, timer)
     logprob_metrics = stages.add_logprobs(config, batch, policy, rollouts, check, timer)
     with timer.phase("advantages"):
-        is_finite = add_advantages(config, samples.scores, batch, rollouts)
+        is_finite = add_advantages(config, samples.scores, batch, rollouts, run.state)
     check.require_finite("advantages", is_finite | ~batch.in_loss, batch)
     run.dumps.begin()
     mixture, check = add_demonstrations(run, samples, batch, check)

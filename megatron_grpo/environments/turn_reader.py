@@ -24,7 +24,7 @@ class HarmonyCalls:
 
         try:
             self._encoding = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
-        except Exception as error:  # the library raises bare exceptions
+        except Exception as error:  # Harmony's library raises `Exception` itself
             text = f"options.parser={HARMONY_PARSER}: openai_harmony cannot load its vocabulary: {error}"
             advice = "put o200k_base.tiktoken into a folder, and name that in TIKTOKEN_ENCODINGS_BASE"
             raise RunError(f"{text}; {advice}") from error

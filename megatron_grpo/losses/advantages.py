@@ -306,7 +306,7 @@ def otb(rewards: Tensor, lengths: Tensor, token_penalty: Tensor | None, score_si
 
 
 def _replace_without_signal(rewards: Tensor, advantages: Tensor) -> Tensor:
-    """Replace by 0 what has no reward, and groups whose rewards are all equal."""
+    """Set advantages without a reward, or of equal rewards, to 0."""
     zeros = torch.zeros_like(advantages)
     return torch.where(has_signal(rewards)[:, None], _replace_nan(advantages), zeros).to(rewards.dtype)
 

@@ -20,7 +20,7 @@ METHODS = {"log": ("step", "values"), "log_table": ("step", "name", "rows"), "cl
 
 
 def make_tracker(logger: LoggerConfig, folders: tuple[str, ...]) -> NamedFormula | None:
-    """Find what makes the user's tracker, None if there is none.
+    """Load the user's class or function of a tracker; None: no setting.
 
     RunError: it cannot be imported or called, has other options, or is a class without a tracker's methods.
     """

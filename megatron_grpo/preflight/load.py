@@ -109,7 +109,7 @@ def _check_resume(run_dir: Path, overrides: Sequence[str]) -> ComposedConfig:
     except ValueError as error:
         return ComposedConfig(Job(), problems=_list_problems(error, f"{RUN_DIR}{run_dir}"))
     config.run_dir = str(run_dir)
-    # Of the keys that the last start had, it said what they do not change.
+    # Remarks are about the new changes alone: the last start printed those about the recorded keys.
     checked = check_config(config, {translate_key("grpo", change.partition("=")[0]) for change in changes})
     text = f"resumes with the configuration of its last start, {run_dir / CONFIG_FILE}"
     changed = f", and {' '.join(changes)}" if changes else ", unchanged"

@@ -189,7 +189,7 @@ def exchange_prompts(
 
     Args:
         arrays: token_ids and sampled.
-        partitions: of the step's sequences, which those with the other prompts have, too.
+        partitions: indices of the sequences in each partition, before and after the exchange.
         prompts: by sequence, the token ids of its other prompt.
         longest: most tokens of a sequence; one that would be longer keeps its prompt.
 

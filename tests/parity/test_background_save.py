@@ -65,7 +65,7 @@ def test_every_replica_writes_its_part_while_training_goes_on(
 
 
 def record_on_rank(layout: Layout, model: TinyModel, folders: dict[bool, Path]) -> dict[bool, list[FileRecords]]:
-    """A rank's records of what it wrote, in the background or not, and of its share of all files."""
+    """A rank's records of the files that it wrote, then of its share of all files; by `background`."""
     engine = make_engine(layout, model)
     engine.train(*train_arguments(layout))
     records: dict[bool, list[FileRecords]] = {}
