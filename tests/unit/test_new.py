@@ -41,7 +41,7 @@ def test_the_folder_is_clean_whatever_the_line_length(folder: Path) -> None:
     for config in (("--isolated",), ("--config", str(ROOT / "pyproject.toml"))):
         run_tool(folder.parent, "ruff", "check", *config, "riddles")
         run_tool(folder.parent, "ruff", "format", *config, "--check", "riddles")
-    assert "NAME" not in "".join(file.read_text() for file in folder.rglob("*.*"))
+    assert not [path for path in folder.rglob("*.*") if b"NAME" in path.read_bytes()]
 
 
 def test_its_own_tests_pass_from_another_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -73,7 +73,7 @@ def test_a_kind_is_written_with_its_test_and_recipe(
         run_tool(tmp_path, "ruff", "format", *config, "--check", name)
     alone = ("-k", "not trains and not computes")
     assert f"{tests} passed" in run_tool(tmp_path / name, "pytest", "-q", "-p", "no:cacheprovider", *alone, ".")
-    assert "NAME" not in "".join(file.read_text() for file in (tmp_path / name).rglob("*.*"))
+    assert not [path for path in (tmp_path / name).rglob("*.*") if b"NAME" in path.read_bytes()]
     check_user_code(compose_config([f"--config-dir={name}", f"+exp={name}"]))
 
 

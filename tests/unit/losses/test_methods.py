@@ -215,6 +215,8 @@ def test_sizes_of_scores_are_those_of_the_softmax() -> None:
     class Rank:
         settings = RankSettings(config=PolicyConfig(), shape=SHAPE, folder="", decay_steps=1, temperature=1 / 0.7)
 
+        use_settings = PolicyRank.use_settings
+
         def compute_logprobs(self, batch: object, microbatches: object) -> Tensor:
             return (self.settings.logit_scale * logits).log_softmax(1)[torch.arange(5), targets]
 
