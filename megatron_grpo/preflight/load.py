@@ -14,6 +14,7 @@ from megatron_grpo.config.errors import ConfigError, Problem, format_count
 from megatron_grpo.config.job import Job
 from megatron_grpo.config.keys import build_values
 from megatron_grpo.config.loop_names import translate_key
+from megatron_grpo.config.overrides import is_composition
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.config.started_values import split_trust
 from megatron_grpo.models.source import adopt_families, find_model_shape
@@ -24,7 +25,7 @@ from megatron_grpo.preflight.machine_checks import examine_machine
 from megatron_grpo.preflight.refit_memory import find_refit_remarks, find_routed_remarks
 from megatron_grpo.preflight.remarks import find_remarks
 from megatron_grpo.run.checkpoints import Checkpointer, resolve_checkpoint
-from megatron_grpo.run.directory import CONFIG_FILE, is_composition, load_run_config
+from megatron_grpo.run.directory import CONFIG_FILE, load_run_config
 
 RUN_DIR = "run_dir="
 # Placeholder for max_num_steps=-1 until the rows are counted: more steps than any run has.
