@@ -9,6 +9,8 @@ from pathlib import Path
 import yaml
 
 from megatron_grpo.algorithms.dispatch import run_algorithm
+from megatron_grpo.cluster.phases import phase
+from megatron_grpo.cluster.wait_notices import announce_waits
 from megatron_grpo.config.command_line import FAILED, MISTAKE, answer_help, report_interruption
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.help import format_help
@@ -46,7 +48,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run_task(overrides: Sequence[str], task: str) -> int:
     """Train, check or show the configuration, as `task` says; return the exit code."""
-    checked = check_overrides(overrides)
+    with announce_waits(), phase("checking the configuration, the data and this machine"):
+        checked = check_overrides(overrides)
     if task == "show" and checked.values:
         print(yaml.safe_dump(hide_values(checked.values), sort_keys=False, allow_unicode=True), end="")
     # A run can be planned for GPUs and files that this machine lacks.
@@ -60,7 +63,9 @@ def _run_task(overrides: Sequence[str], task: str) -> int:
     for remark in [] if task == "show" else checked.remarks:
         print(replace_controls(f"{remark.subject} {remark.text}"), flush=True)
     if task == "check":
-        print(f"configuration is fine: {summarize_run(config, _check_start(config))}")
+        with announce_waits(), phase("trying the parts of a start"):
+            start_from = _check_start(config)
+        print(f"configuration is fine: {summarize_run(config, start_from)}")
     elif task == "train":
         run_algorithm(config)
     return 0

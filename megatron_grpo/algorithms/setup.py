@@ -223,6 +223,8 @@ def _make_sampling_run(
     stack: ExitStack,
 ) -> SamplingRun:
     state, settings = progress.state, make_sampling_settings(config.generation, data.stops)
+    if startup.notices is not None:
+        startup.notices.close()
     logger = RunLogger(startup.run_dir, config, resume_step=state["total_steps"] if progress.is_resumed else None)
     stack.push(logger.__exit__)
     for note in data.notes:

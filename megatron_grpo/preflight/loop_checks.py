@@ -227,9 +227,9 @@ def check_algorithm(config: Config) -> Iterator[Rule]:
         if config.needs_prev_logprobs:
             yield from _check_comparison(config)
         return
-    text = "is for algorithm=sft, which learns from the rows' responses; use null"
+    text = "is for algorithms that learn the rows' responses; use null"
     yield config.data.response_key is not None, "data.response_key=", text
-    text = "is for algorithm=sft; debug.rollouts_from repeats the steps of a recorded run"
+    text = "is for algorithms that learn from rows; debug.rollouts_from repeats the steps of a recorded run"
     yield config.data.from_rollouts is not None, "data.from_rollouts=", text
 
 

@@ -146,7 +146,7 @@ def _list_without_effect(config: Config) -> Iterator[Rule]:
         yield (
             is_constant,
             f"{key}.min_lr {key}.decay_steps",
-            f"needs another {key}.decay_style than {optimizer.decay_style}",
+            f"{key}.decay_style={optimizer.decay_style} leaves the rate as it is",
         )
     is_fused = kernel == "fused" or (kernel == "auto" and config.cluster.gpus > 0)
     text = "is for policy.logprob_kernel=chunked"
