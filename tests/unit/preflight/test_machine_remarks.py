@@ -15,9 +15,10 @@ import torch
 
 from megatron_grpo.config.paths import check_readable, check_writable
 from megatron_grpo.config.schema import Config
-from megatron_grpo.preflight import load, machine_checks
+from megatron_grpo.preflight import load, machine_checks, node_checks
 from megatron_grpo.preflight.load import check_overrides, compose_config, find_recorded_run
-from megatron_grpo.preflight.machine_checks import find_login_problems, find_node_remarks, read_cuda_release
+from megatron_grpo.preflight.machine_checks import find_login_problems
+from megatron_grpo.preflight.node_checks import find_node_remarks, read_cuda_release
 from megatron_grpo.run.directory import record_start
 from tests.support.config_problems import problems_of
 from tests.support.forked import as_ordinary_user
@@ -36,12 +37,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A machine that lacks nothing; the test may take from it."""
     values: dict[str, Any] = {"driver": "580.65.06", "files": 65_535, "locked": UNLIMITED, "shared": 2**34}
     limits = {resource.RLIMIT_NOFILE: "files", resource.RLIMIT_MEMLOCK: "locked"}
-    monkeypatch.setattr(machine_checks.resource, "getrlimit", lambda kind: (values[limits[kind]], UNLIMITED))
+    monkeypatch.setattr(node_checks.resource, "getrlimit", lambda kind: (values[limits[kind]], UNLIMITED))
     monkeypatch.setattr(
-        machine_checks.os, "statvfs", lambda _: SimpleNamespace(f_blocks=values["shared"] // 4096, f_frsize=4096)
+        node_checks.os, "statvfs", lambda _: SimpleNamespace(f_blocks=values["shared"] // 4096, f_frsize=4096)
     )
-    monkeypatch.setattr(machine_checks, "read_cuda_release", lambda: 13)
-    monkeypatch.setattr(machine_checks, "query_gpus", lambda field: [values["driver"]] * (field == "driver_version"))
+    monkeypatch.setattr(node_checks, "read_cuda_release", lambda: 13)
+    monkeypatch.setattr(node_checks, "query_gpus", lambda field: [values["driver"]] * (field == "driver_version"))
     return values
 
 
