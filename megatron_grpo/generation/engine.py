@@ -291,9 +291,9 @@ class VllmEngine(Engine):
         self._statistics.set_in_flight(0)  # a sleeping engine is not busy
         if not self._settings.sleeps:
             return
-        # Level 1 copies all weights to host memory, which vLLM pins for it, and unpins when the engine wakes: seconds for
-        # a large model. Level 2 gives them up, but for buffers and what the workers keep. vLLM computes the cache of
-        # requests in flight again.
+        # Level 1 copies all weights to host memory, which vLLM pins for it, and unpins when the engine wakes: seconds
+        # for a large model. Level 2 gives them up, but for buffers and what the workers keep. vLLM computes the cache
+        # of requests in flight again.
         level = 1 if keep_weights or not self._settings.awaits_refit else 2
         if level == 2:
             await self._gate.close("weights", "the engine has given its weights up, and no refit has brought others")
