@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from typing import Any
 from ray.cloudpickle import register_pickle_by_value
 
 from megatron_grpo.algorithms.context import GRPOSaveState, SamplingRun, TrainingRun, make_save_state
+from megatron_grpo.algorithms.node_checks import check_nodes
 from megatron_grpo.algorithms.placement import Placement, publish
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, describe_run
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
@@ -47,6 +49,8 @@ from megatron_grpo.run.lifetime import Startup, open_run
 from megatron_grpo.run.user_objects import Callbacks
 from megatron_grpo.weight_sync.refit_checks import Canary
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -99,6 +103,8 @@ def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRu
         if path is not None:
             export_checkpoint_model(path, key)
     folder = fetch_model_folder(config.policy.model.path)
+    for remark in check_nodes(config, folder, startup.run_dir):
+        logger.warning("%s", remark)
     # Processes take long to start, so all begin at once; prompts are read meanwhile.
     models, generation, transport, rollouts = _start_processes(config, folder, startup, stack)
     with startup.part("prompts"):

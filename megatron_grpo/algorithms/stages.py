@@ -53,7 +53,8 @@ def build_batch(
 
 def prepare_batch(run: GRPORun, samples: StepSamples, timer: StepTimer) -> tuple[StepBatch, StepCheck]:
     """Make a step's batch and the check of its values; models take the devices."""
-    run.placement.offload_engines(timer)  # on shared devices models and engines take turns
+    # On shared devices models and engines take turns. Each step ends with a refit, unless it ends the run.
+    run.placement.offload_engines(timer, keep_weights=False)
     check = run.make_check(samples.groups, run.state["total_steps"] + 1)
     with timer.phase("batch"):
         batch = build_batch(run.config, samples.groups, run.rollouts, run.policy.cost)

@@ -108,9 +108,9 @@ class VllmGeneration:
     ) -> dict[int, ray.ObjectRef]:
         return {number: call_actor(self.engines[number], method, *args, **kwargs) for number in numbers}
 
-    def sleep(self) -> None:
+    def sleep(self, *, keep_weights: bool = True) -> None:
         """Put all engines to sleep; RunError if one does not."""
-        calls = self.submit(VllmEngine.sleep)
+        calls = self.submit(VllmEngine.sleep, keep_weights)
         try:
             self._gather(calls, "engines going to sleep")
         except RunError:

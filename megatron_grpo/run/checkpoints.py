@@ -66,6 +66,7 @@ class Checkpointer:
         """Called with step and folder of every complete checkpoint; `setup` sets this and `note`."""
         self.note: Callable[[str], None] = lambda text: None  # takes messages for the user about saved checkpoints
         self.pending: PendingSave | None = None
+        self.save_s: dict[int, float] = {}  # seconds of each save of this process, by step
 
     def find_start(self, stop: Event | None = None, read_contents: files.ReadContents | None = None) -> Path | None:
         """Find the checkpoint to start from (checkpointing.resume), and verify its files.
@@ -158,7 +159,7 @@ class Checkpointer:
             self._prune()
             self.on_complete(pending.step, self.locate(pending.step))
         self.pending = None
-        seconds = time.monotonic() - pending.began
+        seconds = self.save_s[pending.step] = time.monotonic() - pending.began
         duration = f"in the background, {seconds:.1f} s after it began" if pending.writers else f"in {seconds:.1f} s"
         self.note(f"saved {self.locate(pending.step)} {duration}")
 

@@ -40,6 +40,8 @@ FORMAT_FILE = "conversation_format.json"  # settings that the scores of a reward
 ENGINES_FILE = "engines.json"  # settings that each engine reported when it started
 LOCK_FILE = ".lock"
 STOP_FILE = "stop"  # a file that the user puts into a run's folder to end and save training after the current step
+# A file that a run leaves in its folder if it ended because its job's time was nearly up: the job is queued again.
+OUT_OF_TIME_FILE = "out_of_time"
 MODEL_FILE = "model.json"  # path and digest of the model that the run began with
 # Folder of PPO's value model inside a checkpoint, beside POLICY_FOLDER.
 VALUE_FOLDER = "megatron_value"
@@ -74,7 +76,8 @@ def lock_run_directory(path: str) -> Iterator[Path]:
             is_locked = False
         if not is_locked:
             raise RunError(f"run_dir={folder} is in use by another run that is still alive")
-        (folder / STOP_FILE).unlink(missing_ok=True)  # it was for an earlier start
+        for file in (STOP_FILE, OUT_OF_TIME_FILE):  # of an earlier start
+            (folder / file).unlink(missing_ok=True)
         unused_files = {LOCK_FILE}
         try:
             yield folder

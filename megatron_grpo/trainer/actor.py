@@ -20,6 +20,7 @@ from megatron_grpo.cluster.machines import prepare_network
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.cluster.ray_cluster import find_node_address, list_assigned_gpus
+from megatron_grpo.platform.cudnn import choose_cudnn, require_one_cudnn
 from megatron_grpo.trainer.messages import ForwardResult, RankReport, RankSettings, RankTrainResult, ReplicaWork
 
 if TYPE_CHECKING:
@@ -94,9 +95,11 @@ class RankActor:
 
             apply_patches()
         else:
+            choose_cudnn()
             choose_fp8_scales()
         importlib.import_module("megatron_grpo.trainer.rank")
         check_hooks(detect_platform().name)
+        require_one_cudnn()
         gc.enable()
         self._imports_s += time.monotonic() - began
 

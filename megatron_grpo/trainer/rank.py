@@ -149,7 +149,6 @@ class ModelRank(ABC):
                 by_microbatch[0] |= expert_metrics  # on one rank: metrics are summed over microbatches and replicas
         memory_gib = 0.0
         if torch.cuda.is_available():
-            warn_of_unfused_attention()
             memory_gib = torch.cuda.max_memory_allocated() / 2**30
             torch.cuda.reset_peak_memory_stats()
         return RankTrainResult(grad_norm, learning_rate, by_microbatch, gpu_memory_gib=memory_gib)
@@ -282,6 +281,7 @@ class ModelRank(ABC):
         )
         if groups:
             communicator.end()
+        warn_of_unfused_attention()
         return results[: len(microbatches)]
 
     def _count_empty_microbatches(self, count: int) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_grpo.platform.device import detect_platform
+from megatron_grpo.weight_sync.boxes import Box
 from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
 # Packages whose objects are looked into. Any other object has to stay the same, or be equal.
@@ -334,6 +335,26 @@ def uses_fp8_blocks(layer: nn.Module) -> bool:
     method: Any = getattr(layer, "quant_method", None)
     size = getattr(method, "weight_block_size", None)
     return size is not None and tuple(size) == (BLOCK, BLOCK)
+
+
+def list_unsent(model: nn.Module, boxes: Iterable[Box]) -> list[Tensor]:
+    """List the tensors of a model that no refit fills, buffers apart.
+
+    Those are parameters without boxes, and tensors that layers and their kernels hold beside parameters, such as
+    strides and workspaces. vLLM itself keeps buffers while an engine sleeps.
+    """
+    filled, parameters = {box.parameter for box in boxes}, dict(model.named_parameters())
+    known = {parameters[name].untyped_storage().data_ptr() for name in filled & parameters.keys()}
+    known |= {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
+    tensors = [parameter.data for name, parameter in parameters.items() if name not in filled]
+    for layer in model.modules():
+        tensors += [value for _, value in _walk("", layer, lambda _: None) if isinstance(value, Tensor)]
+    device, unsent = next(model.parameters()).device, {}
+    for tensor in tensors:
+        address = tensor.untyped_storage().data_ptr()
+        if tensor.device == device and address not in known:
+            unsent.setdefault((address, tensor.storage_offset(), tensor.shape, tensor.stride()), tensor)
+    return list(unsent.values())
 
 
 def finish_model(model: torch.nn.Module, dtype: torch.dtype) -> None:

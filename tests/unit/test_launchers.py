@@ -210,6 +210,16 @@ def test_a_run_folder_that_would_not_be_mounted_is_refused(tmp_path: Path) -> No
 REQUEUED = "requeue 7\n"
 
 
+def test_a_job_is_requeued_for_a_run_that_ended_for_lack_of_time(tmp_path: Path) -> None:
+    """Before Slurm's signal, because its steps and saves take longer than the signal leaves."""
+    run, record = tmp_path / "run", tmp_path / "requeued"
+    driver = f"mkdir -p {run}; touch {run}/out_of_time"
+    with job(tmp_path, nodes=1, driver=driver, PYTHON=sys.executable, RUN_DIR=str(run)) as script:
+        script.communicate(timeout=60)
+    assert script.returncode == 0
+    assert record.read_text() == REQUEUED
+
+
 @pytest.mark.parametrize(
     ("driver", "code", "requeued"),
     [

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_grpo.planning.dry.recomputation import recompute_without_bytes
 from megatron_grpo.planning.dry.tracker import DryMode, kind
 from megatron_grpo.planning.dry.work import WorkKind, count_bytes, name_of, note, note_message, note_product
+from megatron_grpo.trainer.model.delta_net import CHUNK
 from megatron_grpo_kernels.head import CHUNK_NUMBERS, BackwardInput, Head, Statistics
 
 TensorSpec = tuple[Sequence[int], torch.dtype]
@@ -78,9 +79,12 @@ class Kernel:
     """Collectives of the forward pass."""
     messages_back: Sequence[Collective] = ()
     """Collectives of the backward pass."""
+    operators: tuple[int, int] = (1, 1)
+    """Operators of the forward and of the backward pass, where torch's functions take the kernel's place."""
 
     def note_forward(self, moved: int) -> None:
         """Record the forward pass, which reads and writes `moved` bytes."""
+        note("elementwise", self.kind, times=self.operators[0] - 1)
         if self.product is not None:
             self.product.note(self.product.m, self.product.k, self.product.n)
         elif self.attention_flops:
@@ -92,6 +96,7 @@ class Kernel:
 
     def note_backward(self, moved: int, of_input: bool, of_weights: bool) -> None:
         """Record the backward pass: a product for each gradient."""
+        note("elementwise", self.kind, times=self.operators[1] - 1)
         if self.product is not None:
             m, k, n = self.product.m, self.product.k, self.product.n
             if of_input:
@@ -276,6 +281,34 @@ def _run_delta_rule(
     return run(kernel, query, key, value, g, beta), None
 
 
+def _run_torch_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, cu_seqlens: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    """Run `delta_net.compute_delta_rule`, whose operators are many and small.
+
+    Sequences are taken to be equally long. A test compares operators and saved bytes with those of the function.
+    """
+    (tokens, heads, key_dim), value_dim = query.shape[1:], value.shape[-1]
+    steps = math.ceil(tokens / (len(cu_seqlens) - 1) / CHUNK)
+    chunks = math.ceil(tokens / CHUNK)
+    saved: list[TensorSpec] = [
+        ((tokens, heads, 10 * key_dim + 4 * value_dim + 5 * CHUNK + 6), torch.float32),
+        ((chunks, heads, key_dim, value_dim), torch.float32),
+    ]
+    products = CHUNK * (3 * key_dim + 2 * value_dim) + 3 * key_dim * value_dim
+    kernel = Kernel(
+        "delta_rule in torch",
+        [(value.shape, value.dtype)],
+        keeps=range(5),
+        saved=saved,
+        forward=saved[:1],
+        backward=saved,
+        attention_flops=2.0 * tokens * heads * products,
+        operators=(8 * steps + 55, 28 * steps + 66),
+    )
+    return run(kernel, query, key, value, g, beta), None
+
+
 def _run_rms_norm(hidden: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
     return run_norm(hidden, weight)
 
@@ -379,6 +412,7 @@ REPLACED: dict[str, Any] = {
     "megatron.core.ssm.gated_delta_net.common:l2norm": _run_vector_norm,
     "megatron.core.ssm.gated_delta_net.gdn:causal_conv1d": _run_convolution,
     "megatron.core.ssm.gated_delta_net.gdn:chunk_gated_delta_rule": _run_delta_rule,
+    "megatron_grpo.trainer.model.delta_net:compute_delta_rule": _run_torch_delta_rule,
     "megatron.core.fusions.fused_bias_swiglu:swiglu": _run_gated,
     "megatron.core.fusions.fused_bias_swiglu:swiglu_back": _run_gated_back,
     "megatron.core.fusions.fused_bias_swiglu:weighted_swiglu": _run_gated,

@@ -184,6 +184,31 @@ async def test_responses_in_flight_do_not_go_on_between_waking_and_the_canary(
     assert calls[2:] == ["resume"]
 
 
+@pytest.mark.parametrize(
+    ("keep_weights", "awaits_refit", "level"), [(False, True, 2), (True, True, 1), (False, False, 1)]
+)
+async def test_a_sleeping_engine_keeps_weights_that_no_refit_brings(
+    keep_weights: bool, awaits_refit: bool, level: int, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine without a version of the weights refuses requests until one is committed."""
+    engine._settings = replace(engine._settings, awaits_refit=awaits_refit)
+    monkeypatch.setattr(VllmSettings, "sleeps", True)
+    llm: Any = start_llm(engine)
+    calls: list[Any] = []
+
+    async def sleep(level: int, mode: str) -> None:
+        calls.append((level, mode))
+
+    async def call_workers(method: Any, *_: Any) -> None:
+        calls.append(method.__name__)
+
+    monkeypatch.setattr(llm, "sleep", sleep, raising=False)
+    monkeypatch.setattr(engine, "_call_workers", call_workers)
+    await engine.sleep(keep_weights)
+    assert calls == [*(["keep_unsent"] if level == 2 else []), (level, "keep")]
+    assert engine._gate.is_closed("weights") == (level == 2)
+
+
 async def test_an_engine_sleeps_only_when_nothing_is_in_flight(
     engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
