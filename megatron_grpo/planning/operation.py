@@ -77,7 +77,7 @@ def describe_checkpoints(config: Config, plan: CheckpointPlan) -> Iterator[str]:
     settings, terabytes, speed = config.checkpointing, plan.bytes / 1e12, config.plan.storage_gb_per_s
     way = "in the background, " if settings.async_save else ""
     yield (
-        f"checkpoints: {terabytes:.3g} TB each, written in {way}{plan.write_s:.0f} s at {speed:g} GB/s "
+        f"checkpoints: {terabytes:.3g} TB each, written {way}in {plan.write_s:.0f} s at {speed:g} GB/s "
         f"(plan.storage_gb_per_s), every {settings.save_period} steps or {plan.period_s / 60:.0f} min; "
         f"saves take {plan.share:.1%} of the time"
     )
