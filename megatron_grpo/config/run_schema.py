@@ -266,6 +266,9 @@ class PlanConfig(Section):
     host_memory_gib: PositiveFloat | None = None
     """Host memory of each node in GiB; null: that of the DGX system with cluster.gpu, where there is one."""
 
+    storage_gb_per_s: PositiveFloat = 20.0
+    """Speed at which all nodes together write checkpoints and read models, in 10^9 bytes a second."""
+
     timeout_s: Seconds = 1800.0
     """Deadline of all dry runs of a plan."""
 

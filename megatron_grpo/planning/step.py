@@ -395,7 +395,8 @@ def _time_moves(config: Config, shape: ModelShape, ranks: Sequence[RankTrace], h
     """Seconds of moves to the host and back, if colocated."""
     if not config.generation.is_colocated:
         return {}
-    # One side goes to the host, then the other one comes back: engines keep their weights there while they sleep.
+    # The policy goes to the host and comes back. Engines give up weights that the next refit brings; those that get
+    # adapters alone keep the base model on the host.
     moved = max(rank.report.end_bytes["train"] - rank.report.end_bytes.get("offload", 0) for rank in ranks)
-    moved += size_engine(config, shape, hardware).weight_bytes
+    moved += size_engine(config, shape, hardware).weight_bytes if config.refit.adapters == "alone" else 0
     return {"offload": moved / hardware.host_bytes_per_s, "onload": moved / hardware.host_bytes_per_s}

@@ -204,25 +204,35 @@ class ModelRank(ABC):
         # head adds, in place of the output.
         for chunk in chunks:
             chunk.eval()
+        # The last row takes the outputs of no token (index -1). Context-parallel ranks have outputs of their own tokens.
+        rows, is_complete = sum(batch.lengths) + 1, self.config.parallel.context == 1
+        on_host: Tensor | None = None
 
         def keep(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, tuple[Tensor, NDArray[np.int64]]]:
+            nonlocal on_host
             # Megatron-Core's schedule wants a loss and a token count; both are 0 here.
             values, fields = self._apply_head(chunks[-1], output, microbatch.tokens)
             if field is not None:
                 values = getattr(fields, field)
-            if values.dim() > 1 and self.config.parallel.context == 1:
-                values = values.cpu()  # wide outputs of all tokens may not fit the device
-            return values.new_zeros(()), values.new_zeros((), dtype=torch.int), (values, microbatch.token_indices)
+            indices = microbatch.token_indices
+            if is_complete and values.dim() > 1:
+                # Wide outputs of all tokens may not fit the device, nor the host several times.
+                if self.is_output_rank:
+                    on_host = values.new_zeros(rows, *values.shape[1:], device="cpu") if on_host is None else on_host
+                    on_host[torch.from_numpy(indices)] = values.cpu()
+                values, indices = values[:0], indices[:0]
+            return values.new_zeros(()), values.new_zeros((), dtype=torch.int), (values, indices)
 
         pieces = self._run_schedule(chunks, batch, microbatches, keep, forward_only=True)
         if not self._has_loss:
             return None
+        if on_host is not None:
+            return on_host[:-1]
         outputs = torch.cat([values for values, _ in pieces])
         indices = torch.from_numpy(np.concatenate([indices for _, indices in pieces]))
-        # The last entry takes the rows of no token (index -1).
-        result = outputs.new_zeros(sum(batch.lengths) + 1, *outputs.shape[1:])
+        result = outputs.new_zeros(rows, *outputs.shape[1:])
         result[indices.to(result.device)] = outputs
-        if self.config.parallel.context > 1:  # each rank has the values of its own tokens, and 0 elsewhere
+        if not is_complete:  # 0 for tokens of other ranks
             result = sum_over_context(result)
         return result[:-1].cpu() if self.is_output_rank else None
 
