@@ -133,6 +133,19 @@ class SwanlabConfig(Section):
     """offline: write only to run_dir/swanlab, which `swanlab sync` sends later."""
 
 
+AlarmName = Literal[
+    "entropy_collapse",
+    "kl_growth",
+    "mismatch_growth",
+    "reward_flat",
+    "reward_saturated",
+    "groups_without_signal",
+    "lengths_at_limit",
+    "gradient_spike",
+    "failed_rollouts",
+    "held_out_falls",
+]
+
 # A tracker of the user's code.
 TrackerPath = Annotated[ImportPath, Predicate(lambda path: "." in path), "module.NAME"]
 
@@ -155,6 +168,12 @@ class LoggerConfig(Section):
 
     tracker_options: FormulaOptions = field(default_factory=dict)
     """Parameters of your own tracker by name, such as tracker_options.file=figures.csv."""
+
+    alarms_off: list[AlarmName] = field(default_factory=list)
+    """Alarms that are not raised (docs/operations.md)."""
+
+    alarms_stop: list[AlarmName] = field(default_factory=list)
+    """Alarms that end training after their step, which is validated and saved like every last step."""
 
     log_completions: bool = False
     """Print some responses of steps and validations, also into trackers. Needs logger.rollouts=all or sample."""
