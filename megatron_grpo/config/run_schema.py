@@ -146,6 +146,23 @@ AlarmName = Literal[
     "held_out_falls",
 ]
 
+
+class RlInsightConfig(Section):
+    """RL-Insight."""
+
+    enabled: bool = False
+    """Send metrics to an RL-Insight server (needs the rl-insight package)."""
+
+    project: str = "megatron_grpo"
+    """Project of the run."""
+
+    name: str | None = None
+    """Name of the experiment; null: the name of the run directory."""
+
+    server_url: Address | None = None
+    """Address of the server, such as http://HOST:18080; null: RL_INSIGHT_SERVER_URL of the environment."""
+
+
 # A tracker of the user's code.
 TrackerPath = Annotated[ImportPath, Predicate(lambda path: "." in path), "module.NAME"]
 
@@ -162,6 +179,18 @@ class LoggerConfig(Section):
     wandb: WandbConfig = field(default_factory=WandbConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
     swanlab: SwanlabConfig = field(default_factory=SwanlabConfig)
+    rl_insight: RlInsightConfig = field(default_factory=RlInsightConfig)
+
+    prometheus: bool = False
+    """Give the figures to Ray's Prometheus exporters as ray_megatron_grpo_*, and vLLM's as ray_vllm_*
+    (docs/operations.md); run_dir/prometheus_targets.json lists the addresses to scrape."""
+
+    otlp_endpoint: Address | None = None
+    """Collector of OpenTelemetry that gets the spans of all processes in each step, over HTTP:
+    http://HOST:4318/v1/traces. null: none."""
+
+    trace_steps: list[Positive] = field(default_factory=list)
+    """Steps of which run_dir/traces/step_N.json shows what all processes did, for Perfetto; it costs nothing."""
 
     tracker: TrackerPath | None = None
     """A tracker of your own beside these, module.NAME (docs/extending.md)."""

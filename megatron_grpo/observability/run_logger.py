@@ -25,15 +25,9 @@ from megatron_grpo.observability.page.trajectories import TokenBytes, compute_me
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.progress import ProgressDisplay, format_duration
 from megatron_grpo.observability.run_files import TOTAL
+from megatron_grpo.observability.step_traces import StepTraces
 from megatron_grpo.observability.summary import COMPLETED, RunEnd, write_summary
-from megatron_grpo.observability.trackers import (
-    MlflowTracker,
-    SwanlabTracker,
-    TensorBoardTracker,
-    Tracker,
-    WandbTracker,
-    list_settings,
-)
+from megatron_grpo.observability.trackers import Tracker, list_settings, open_trackers
 from megatron_grpo.observability.user_tracker import make_tracker, open_tracker
 
 logger = logging.getLogger(__name__)
@@ -106,15 +100,7 @@ class RunLogger:
         drop_rollouts_after(self.run_dir, last_step)
         if resume_step is None:
             (self.run_dir / run_files.STARTS_FILE).unlink(missing_ok=True)
-        self._trackers: dict[str, Tracker] = {}
-        if config.logger.tensorboard:
-            self._trackers["TensorBoard"] = TensorBoardTracker(self.run_dir, resume_step)
-        if config.logger.wandb.enabled:
-            self._trackers["Wandb"] = WandbTracker(self.run_dir, config)
-        if config.logger.mlflow.enabled:
-            self._trackers["Mlflow"] = MlflowTracker(self.run_dir, config)
-        if config.logger.swanlab.enabled:
-            self._trackers["Swanlab"] = SwanlabTracker(self.run_dir, config)
+        self._trackers = open_trackers(self.run_dir, config, resume_step)
         if (maker := make_tracker(config.logger, list_code_folders(config))) is not None:
             settings = list_settings(config)
             tracker = open_tracker(maker, run_dir=self.run_dir, settings=settings, resume_step=resume_step)
@@ -131,6 +117,7 @@ class RunLogger:
         self._end = COMPLETED
         self._begin = time.monotonic()
         self._earlier_s = 0.0
+        self._traces = StepTraces(self.run_dir, config.logger.trace_steps, config.logger.otlp_endpoint)
         self._alarm_watch = AlarmWatch(config.samples_per_step, config.logger.alarms_off)
         self.alarms: list[Alarm] = []  # those that began with the last step
         self.stop_reason: str | None = None  # the first alarm of logger.alarms_stop
@@ -185,6 +172,7 @@ class RunLogger:
         self._progress.show_step(step, metrics, timing)
         logger.info("step %d took %.3f s", step, timing[TOTAL])
         self._raise_alarms(step, metrics)
+        self._traces.end_step(step, timing[TOTAL])
         self._logging_s += time.perf_counter() - begin
 
     def _raise_alarms(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -295,6 +283,7 @@ class RunLogger:
         for file in (self._metrics, self._validations):
             with suppress(OSError):  # a full disk, which has ended the run, refuses the last line
                 file.close()
+        self._traces.close()
         self._call_trackers(lambda tracker: tracker.close(failed))
         self._trackers.clear()
 

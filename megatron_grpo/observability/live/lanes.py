@@ -107,11 +107,11 @@ def _parse_spans(lines: Iterable[bytes], name: str) -> list[Span]:
 
 
 def find_last_time(run_dir: Path) -> float:
-    """Find the time of the last heartbeat or span, in seconds since the epoch; now while the run goes on."""
-    folder = run_dir / LOGS_FOLDER
-    files = [*(folder / HEARTBEATS_FOLDER).glob("*.json"), *(folder / SPANS_FOLDER).glob("*.jsonl")]
-    last = max((file.stat().st_mtime for file in files), default=time.time())
-    return time.time() if time.time() - last < RUNNING_S else last
+    """Find the time of the last span, in seconds since the epoch; now while heartbeats are fresh."""
+    folder, now = run_dir / LOGS_FOLDER, time.time()
+    beats = [file.stat().st_mtime for file in (folder / HEARTBEATS_FOLDER).glob("*.json")]
+    spans = [file.stat().st_mtime for file in (folder / SPANS_FOLDER).glob("*.jsonl")]
+    return now if now - max(beats, default=0.0) < RUNNING_S else max(spans, default=now)
 
 
 def choose_order(names: Iterable[str]) -> list[str]:
