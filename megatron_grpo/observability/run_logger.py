@@ -143,7 +143,7 @@ class RunLogger:
             start = {"time": now, "resumed_after": self._resume_step, "changes": list(changes), "code": describe_code()}
             file.write(run_files.format_json_line(start))
         self.note(f"run directory {self.run_dir}, up after {startup_s:.1f} s")
-        self.note(f"its page while it runs: python -m megatron_grpo.report {self.run_dir} follow=true")
+        self.note(f"its page while it runs: python -m megatron_grpo.watch {self.run_dir}")
         if self._resume_step is not None:
             self.note(f"resumed after step {self._resume_step}")
         for change in changes:
