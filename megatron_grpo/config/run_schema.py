@@ -133,6 +133,36 @@ class SwanlabConfig(Section):
     """offline: write only to run_dir/swanlab, which `swanlab sync` sends later."""
 
 
+AlarmName = Literal[
+    "entropy_collapse",
+    "kl_growth",
+    "mismatch_growth",
+    "reward_flat",
+    "reward_saturated",
+    "groups_without_signal",
+    "lengths_at_limit",
+    "gradient_spike",
+    "failed_rollouts",
+    "held_out_falls",
+]
+
+
+class RlInsightConfig(Section):
+    """RL-Insight."""
+
+    enabled: bool = False
+    """Send metrics to an RL-Insight server (needs the rl-insight package)."""
+
+    project: str = "megatron_grpo"
+    """Project of the run."""
+
+    name: str | None = None
+    """Name of the experiment; null: the name of the run directory."""
+
+    server_url: Address | None = None
+    """Address of the server, such as http://HOST:18080; null: RL_INSIGHT_SERVER_URL of the environment."""
+
+
 # A tracker of the user's code.
 TrackerPath = Annotated[ImportPath, Predicate(lambda path: "." in path), "module.NAME"]
 
@@ -149,12 +179,30 @@ class LoggerConfig(Section):
     wandb: WandbConfig = field(default_factory=WandbConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
     swanlab: SwanlabConfig = field(default_factory=SwanlabConfig)
+    rl_insight: RlInsightConfig = field(default_factory=RlInsightConfig)
+
+    prometheus: bool = False
+    """Give the figures to Ray's Prometheus exporters as ray_megatron_grpo_*, and vLLM's as ray_vllm_*
+    (docs/operations.md); run_dir/prometheus_targets.json lists the addresses to scrape."""
+
+    otlp_endpoint: Address | None = None
+    """Collector of OpenTelemetry that gets the spans of all processes in each step, over HTTP:
+    http://HOST:4318/v1/traces. null: none."""
+
+    trace_steps: list[Positive] = field(default_factory=list)
+    """Steps of which run_dir/traces/step_N.json shows what all processes did, for Perfetto; it costs nothing."""
 
     tracker: TrackerPath | None = None
     """A tracker of your own beside these, module.NAME (docs/extending.md)."""
 
     tracker_options: FormulaOptions = field(default_factory=dict)
     """Parameters of your own tracker by name, such as tracker_options.file=figures.csv."""
+
+    alarms_off: list[AlarmName] = field(default_factory=list)
+    """Alarms that are not raised (docs/operations.md)."""
+
+    alarms_stop: list[AlarmName] = field(default_factory=list)
+    """Alarms that end training after their step, which is validated and saved like every last step."""
 
     log_completions: bool = False
     """Print some responses of steps and validations, also into trackers. Needs logger.rollouts=all or sample."""

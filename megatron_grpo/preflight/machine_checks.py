@@ -210,12 +210,15 @@ def find_package_problems(config: Config) -> Iterator[Rule]:
     policy, logger, has_gpus = config.policy, config.logger, config.cluster.gpus > 0
     is_local, uses_triton = config.cluster.ray_address is None, policy.logprob_kernel == "fused"
     te, te_advice = "transformer_engine", "pip install 'transformer-engine[pytorch]', or use off"
+    otlp, otlp_advice = "opentelemetry.exporter.otlp", "pip install opentelemetry-exporter-otlp, or use null"
     muon, muon_advice = "emerging_optimizers", "pip install emerging-optimizers, or use adamw"
     packages: list[tuple[str, object, str, str]] = [
         ("policy.fp8.format", policy.fp8.is_on_device and has_gpus, te, te_advice),
         ("logger.wandb.enabled", logger.wandb.enabled, "wandb", "pip install wandb, or set it to false"),
         ("logger.mlflow.enabled", logger.mlflow.enabled, "mlflow", "pip install mlflow, or set it to false"),
         ("logger.swanlab.enabled", logger.swanlab.enabled, "swanlab", "pip install swanlab, or set it to false"),
+        ("logger.rl_insight.enabled", logger.rl_insight.enabled, "rl_insight", "pip install rl-insight, or use false"),
+        ("logger.otlp_endpoint", logger.otlp_endpoint is not None, otlp, otlp_advice),
     ]
     if is_local:
         fusion = policy.gradient_accumulation_fusion

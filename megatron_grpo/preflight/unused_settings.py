@@ -108,7 +108,8 @@ def _list_of_files(config: Config) -> Iterator[Rule]:
     yield data.val_path is None, "data.val_split", "needs data.val_path"
     yield logger.rollouts != "sample", "logger.rollouts_sample", "needs logger.rollouts=sample"
     yield not logger.log_completions, "logger.num_completions_to_print", "needs logger.log_completions=true"
-    for name, tracker in (("wandb", logger.wandb), ("mlflow", logger.mlflow), ("swanlab", logger.swanlab)):
+    for name in ("wandb", "mlflow", "swanlab", "rl_insight"):
+        tracker = getattr(logger, name)
         yield not tracker.enabled, f"logger.{name}.", f"needs logger.{name}.enabled=true"
 
 
