@@ -51,9 +51,8 @@ def labelled_data_processor(
     datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
 ) -> DatumSpec:
     """Make a sequence with the label of its response."""
-    assert task_data_spec.label_key is not None, "rows without labels are pairs"
     row = supervised_data_processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
-    assert task_data_spec.label_key is not None, "rows without labels have another processor"
+    assert task_data_spec.label_key is not None, "rows without labels are pairs"
     return {**row, "label": bool(datum_dict[task_data_spec.label_key])}
 
 
