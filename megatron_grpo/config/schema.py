@@ -283,6 +283,23 @@ class Config(Section):
         return self.optimizer_steps_per_step > 1 or is_needed_earlier
 
     @property
+    def needs_entropies(self) -> bool:
+        """True if a separate pass computes entropies before training."""
+        return not self.method.rows and self.loss_fn.selection == "highest_entropy"
+
+    @property
+    def needs_score_sizes(self) -> bool:
+        """True if two passes compute the sizes of gradients by logits."""
+        return isinstance(self.loop, GRPOConfig) and self.loop.adv_estimator.needs_score_sizes
+
+    @property
+    def policy_passes(self) -> int:
+        """Forward passes of a step's samples through the policy before it learns."""
+        # KTO also computes the log-probabilities of as many responses to other prompts.
+        logprobs = self.needs_prev_logprobs * (2 if isinstance(self.loop, KTOConfig) else 1)
+        return logprobs + self.needs_entropies + 2 * self.needs_score_sizes
+
+    @property
     def imitates_environment(self) -> bool:
         """True if the loss has the environment's tokens."""
         return self.method.has_read("loss_fn.environment_nll_weight") and self.loss_fn.environment_nll_weight > 0

@@ -52,7 +52,7 @@ def labelled_data_processor(
 ) -> DatumSpec:
     """Make a sequence with the label of its response."""
     row = supervised_data_processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
-    assert task_data_spec.label_key is not None, "rows without labels have another processor"
+    assert task_data_spec.label_key is not None, "rows without labels are pairs"
     return {**row, "label": bool(datum_dict[task_data_spec.label_key])}
 
 

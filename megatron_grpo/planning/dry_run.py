@@ -74,7 +74,7 @@ def list_phases(config: Config) -> frozenset[str]:
     sleeps = config.generation.is_colocated and config.needs_generation
     phases = {
         "train": True,
-        "logprobs": config.needs_prev_logprobs or config.teaches_itself or config.logger.replay_every is not None,
+        "logprobs": config.policy_passes > 0 or config.teaches_itself or config.logger.replay_every is not None,
         "reference": config.uses_reference,
         "offload": sleeps,
         "onload": sleeps,

@@ -83,6 +83,8 @@ def _check_data(config: Config) -> Iterator[Rule]:
         yield config.method.has_value_model, "logger.replay_every=", text
         text = "does not record the likelihood of the environment's tokens; use loss_fn.environment_nll_weight=0"
         yield config.imitates_environment, "logger.replay_every=", text
+        text = "does not record entropies, by which high-entropy chooses; leave it out of loss_fn.corrections"
+        yield config.needs_entropies, "logger.replay_every=", text
         text = "cannot record the experts that engines choose; use policy.moe.replay_routing=false"
         yield config.policy.moe.replay_routing, "logger.replay_every=", text
     if data.curriculum.column is not None:
