@@ -229,7 +229,7 @@ def _make_sampling_run(
         logger.note(note)
     callbacks = Callbacks(startup.user_objects.callbacks)
     startup.checkpointer.on_complete = partial(callbacks.notify, "on_checkpoint")
-    startup.checkpointer.note = logger.note
+    startup.checkpointer.note = startup.checkpointer.uploads.note = logger.note
     buffer, async_grpo = None, config.async_sampling
     if async_grpo.enabled:
         buffer_type = OrderedBuffer if async_grpo.oversampling_factor is None else Oversampling

@@ -35,6 +35,7 @@ from megatron_grpo.preflight.distillation_checks import find_teacher_tokenizer_p
 from megatron_grpo.preflight.model_file_checks import find_model_problems, list_unused_tensors
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 from megatron_grpo.run.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, compare_with_last_start, is_in_use
+from megatron_grpo.run.uploads import explain_unusable_storage
 
 # The first driver for each release of CUDA (CUDA Toolkit Release Notes, "CUDA Driver").
 DRIVERS = {12: 525, 13: 580}
@@ -292,6 +293,9 @@ def find_package_problems(config: Config) -> Iterator[Rule]:
             ("policy.quantization", policy.quantization, "modelopt", "pip install nvidia-modelopt, or use null"),
             ("policy.logprob_kernel", uses_triton, "triton", "pip install triton, or use chunked or auto"),
         ]
+    storage = config.checkpointing.upload_to
+    reason = explain_unusable_storage(storage) if storage is not None else None
+    yield reason, "checkpointing.upload_to=", f"{reason}"
     for key, is_needed, package, advice in packages:
         text = f"needs the package {package}, which is not installed here: {advice}"
         yield is_needed and not _is_installed(package), f"{key}=", text
