@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
+from megatron_grpo.batch.finished_samples import FINISHED_FOLDER, remove_taken
 from megatron_grpo.config.algorithms import choose_imported
 from megatron_grpo.config.conversion import convert_values
 from megatron_grpo.config.errors import ConfigError, ModelLostError, Problem, RunError
@@ -165,6 +166,7 @@ class Checkpointer:
             self._remove(pending.step)
             pending.folder.rename(self.locate(pending.step))
             sync(self.folder)
+            remove_taken(self.folder.parent / FINISHED_FOLDER, pending.state["save_state"].get("generation_batches", 0))
             self.uploads.add(self.locate(pending.step))
             self._prune()
             self.on_complete(pending.step, self.locate(pending.step))
