@@ -103,7 +103,7 @@ def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
     if run.config.logger.log_completions:
         run.logger.show_completions(step, run.dumps.read_rows(step))
     is_replay_start = run.config.logger.is_replay_start(step) and step < loop.max_num_steps
-    is_due = step % run.config.checkpointing.save_period == 0 or is_replay_start or report.needs_checkpoint
+    is_due = run.checkpointer.is_due(step) or is_replay_start or report.needs_checkpoint
     if run.config.has_checkpoints and (is_due or run.callbacks.wants_checkpoint):
         saves.save_checkpoint(run, metrics)
     return metrics
@@ -126,6 +126,7 @@ def _finish_training(run: SamplingRun, metrics: dict[str, float]) -> None:
         saves.save_checkpoint(run, {**metrics, **validation}, wait=True)
     elif validation:
         saves.save_validation(run, validation)
+    run.checkpointer.uploads.finish()
 
 
 def _catch_up_on_validation(run: SamplingRun) -> None:

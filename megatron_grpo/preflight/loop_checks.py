@@ -61,8 +61,14 @@ def _check_sampling(config: Config, loop: SampledLoopConfig) -> Iterator[Rule]:
     yield loop.use_dynamic_sampling and loop.num_generations_per_prompt < 2, "LOOP.use_dynamic_sampling=", text
     text = "moves a reference policy that the loss does not use; needs loss_fn.reference_policy_kl_penalty > 0"
     yield loop.sync_ref_model and config.loss_fn.reference_policy_kl_penalty == 0, "LOOP.sync_ref_model=", text
+    text = "keeps rollouts for a run that goes on from a checkpoint; needs checkpointing.enabled=true"
+    keeps = config.rollouts.keep_finished
+    yield keeps and not config.has_checkpoints, "rollouts.keep_finished=", text
     if not asynchrony.enabled:
         return
+    text = "keeps nothing that a resume could take: LOOP.async_grpo.oversampling_factor draws waiting prompts with new"
+    text += " seeds; use false"
+    yield keeps and asynchrony.oversampling_factor is not None, "rollouts.keep_finished=", text
     text = "gives prompts back to the data, which a stream does not take; use data.streaming=false"
     is_streamed = asynchrony.oversampling_factor is not None and config.data.streaming
     yield is_streamed, "LOOP.async_grpo.oversampling_factor=", text

@@ -36,6 +36,7 @@ from megatron_grpo.preflight.model_file_checks import find_model_problems, list_
 from megatron_grpo.preflight.node_checks import find_delta_problems, find_fp8_machine_problems, find_node_remarks
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 from megatron_grpo.run.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, compare_with_last_start, is_in_use
+from megatron_grpo.run.uploads import explain_unusable_storage
 
 # By prefix of the section: the library that receives the fields, its package, and our module that checks them.
 _LIBRARIES = {
@@ -231,6 +232,9 @@ def find_package_problems(config: Config) -> Iterator[Rule]:
             ("policy.quantization", policy.quantization, "modelopt", "pip install nvidia-modelopt, or use null"),
             ("policy.logprob_kernel", uses_triton, "triton", "pip install triton, or use chunked or auto"),
         ]
+    storage = config.checkpointing.upload_to
+    reason = explain_unusable_storage(storage) if storage is not None else None
+    yield reason, "checkpointing.upload_to=", f"{reason}"
     for key, is_needed, package, advice in packages:
         text = f"needs the package {package}, which is not installed here: {advice}"
         yield is_needed and not _is_installed(package), f"{key}=", text
