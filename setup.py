@@ -9,6 +9,7 @@ setup(
     package_dir={"megatron_grpo.conf": "conf", "megatron_grpo_kernels": "kernels"},
     package_data={
         "megatron_grpo.observability.page": ["assets/*"],
+        "megatron_grpo.launch": ["slurm_pyxis.sbatch"],
         "megatron_grpo.platform": ["*.yaml"],
         "megatron_grpo.prepare": ["recipes.yaml", "starter/**/*.template"],
         "megatron_grpo.models": ["prepared_models.yaml"],

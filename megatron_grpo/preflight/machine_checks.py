@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from megatron_grpo.cluster.machines import (
@@ -39,6 +39,8 @@ from megatron_grpo.run.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, 
 # The first driver for each release of CUDA (CUDA Toolkit Release Notes, "CUDA Driver").
 DRIVERS = {12: 525, 13: 580}
 OPEN_FILES = 65_535  # NCCL, Ray and vLLM have a socket for many pairs of processes
+# What of this machine a run will meet: all of it, its files, as under Slurm, or nothing.
+Reach = Literal["machine", "files", "nothing"]
 SHARED_MEMORY = 8 * 2**30  # bytes of /dev/shm: Ray's object store, vLLM's queues, NCCL within a machine
 
 
@@ -88,13 +90,14 @@ def find_node_remarks(config: Config) -> Iterator[Problem]:
     if config.cluster.num_nodes > 1 and locked != resource.RLIM_INFINITY:
         text = "may be too few for NCCL over InfiniBand; ulimit -l unlimited, or docker run --ulimit memlock=-1"
         yield Problem(f"locked memory {locked} bytes", text)
-    shared = _measure_shared_memory()
+    shared = measure_shared_memory()
     if shared is not None and shared < SHARED_MEMORY:
         text = "may be too small for NCCL, vLLM's queues and Ray's objects; docker run --ipc=host, or --shm-size=16g"
         yield Problem(f"/dev/shm {shared / 2**30:.1f} GiB", text)
 
 
-def _measure_shared_memory() -> int | None:
+def measure_shared_memory() -> int | None:
+    """Measure the size of /dev/shm in bytes; None: there is none."""
     try:
         stat = os.statvfs("/dev/shm")
     except OSError:
@@ -184,12 +187,18 @@ def find_sandbox_problems(config: Config) -> Iterator[Problem]:
         yield Problem(subject, str(error).removeprefix(subject).strip())
 
 
-def examine_machine(config: Config, *, reads_rows: bool = True) -> tuple[list[Problem], list[Problem]]:
+def examine_machine(
+    config: Config, *, reads_rows: bool = True, reach: Reach = "machine"
+) -> tuple[list[Problem], list[Problem]]:
     """Check what a run needs of this machine; returns problems and remarks.
 
-    `reads_rows`: whether rows and recorded rollouts are read.
+    Args:
+        config: its configuration.
+        reads_rows: whether rows and recorded rollouts are read.
+        reach: what of this machine the run will meet; with "files" its GPUs, network and packages are not examined.
     """
-    problems = list(_find_launcher_problems())
+    is_here = reach == "machine"
+    problems = list(_find_launcher_problems()) if is_here else []
     if problems:
         return problems, []
     # The checks below are independent of each other, so that one message has all their problems.
@@ -197,12 +206,12 @@ def examine_machine(config: Config, *, reads_rows: bool = True) -> tuple[list[Pr
     remarks: list[Problem] = []
     if reads_rows:
         files, remarks = check_prompt_files(config) if config.reads_prompts else check_recording(config)
-    lacking_gpus, lacking_models = list(find_gpu_problems(config)), list(find_model_problems(config))
+    lacking_gpus, lacking_models = list(find_gpu_problems(config)) if is_here else [], list(find_model_problems(config))
     problems = [
         *lacking_gpus,
-        *find_cluster_problems(config),
+        *(find_cluster_problems(config) if is_here else ()),
         # Nodes with GPUs may have other packages than a machine without them.
-        *(() if lacking_gpus else _find_installation_problems(config)),
+        *(_find_installation_problems(config) if is_here and not lacking_gpus else ()),
         *find_login_problems(config),
         *(lacking_models or find_teacher_tokenizer_problems(config)),
         *files,
@@ -210,6 +219,8 @@ def examine_machine(config: Config, *, reads_rows: bool = True) -> tuple[list[Pr
     ]
     if not problems:  # the weights can be read
         remarks += list_unused_tensors(config)
+    if not is_here:
+        return problems, remarks
     remarks += find_node_remarks(config)
     address = read_environment_address()
     if address is not None and config.cluster.ray_address == address:

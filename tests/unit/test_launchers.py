@@ -60,8 +60,9 @@ def test_the_slurm_script_raises_the_limits_of_nodes() -> None:
 def test_kernels_that_a_container_compiles_outlive_the_job(tmp_path: Path) -> None:
     tools, log = tmp_path / "tools", tmp_path / "log"
     tools.mkdir()
-    for name, text in (("scontrol", "echo node0"), ("srun", f'(printf "%s\\n" "$@"; env) >>{log}')):
-        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+    record = f'[[ "$*" = *check_node* ]] && echo 0 links || (printf "%s\\n" "$@"; env) >>{log}'
+    for name, text in (("scontrol", "echo node0"), ("srun", record)):
+        (tools / name).write_text(f"#!/bin/bash\n{text}\n")
         (tools / name).chmod(0o755)
     cache = tmp_path / "cache"
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TRITON_", "VLLM_"))}
@@ -127,8 +128,15 @@ def tool(name: str) -> str:
     return path
 
 
-def job(tmp_path: Path, *arguments: str, nodes: int, driver: str = "exit 0", **variables: str) -> subprocess.Popen[str]:
-    """The Slurm script in a job whose srun only records its commands, and runs `driver` in place of the driver."""
+def job(
+    tmp_path: Path,
+    *arguments: str,
+    nodes: int,
+    driver: str = "exit 0",
+    check: str = "echo 0 links; exit",
+    **variables: str,
+) -> subprocess.Popen[str]:
+    """The Slurm script in a job whose srun only records its commands, but runs `driver` and the `check` of $host."""
     folder, tools = tmp_path / "submit", tmp_path / "tools"
     for subfolder in (folder, tools):
         subfolder.mkdir(exist_ok=True)
@@ -137,6 +145,10 @@ def job(tmp_path: Path, *arguments: str, nodes: int, driver: str = "exit 0", **v
     scripts = {
         # The driver's end ends the other nodes, so it waits until they are recorded.
         "srun": f"""
+if [[ "$*" == *check_node* ]]; then
+    for word in "$@"; do [[ $word == --nodelist=* ]] && host=${{word#*=}}; done
+    {check}
+fi
 for _ in {{1..200}}; do
     [[ "$*" != *--nodelist=node0* || {nodes} = 1 || -s {record} ]] && break
     sleep 0.05
@@ -156,9 +168,11 @@ done
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def submit_job(tmp_path: Path, *arguments: str, nodes: int = 2, **variables: str) -> list[list[str]]:
+def submit_job(
+    tmp_path: Path, *arguments: str, nodes: int = 2, check: str = "echo 0 links; exit", **variables: str
+) -> list[list[str]]:
     """The commands that the Slurm script gives to srun."""
-    with job(tmp_path, *arguments, nodes=nodes, **variables) as script:
+    with job(tmp_path, *arguments, nodes=nodes, check=check, **variables) as script:
         _, errors = script.communicate(timeout=60)
     assert script.returncode == 0, errors
     record = (tmp_path / "commands").read_text()
@@ -204,6 +218,59 @@ def test_a_run_folder_that_would_not_be_mounted_is_refused(tmp_path: Path) -> No
         _, errors = script.communicate(timeout=60)
     assert script.returncode == 2
     assert "give RUN_DIR=/scratch/one, which is mounted and resumed, and not run_dir=/scratch/one" in errors
+
+
+FAILING = """
+case $host in
+node1) echo starting; echo 7 of 8 GPUs answer; exit 1 ;;
+node2) sleep 60 ;;
+node3) echo 3 links; exit ;;
+*) echo 4 links; exit ;;
+esac"""
+
+
+def read_hosts(command: list[str]) -> list[str]:
+    (hosts,) = [word.partition("=")[2].split(",") for word in command if word.startswith("--nodelist=")]
+    return hosts
+
+
+def test_spares_replace_nodes_that_fail_their_check(tmp_path: Path) -> None:
+    variables = {"PYTHON": sys.executable, "SPARES": "3", "CHECK_TIME": "2"}
+    with job(tmp_path, nodes=6, check=FAILING, **variables) as script:
+        output, errors = script.communicate(timeout=60)
+    assert script.returncode == 0, errors
+    commands = [command.split("\0")[:-1] for command in (tmp_path / "commands").read_text().split("\n\0")[:-1]]
+    assert sorted(host for command in commands for host in read_hosts(command)) == ["node0", "node4", "node5"]
+    assert "node node1 fails: 7 of 8 GPUs answer" in output
+    assert "node node2 fails: did not answer within 2 s" in output
+    assert "node node3 fails: 3 links of the network are up, and 4 on others" in output
+
+
+def test_too_few_fit_nodes_end_the_job(tmp_path: Path) -> None:
+    with job(tmp_path, nodes=6, check=FAILING, PYTHON=sys.executable, SPARES="2", CHECK_TIME="2") as script:
+        output, errors = script.communicate(timeout=60)
+    assert script.returncode == 1
+    assert errors == "3 of 6 nodes are fit, and the run needs 4\n"
+    assert not (tmp_path / "commands").exists()
+
+
+def test_groups_of_a_heterogeneous_job_have_labels(tmp_path: Path) -> None:
+    """Both groups list the same names here, because the stand-in for scontrol knows no others."""
+    groups = {"SLURM_JOB_NODELIST_HET_GROUP_0": "node[0-1]", "SLURM_JOB_NODELIST_HET_GROUP_1": "node[2-3]"}
+    commands = submit_job(tmp_path, "+exp=quickstart", PYTHON=sys.executable, **groups)
+    roles = {}
+    for command in commands:
+        (group,) = [word for word in command if word.startswith("--het-group=")]
+        roles.setdefault(group, set()).update(word for word in command if word.startswith("--labels="))
+    label = "--labels=megatron-grpo-role"
+    assert roles == {"--het-group=0": {f"{label}=training"}, "--het-group=1": {f"{label}=generation"}}
+
+
+def test_each_job_of_an_array_has_a_seed_and_a_folder(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    variables = {"RUN_DIR": str(run), "SEEDS": "7 11", "SLURM_ARRAY_TASK_ID": "1", "SEED_KEY": "ppo.seed"}
+    (command,) = submit_job(tmp_path, "+exp=quickstart", nodes=1, PYTHON=sys.executable, **variables)
+    assert command[-3:] == [f"run_dir={run}/seed_11", "+exp=quickstart", "ppo.seed=11"]
 
 
 REQUEUED = "requeue 7\n"
