@@ -140,7 +140,8 @@ def job(
     folder, tools = tmp_path / "submit", tmp_path / "tools"
     for subfolder in (folder, tools):
         subfolder.mkdir(exist_ok=True)
-    record = tmp_path / "commands"
+    record, others = tmp_path / "commands", tmp_path / "others"
+    others.touch()
     names = "\n".join(f"node{number}" for number in range(nodes))
     scripts = {
         # The driver's end ends the other nodes, so it waits until they are recorded.
@@ -150,13 +151,15 @@ if [[ "$*" == *check_node* ]]; then
     {check}
 fi
 for _ in {{1..200}}; do
-    [[ "$*" != *--nodelist=node0* || {nodes} = 1 || -s {record} ]] && break
+    [[ "$*" != *--nodelist=node0* || $(wc -l <{others}) -ge ${{OTHERS:-{min(nodes - 1, 1)}}} ]] && break
     sleep 0.05
 done
 {{ flock 9; printf '%s\\0' "$@" >&9; printf '\\n\\0' >&9; }} 9>>{record}
-[[ "$*" != *--nodelist=node0* ]] && exit
+[[ "$*" != *--nodelist=node0* ]] && echo >>{others} && exit
 {driver}""",
-        "scontrol": f"[[ $1 = show ]] && echo '{names}' || echo \"$@\" >>{tmp_path / 'requeued'}",
+        "scontrol": f"""
+[[ $3 = engine* ]] && echo engine0 && exit
+[[ $1 = show ]] && echo '{names}' || echo "$@" >>{tmp_path / "requeued"}""",
     }
     for name, text in scripts.items():
         (tools / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -248,17 +251,16 @@ def test_spares_replace_nodes_that_fail_their_check(tmp_path: Path) -> None:
 
 def test_too_few_fit_nodes_end_the_job(tmp_path: Path) -> None:
     with job(tmp_path, nodes=6, check=FAILING, PYTHON=sys.executable, SPARES="2", CHECK_TIME="2") as script:
-        output, errors = script.communicate(timeout=60)
+        _, errors = script.communicate(timeout=60)
     assert script.returncode == 1
     assert errors == "3 of 6 nodes are fit, and the run needs 4\n"
     assert not (tmp_path / "commands").exists()
 
 
 def test_groups_of_a_heterogeneous_job_have_labels(tmp_path: Path) -> None:
-    """Both groups list the same names here, because the stand-in for scontrol knows no others."""
-    groups = {"SLURM_JOB_NODELIST_HET_GROUP_0": "node[0-1]", "SLURM_JOB_NODELIST_HET_GROUP_1": "node[2-3]"}
-    commands = submit_job(tmp_path, "+exp=quickstart", PYTHON=sys.executable, **groups)
-    roles = {}
+    groups = {"SLURM_JOB_NODELIST_HET_GROUP_0": "node[0-1]", "SLURM_JOB_NODELIST_HET_GROUP_1": "engine[0-0]"}
+    commands = submit_job(tmp_path, "+exp=quickstart", PYTHON=sys.executable, OTHERS="2", **groups)
+    roles: dict[str, set[str]] = {}
     for command in commands:
         (group,) = [word for word in command if word.startswith("--het-group=")]
         roles.setdefault(group, set()).update(word for word in command if word.startswith("--labels="))
