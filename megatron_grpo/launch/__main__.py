@@ -13,8 +13,8 @@ from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.section import Positive
 from megatron_grpo.launch.background import LocalTarget
 from megatron_grpo.launch.kubernetes import KubernetesTarget
+from megatron_grpo.launch.launch_request import load_request
 from megatron_grpo.launch.ray_jobs import RayTarget
-from megatron_grpo.launch.request import load_request
 from megatron_grpo.launch.slurm import SlurmTarget
 from megatron_grpo.launch.state import describe_run
 from megatron_grpo.launch.target import (
@@ -28,7 +28,7 @@ from megatron_grpo.launch.target import (
     record_launch,
 )
 from megatron_grpo.observability.run_files import write_text
-from megatron_grpo.planning.check import forecast_run
+from megatron_grpo.planning.check import describe_plan
 from megatron_grpo.run.directory import STOP_FILE
 
 USAGE = """\
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
 def _launch(target: Target, overrides: Sequence[str], *, is_dry: bool) -> int:
     """Check a run, and submit or print it."""
     request = load_request(overrides, target.reach, target.find_problems)
-    for line in forecast_run(request.config):
+    for line in describe_plan(request.config):
         print(line, file=sys.stderr, flush=True)
     text = target.render(request)
     if is_dry:

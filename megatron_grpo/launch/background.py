@@ -13,7 +13,7 @@ import psutil
 from megatron_grpo.cluster.cleanup import is_alive as is_process_alive
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import Config
-from megatron_grpo.launch.request import Request, find_slurm_settings
+from megatron_grpo.launch.launch_request import Request, find_slurm_settings
 from megatron_grpo.launch.target import OUTPUT_FILE, Launch, Target
 
 
@@ -36,7 +36,7 @@ class LocalTarget(Target):
         return f"cd {shlex.quote(str(request.folder))} && exec {shlex.join(_build_command(request))}\n"
 
     def submit(self, request: Request, file: Path) -> Launch:
-        """Start the command in a session of its own, with its output in the run's folder."""
+        """Start the command in the background, with its output in a file."""
         with (request.local_run_dir / OUTPUT_FILE).open("ab") as output:
             process = subprocess.Popen(
                 _build_command(request), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True

@@ -17,8 +17,8 @@ import yaml
 from megatron_grpo.cluster.machines import GENERATION_ROLE, ROLE_LABEL, TRAINING_ROLE
 from megatron_grpo.config.errors import Problem, RunError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.launch.request import Request, find_slurm_settings, require_program
-from megatron_grpo.launch.target import Launch, Target, choose_log, tail_command
+from megatron_grpo.launch.launch_request import Request, find_slurm_settings, require_program
+from megatron_grpo.launch.target import Launch, Target, choose_log, make_tail_command
 from megatron_grpo.run.directory import STOP_FILE
 
 _VOLUME, _SHARED_MEMORY = "work", "shared-memory"
@@ -67,7 +67,7 @@ class KubernetesTarget(Target):
         _call("delete", "rayjob", launch.job, "--namespace", launch.settings["namespace"], "--wait=false")
 
     def stop(self, launch: Launch) -> str:
-        """Put the stop file into the run's folder, or delete a job without a run."""
+        """Put the stop file into the folder, or delete a waiting job."""
         run_dir = launch.settings["run_dir"]
         if _read_status(launch).get("jobStatus") != "RUNNING":
             self.cancel(launch)
@@ -83,8 +83,8 @@ class KubernetesTarget(Target):
         else:
             folder = f"{launch.settings['run_dir']}/logs"
             names = _call_in_head(launch, "ls", folder).split()
-            command = [*tail_command(lines, follow), f"{folder}/{choose_log(names, process)}"]
-        return subprocess.run(["kubectl", *_exec_in_head(launch), *command], check=False).returncode
+            command = [*make_tail_command(lines, follow), f"{folder}/{choose_log(names, process)}"]
+        return subprocess.run(["kubectl", *_make_exec(launch), *command], check=False).returncode
 
 
 def build_manifest(request: Request) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def _read_status(launch: Launch) -> dict[str, Any]:
     return status
 
 
-def _exec_in_head(launch: Launch) -> list[str]:
+def _make_exec(launch: Launch) -> list[str]:
     """Make the arguments of kubectl that start a command in the head's pod."""
     cluster = _read_status(launch).get("rayClusterName")
     if not cluster:
@@ -221,7 +221,7 @@ def _exec_in_head(launch: Launch) -> list[str]:
 
 
 def _call_in_head(launch: Launch, *command: str) -> str:
-    return _call(*_exec_in_head(launch), *command)
+    return _call(*_make_exec(launch), *command)
 
 
 def _call(*arguments: str) -> str:

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     folder, mark, gpus = arguments
     links = count_links()
     problems = list(find_node_problems(int(gpus), links))
-    problems += [] if shares_folder(Path(folder), mark) else [f"does not share the folder {folder} with the first node"]
+    problems += [] if has_mark(Path(folder), mark) else [f"does not share the folder {folder} with the first node"]
     print("; ".join(problems) or f"{links} links")
     return 1 if problems else 0
 
@@ -54,8 +54,8 @@ def find_node_problems(gpus: int, links: int, devices: Path = INFINIBAND) -> Ite
         yield f"/dev/shm has {memory / 2**30:.1f} GiB, and {SHARED_MEMORY / 2**30:.0f} are needed"
 
 
-def shares_folder(folder: Path, mark: str, deadline_s: float = SHARING_S) -> bool:
-    """Wait until the text of the first node is in the folder; False: it is late."""
+def has_mark(folder: Path, mark: str, deadline_s: float = SHARING_S) -> bool:
+    """Wait for the first node's text in the folder; False: it is late."""
     end = time.monotonic() + deadline_s
     while True:
         try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from megatron_grpo.config.errors import Problem, RunError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.launch.request import Request, find_slurm_settings
+from megatron_grpo.launch.launch_request import Request, find_slurm_settings
 from megatron_grpo.launch.target import Launch, Target
 
 if TYPE_CHECKING:
@@ -73,11 +73,11 @@ class RayTarget(Target):
         return 0
 
 
-async def _print_new_output(client: JobSubmissionClient, job: str, seen: int) -> None:
+async def _print_new_output(client: JobSubmissionClient, job: str, printed: int) -> None:
     """Print the output of a job from a character on, until the job ends."""
     async for text in client.tail_job_logs(job):
-        print(text[seen:], end="", flush=True)
-        seen = max(0, seen - len(text))
+        print(text[printed:], end="", flush=True)
+        printed = max(0, printed - len(text))
 
 
 def _ask(address: str, ask: Callable[[JobSubmissionClient], T]) -> T:

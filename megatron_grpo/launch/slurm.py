@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_grpo.config.errors import Problem, RunError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.launch.request import Request, require_program
+from megatron_grpo.launch.launch_request import Request, require_program
 from megatron_grpo.launch.target import Launch, Target
 
 TEMPLATE = "slurm_pyxis.sbatch"
@@ -64,7 +64,7 @@ class SlurmTarget(Target):
         _call("scancel", launch.job)
 
     def cancel_waiting(self, launch: Launch) -> None:
-        """Cancel the jobs of an array that wait, or the job that has not begun."""
+        """Cancel the waiting jobs of an array, or the job."""
         _call("scancel", *(["--state=PENDING"] if launch.seeds else []), launch.job)
 
     def find_output(self, launch: Launch) -> list[Path]:
@@ -79,7 +79,7 @@ def read_template() -> str:
 
 
 def _list_options(config: Config) -> Iterator[str]:
-    """List the lines of a job's options; those of engines' own nodes follow the others."""
+    """List the lines of a job's options, those of engines last."""
     launch, slurm, cluster = config.launch, config.launch.slurm, config.cluster
     shared = [f"--gpus-per-node={cluster.gpus}"] if cluster.gpus else []
     shared += [f"--account={slurm.account}"] if slurm.account else []

@@ -18,7 +18,7 @@ from megatron_grpo.cluster.process_log import DRIVER, LOGS_FOLDER
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.outside_files import open_to_append
 from megatron_grpo.config.schema import Config
-from megatron_grpo.launch.request import Request
+from megatron_grpo.launch.launch_request import Request
 from megatron_grpo.observability.run_files import format_json_line, read_lines
 from megatron_grpo.preflight.machine_checks import Reach
 from megatron_grpo.run.directory import STOP_FILE
@@ -89,7 +89,7 @@ class Target(ABC):
         """End a job at once, without a save."""
 
     def stop(self, launch: Launch) -> str:
-        """Let runs save after their step and end, and cancel what waits; say what was done."""
+        """Let runs save and end, and cancel what waits; say what was done."""
         alive = [folder for folder in launch.runs if is_alive(folder)]
         for folder in alive:
             (folder / STOP_FILE).touch()
@@ -108,7 +108,7 @@ class Target(ABC):
         return [launch.run_dir / OUTPUT_FILE]
 
     def print_log(self, launch: Launch, process: str | None, lines: int, follow: bool) -> int:
-        """Print the end of the job's output, or of the log of a process; return the exit code."""
+        """Print the end of the output or a log; return the exit code."""
         files = self.find_output(launch) if process is None else [find_log(launch.run_dir, process)]
         return print_files(files, lines, follow)
 
@@ -122,7 +122,7 @@ def record_launch(launch: Launch) -> None:
 
 
 def read_launch(run_dir: Path) -> Launch | None:
-    """Read the last launch of a run, or of the array in whose folder it is.
+    """Read the last launch of a run, or of its array.
 
     None: it was not launched so. ValueError: the record is damaged.
     """
@@ -170,26 +170,28 @@ def find_log(run_dir: Path, process: str) -> Path:
 
 
 def choose_log(names: Iterable[str], process: str) -> str:
-    """Choose the file of a process by the words of its name; ValueError: there is not one alone.
+    """Choose the log of a process by the words of its name.
+
+    ValueError: there is not one alone.
 
     Example: policy.3 is policy_rank_3.log, engine.0 generation_engine_0.log, driver driver.log.
     """
     words, candidates = re.findall(r"[A-Za-z]+|\d+", process.lower()), sorted(names)
     matches = [name for name in candidates if {*words} <= {*re.findall(r"[a-z]+|\d+", name.removesuffix(".log"))}]
     if len(matches) != 1 or not words:
-        there = ", ".join(name.removesuffix(".log") for name in matches or candidates)
-        raise ValueError(f"--process {process} is not the name of one process; there is {there or 'no log yet'}")
+        names_here = ", ".join(name.removesuffix(".log") for name in matches or candidates)
+        raise ValueError(f"--process {process} is not the name of one process; there is {names_here or 'no log yet'}")
     return matches[0]
 
 
 def print_files(files: Sequence[Path], lines: int, follow: bool) -> int:
-    """Print the ends of files, and what is added to them; return the exit code."""
+    """Print the ends of files, and additions; return the exit code."""
     missing = [str(file) for file in files if not file.exists()]
     if missing and not follow:
         raise ValueError(f"{', '.join(missing)}: no output yet")
-    return subprocess.run([*tail_command(lines, follow), "--", *map(str, files)], check=False).returncode
+    return subprocess.run([*make_tail_command(lines, follow), "--", *map(str, files)], check=False).returncode
 
 
-def tail_command(lines: int, follow: bool) -> list[str]:
-    """Make the command that prints the end of files; with `follow` it waits for more, also for the files."""
+def make_tail_command(lines: int, follow: bool) -> list[str]:
+    """Make the command that prints the end of files; `follow`: and additions."""
     return ["tail", "-n", str(lines), *(["-F"] if follow else [])]

@@ -44,8 +44,8 @@ def check_fit(config: Config) -> Iterator[Problem]:
         yield Problem(subject, f"{plan.verdict}: {peak:.1f} of {available:.1f} GiB, planned in {plan.planned_s:.0f} s")
 
 
-def forecast_run(config: Config) -> Iterator[str]:
-    """Yield whether a run fits its GPUs, and how long a step takes, a line each."""
+def describe_plan(config: Config) -> Iterator[str]:
+    """Yield whether a run fits and the seconds of a step, a line each."""
     reason = None
     if not config.cluster.gpus or not config.debug.train:
         reason = "plans are of runs that train on GPUs"
@@ -68,7 +68,7 @@ def forecast_run(config: Config) -> Iterator[str]:
 
 
 def _plan_briefly(config: Config) -> Plan | None:
-    """Plan a run with the advice if it does not fit; None: its model is not here."""
+    """Plan a run, with advice; None: its model is not here."""
     shape = find_model_shape(config)
     if shape is None:
         return None

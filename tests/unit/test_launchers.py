@@ -140,8 +140,8 @@ def job(
     folder, tools = tmp_path / "submit", tmp_path / "tools"
     for subfolder in (folder, tools):
         subfolder.mkdir(exist_ok=True)
-    record, others = tmp_path / "commands", tmp_path / "others"
-    others.touch()
+    record, workers = tmp_path / "commands", tmp_path / "workers"
+    workers.touch()
     names = "\n".join(f"node{number}" for number in range(nodes))
     scripts = {
         # The driver's end ends the other nodes, so it waits until they are recorded.
@@ -151,11 +151,11 @@ if [[ "$*" == *check_node* ]]; then
     {check}
 fi
 for _ in {{1..200}}; do
-    [[ "$*" != *--nodelist=node0* || $(wc -l <{others}) -ge ${{OTHERS:-{min(nodes - 1, 1)}}} ]] && break
+    [[ "$*" != *--nodelist=node0* || $(wc -l <{workers}) -ge ${{WORKERS:-{min(nodes - 1, 1)}}} ]] && break
     sleep 0.05
 done
 {{ flock 9; printf '%s\\0' "$@" >&9; printf '\\n\\0' >&9; }} 9>>{record}
-[[ "$*" != *--nodelist=node0* ]] && echo >>{others} && exit
+[[ "$*" != *--nodelist=node0* ]] && echo >>{workers} && exit
 {driver}""",
         "scontrol": f"""
 [[ $3 = engine* ]] && echo engine0 && exit
@@ -259,7 +259,7 @@ def test_too_few_fit_nodes_end_the_job(tmp_path: Path) -> None:
 
 def test_groups_of_a_heterogeneous_job_have_labels(tmp_path: Path) -> None:
     groups = {"SLURM_JOB_NODELIST_HET_GROUP_0": "node[0-1]", "SLURM_JOB_NODELIST_HET_GROUP_1": "engine[0-0]"}
-    commands = submit_job(tmp_path, "+exp=quickstart", PYTHON=sys.executable, OTHERS="2", **groups)
+    commands = submit_job(tmp_path, "+exp=quickstart", PYTHON=sys.executable, WORKERS="2", **groups)
     roles: dict[str, set[str]] = {}
     for command in commands:
         (group,) = [word for word in command if word.startswith("--het-group=")]

@@ -41,11 +41,11 @@ def test_adapters_without_a_link_are_a_problem(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_shared_if_it_has_the_mark(tmp_path: Path) -> None:
-    assert not node_check.shares_folder(tmp_path, "abc", deadline_s=0)
+    assert not node_check.has_mark(tmp_path, "abc", deadline_s=0)
     (tmp_path / node_check.MARK_FILE).write_text("other")
-    assert not node_check.shares_folder(tmp_path, "abc", deadline_s=0)
+    assert not node_check.has_mark(tmp_path, "abc", deadline_s=0)
     (tmp_path / node_check.MARK_FILE).write_text("abc")
-    assert node_check.shares_folder(tmp_path, "abc", deadline_s=0)
+    assert node_check.has_mark(tmp_path, "abc", deadline_s=0)
 
 
 def test_the_last_line_is_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

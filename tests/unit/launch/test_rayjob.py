@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.launch.kubernetes import KubernetesTarget
-from megatron_grpo.launch.request import Request
+from megatron_grpo.launch.launch_request import Request
 from megatron_grpo.preflight.load import compose_config
 
 SCHEMA = yaml.safe_load((Path(__file__).parents[2] / "data" / "kuberay_rayjob_v1.7.0.yaml").read_text())
@@ -102,8 +102,8 @@ def test_no_text_of_the_user_leaves_its_quotes(text: str) -> None:
     entrypoint = yaml.safe_load(KubernetesTarget().render(request))["spec"]["entrypoint"]
     words = shlex.split(entrypoint)
     assert words[-2:] == [f"run_dir=outputs/{text}", f"policy.model.path={text}"]
-    shown = entrypoint.replace("cd /workspace && exec", "cd / && printf '%s\\0'")
-    process = subprocess.run(["sh", "-c", shown], capture_output=True, check=True)
+    printing = entrypoint.replace("cd /workspace && exec", "cd / && printf '%s\\0'")
+    process = subprocess.run(["sh", "-c", printing], capture_output=True, check=True)
     assert process.stdout.decode().split("\0")[-3:-1] == words[-2:]
 
 

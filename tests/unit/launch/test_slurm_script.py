@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.config.errors import ConfigError
-from megatron_grpo.launch.request import Request
+from megatron_grpo.launch.launch_request import Request
 from megatron_grpo.launch.slurm import SlurmTarget
 from megatron_grpo.preflight.load import compose_config
 
