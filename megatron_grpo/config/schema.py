@@ -31,6 +31,7 @@ from megatron_grpo.config.data_schema import (
     SandboxConfig,
 )
 from megatron_grpo.config.generation_schema import GenerationConfig, RefitConfig, RolloutsConfig
+from megatron_grpo.config.launch_schema import LaunchConfig
 from megatron_grpo.config.loop_schema import (
     LOOPS,
     AsyncGRPOConfig,
@@ -128,6 +129,7 @@ class Config(Section):
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     def __post_init__(self) -> None:

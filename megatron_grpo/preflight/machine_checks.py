@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from megatron_grpo.cluster.machines import (
@@ -37,6 +37,9 @@ from megatron_grpo.preflight.node_checks import find_delta_problems, find_fp8_ma
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 from megatron_grpo.run.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, compare_with_last_start, is_in_use
 from megatron_grpo.run.uploads import explain_unusable_storage
+
+# What of this machine a run will meet: all of it, its files, as under Slurm, or nothing.
+Reach = Literal["machine", "files", "nothing"]
 
 # By prefix of the section: the library that receives the fields, its package, and our module that checks them.
 _LIBRARIES = {
@@ -120,12 +123,18 @@ def find_sandbox_problems(config: Config) -> Iterator[Problem]:
         yield Problem(subject, str(error).removeprefix(subject).strip())
 
 
-def examine_machine(config: Config, *, reads_rows: bool = True) -> tuple[list[Problem], list[Problem]]:
+def examine_machine(
+    config: Config, *, reads_rows: bool = True, reach: Reach = "machine"
+) -> tuple[list[Problem], list[Problem]]:
     """Check what a run needs of this machine; returns problems and remarks.
 
-    `reads_rows`: whether rows and recorded rollouts are read.
+    Args:
+        config: its configuration.
+        reads_rows: whether rows and recorded rollouts are read.
+        reach: what of this machine the run will meet; with "files" its GPUs, network and packages are not examined.
     """
-    problems = list(_find_launcher_problems())
+    is_here = reach == "machine"
+    problems = list(_find_launcher_problems()) if is_here else []
     if problems:
         return problems, []
     # The checks below are independent of each other, so that one message has all their problems.
@@ -133,12 +142,12 @@ def examine_machine(config: Config, *, reads_rows: bool = True) -> tuple[list[Pr
     remarks: list[Problem] = []
     if reads_rows:
         files, remarks = check_prompt_files(config) if config.reads_prompts else check_recording(config)
-    lacking_gpus, lacking_models = list(find_gpu_problems(config)), list(find_model_problems(config))
+    lacking_gpus, lacking_models = list(find_gpu_problems(config)) if is_here else [], list(find_model_problems(config))
     problems = [
         *lacking_gpus,
-        *find_cluster_problems(config),
+        *(find_cluster_problems(config) if is_here else ()),
         # Nodes with GPUs may have other packages than a machine without them.
-        *(() if lacking_gpus else _find_installation_problems(config)),
+        *(_find_installation_problems(config) if is_here and not lacking_gpus else ()),
         *find_login_problems(config),
         *(lacking_models or find_teacher_tokenizer_problems(config)),
         *files,
@@ -146,6 +155,8 @@ def examine_machine(config: Config, *, reads_rows: bool = True) -> tuple[list[Pr
     ]
     if not problems:  # the weights can be read
         remarks += list_unused_tensors(config)
+    if not is_here:
+        return problems, remarks
     remarks += find_node_remarks(config)
     address = read_environment_address()
     if address is not None and config.cluster.ray_address == address:
