@@ -220,7 +220,8 @@ class Config(Section):
     @property
     def needs_generation(self) -> bool:
         """True if responses are sampled, for steps or only for validation."""
-        return self.reads_prompts and getattr(self.loop, "val_rewards", True)
+        samples = not self.method.rows or (getattr(self.loop, "val_rewards", False) and self.data.validation_sets)
+        return self.reads_prompts and bool(samples)
 
     @property
     def reads_prompts(self) -> bool:

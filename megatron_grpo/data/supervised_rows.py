@@ -12,6 +12,16 @@ from megatron_grpo.data.processors import DatumSpec, Message, TaskDataSpec, appl
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.recorded_rows import RECORDED, RecordedSequence, split_sequence
 
+# Columns that public sets have, by the setting that names one.
+_USUAL_COLUMNS = {
+    "prompt_key": ("prompt", "question", "problem", "instruction", "messages", "conversations"),
+    "answer_key": ("answer", "solution", "ground_truth", "expected_answer"),
+    "response_key": ("completion", "response", "answer", "output"),
+    "chosen_key": ("chosen",),
+    "rejected_key": ("rejected",),
+    "label_key": ("label",),
+}
+
 
 def supervised_data_processor(
     datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
@@ -171,13 +181,20 @@ def recorded_data_processor(
     )
 
 
+def describe_missing_column(row: Mapping[str, Any], setting: str, column: str) -> str:
+    """Describe that a row lacks the column of `data.setting`, and which one may be meant."""
+    text = f"has no column {column!r} (data.{setting}); it has {', '.join(map(str, row)) or 'none'}"
+    usual = next((name for name in _USUAL_COLUMNS[setting] if name in row), None)
+    return text if usual is None else f"{text}; did you mean data.{setting}={usual}?"
+
+
 def find_row_problem(row: Mapping[str, Any], spec: TaskDataSpec) -> str | None:
     """Find why a row cannot be learnt from, by its columns; None: it can."""
     keys = [("prompt_key", spec.prompt_key)]
     keys += [("response_key", spec.response_key)] if spec.response_key is not None else []
     for setting, column in keys:
         if column not in row:
-            text = f"has no column {column!r} (data.{setting}); it has {', '.join(map(str, row)) or 'none'}"
+            text = describe_missing_column(row, setting, column)
             return text if spec.response_key else f"{text}; give data.response_key for rows of prompt and response"
         if problem := _find_value_problem(row, column, spec):
             return problem
@@ -193,7 +210,7 @@ def find_label_problem(row: Mapping[str, Any], spec: TaskDataSpec) -> str | None
     """Find why a row has no label; None: it has."""
     assert spec.label_key is not None, "rows without labels are pairs"
     if spec.label_key not in row:
-        text = f"has no column {spec.label_key!r} (data.label_key); it has {', '.join(map(str, row)) or 'none'}"
+        text = describe_missing_column(row, "label_key", spec.label_key)
         return f"{text}; give data.label_key=null for rows of a better and a worse response"
     label = row[spec.label_key]
     if not isinstance(label, bool) and label not in (0, 1):
@@ -206,7 +223,7 @@ def find_pair_problem(row: Mapping[str, Any], spec: TaskDataSpec) -> str | None:
     """Find why a row is no pair to learn from; None: it is."""
     for setting, column in (("chosen_key", spec.chosen_key), ("rejected_key", spec.rejected_key)):
         if column not in row:
-            return f"has no column {column!r} (data.{setting}); it has {', '.join(map(str, row)) or 'none'}"
+            return describe_missing_column(row, setting, column)
     pair = [row[spec.chosen_key], row[spec.rejected_key]]
     if spec.prompt_key not in row:
         if not all(map(is_conversation, pair)):
