@@ -204,7 +204,7 @@ class ModelRank(ABC):
         # head adds, in place of the output.
         for chunk in chunks:
             chunk.eval()
-        # The last row takes the outputs of no token (index -1). Context-parallel ranks have outputs of their own tokens.
+        # The last row takes the outputs of no token (index -1). Context-parallel ranks have those of their own tokens.
         rows, is_complete = sum(batch.lengths) + 1, self.config.parallel.context == 1
         on_host: Tensor | None = None
 
