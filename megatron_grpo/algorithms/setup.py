@@ -17,7 +17,7 @@ from typing import Any
 from ray.cloudpickle import register_pickle_by_value
 
 from megatron_grpo.algorithms.context import GRPOSaveState, SamplingRun, TrainingRun, make_save_state
-from megatron_grpo.algorithms.node_checks import check_nodes
+from megatron_grpo.algorithms.node_reports import check_nodes
 from megatron_grpo.algorithms.placement import Placement, publish
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, describe_run
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling

@@ -12,7 +12,7 @@ MARGIN = 1.5  # of the time that the next step and the last save are expected to
 
 @dataclass(slots=True)
 class JobTime:
-    """Tells when a run has to end so that its last checkpoint is complete in time.
+    """Tells when a run has to end to save in time.
 
     Saves and steps of large models take minutes: what is not saved when a job ends is lost, a whole save period of all
     its GPUs.

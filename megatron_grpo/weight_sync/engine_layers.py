@@ -344,15 +344,15 @@ def list_unsent(model: nn.Module, boxes: Iterable[Box]) -> list[Tensor]:
     strides and workspaces. vLLM itself keeps buffers while an engine sleeps.
     """
     filled, parameters = {box.parameter for box in boxes}, dict(model.named_parameters())
-    known = {parameters[name].untyped_storage().data_ptr() for name in filled & parameters.keys()}
-    known |= {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
+    excluded = {parameters[name].untyped_storage().data_ptr() for name in filled & parameters.keys()}
+    excluded |= {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
     tensors = [parameter.data for name, parameter in parameters.items() if name not in filled]
     for layer in model.modules():
         tensors += [value for _, value in _walk("", layer, lambda _: None) if isinstance(value, Tensor)]
     device, unsent = next(model.parameters()).device, {}
     for tensor in tensors:
         address = tensor.untyped_storage().data_ptr()
-        if tensor.device == device and address not in known:
+        if tensor.device == device and address not in excluded:
             unsent.setdefault((address, tensor.storage_offset(), tensor.shape, tensor.stride()), tensor)
     return list(unsent.values())
 

@@ -73,7 +73,7 @@ class RefitWorker(Worker):
     # Once the refit is connected:
     receiver: Receiver | None = None
     boxes: Sequence[Box] = ()
-    kept: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    unsent_copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     """While the engine sleeps without weights: tensors that no refit fills, and their copies in host memory."""
 
     @phase("trace loaders")
@@ -120,9 +120,9 @@ class RefitWorker(Worker):
         self.received = None
         try:
             assert self.receiver is not None, "connect_refit() comes first"
-            for tensor, copy in self.kept:
+            for tensor, copy in self.unsent_copies:
                 tensor.copy_(copy)
-            self.kept = ()
+            self.unsent_copies = ()
             with set_current_vllm_config(self.vllm_config):  # vLLM's layers read it when they convert weights
                 self.receiver.receive(version)
             torch.accelerator.synchronize()
@@ -142,7 +142,7 @@ class RefitWorker(Worker):
 
         try:
             unsent = list_unsent(self.model_runner.get_model(), self.boxes)
-            self.kept = [(tensor, tensor.cpu()) for tensor in unsent]
+            self.unsent_copies = [(tensor, tensor.cpu()) for tensor in unsent]
         except Exception as error:  # noqa: BLE001 - see the class
             return self._describe_failure(error)
         return None

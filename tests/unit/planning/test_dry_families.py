@@ -79,11 +79,11 @@ def test_delta_nets_in_torch_have_the_operators_and_memory_of_their_functions(
     results: list[list[float]] = []
     for function in (delta_net.compute_delta_rule, kernels._run_torch_delta_rule):
         inputs = [torch.rand(1, tokens, *shape).mul(-1).requires_grad_() for shape in shapes]
-        known = {tensor.data_ptr() for tensor in inputs}
+        addresses = {tensor.data_ptr() for tensor in inputs}
         saved: dict[int, Tensor] = {}
 
-        def keep(tensor: Tensor, known: set[int] = known, saved: dict[int, Tensor] = saved) -> Tensor:
-            if tensor.untyped_storage().data_ptr() not in known:
+        def keep(tensor: Tensor, inputs: set[int] = addresses, saved: dict[int, Tensor] = saved) -> Tensor:
+            if tensor.untyped_storage().data_ptr() not in inputs:
                 saved[tensor.untyped_storage().data_ptr()] = tensor
             return tensor
 
@@ -93,13 +93,13 @@ def test_delta_nets_in_torch_have_the_operators_and_memory_of_their_functions(
             with OperatorCount() as forward:
                 output = function(*inputs, cu_seqlens=ends)[0]
             counts.append(forward.count)
-        noted = log.counts.total()
+        work_forward = log.counts.total()
         with OperatorCount() as backward:
             output.sum().backward()
         LOG.reset(token)
         counts.append(backward.count)
-        if noted:
-            counts = [noted, log.counts.total() - noted]
+        if work_forward:
+            counts = [work_forward, log.counts.total() - work_forward]
         results.append([*counts, sum(tensor.untyped_storage().nbytes() for tensor in saved.values())])
     (*expected, expected_bytes), (*stood_in, bytes_of_stand_in) = results
     assert stood_in == pytest.approx(expected, rel=0.05)

@@ -51,8 +51,8 @@ def test_two_loaded_cudnn_are_refused(tmp_path: Path) -> None:
     link = tmp_path / "libcudnn.so"
     link.symlink_to(first)
     maps = tmp_path / "maps"
-    other = "7f0 r-xp 0 08:01 5 /opt/lib/libcudnn_graph.so.9\n7f1 rw-p 0 00:00 0 \n"
-    maps.write_text(other + "".join(f"7f2 r-xp 0 08:01 7 {path}\n" for path in (first, first, link)))
+    unrelated = "7f0 r-xp 0 08:01 5 /opt/lib/libcudnn_graph.so.9\n7f1 rw-p 0 00:00 0 \n"
+    maps.write_text(unrelated + "".join(f"7f2 r-xp 0 08:01 7 {path}\n" for path in (first, first, link)))
     require_one_cudnn(maps)
     maps.write_text(maps.read_text() + f"7f3 r-xp 0 08:01 9 {second}\n")
     with pytest.raises(RuntimeError, match=f"{second} and {first}"):

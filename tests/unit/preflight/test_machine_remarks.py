@@ -77,13 +77,13 @@ def test_a_lack_is_remarked(
     assert list(find_node_remarks(make_config(gpus=0, nodes=nodes))) == []
 
 
-GPUS = {"uuid": ["GPU-1", "GPU-2"], "memory.used": ["12 MiB", "9216 MiB"]}
-GPUS["ecc.errors.uncorrected.volatile.total"] = ["[N/A]", "3"]
+LACKING_GPUS = {"uuid": ["GPU-1", "GPU-2"], "memory.used": ["12 MiB", "9216 MiB"]}
+LACKING_GPUS["ecc.errors.uncorrected.volatile.total"] = ["[N/A]", "3"]
 
 
 def test_a_node_tells_what_it_lacks(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine["files"] = 1024
-    monkeypatch.setattr(node_checks, "query_gpus", lambda field: GPUS.get(field, []))
+    monkeypatch.setattr(node_checks, "query_gpus", lambda field: LACKING_GPUS.get(field, []))
     problems, remarks = examine_node(make_config(gpus=8), None, [str(tmp_path), "/nowhere/model"])
     assert [(problem.subject, problem.text.partition(";")[0]) for problem in problems] == [
         ("/nowhere/model", "is not there"),

@@ -139,11 +139,11 @@ def test_a_refit_leaves_nothing_of_the_placeholders(
     assert find_differences(expected, actual) == []
     # An engine that sleeps without weights keeps only what no refit brings; a GPU's memory comes back with any content.
     boxes = trace_model(actual, measure_tensors(read_model_shape(tmp_path)), torch.bfloat16).boxes
-    kept = [(tensor, tensor.clone()) for tensor in list_unsent(actual, boxes)]
-    for tensor in (*(parameter.data for parameter in actual.parameters()), *(tensor for tensor, _ in kept)):
+    copies = [(tensor, tensor.clone()) for tensor in list_unsent(actual, boxes)]
+    for tensor in (*(parameter.data for parameter in actual.parameters()), *(tensor for tensor, _ in copies)):
         tensor.fill_(7 if tensor.dtype == torch.bool or not tensor.is_floating_point() else torch.nan)
     assert find_differences(expected, actual)
-    for tensor, copy in kept:
+    for tensor, copy in copies:
         tensor.copy_(copy)
     refit(actual, config, tmp_path, tensors, mode)
     assert find_differences(expected, actual) == []

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.algorithms import node_checks
-from megatron_grpo.algorithms.node_checks import check_nodes
+from megatron_grpo.algorithms import node_reports
+from megatron_grpo.algorithms.node_reports import check_nodes
 from megatron_grpo.config.errors import Problem, RunError
 from megatron_grpo.config.schema import Config
 
@@ -24,11 +24,15 @@ class FakeRay:
     def nodes(self) -> list[dict[str, Any]]:
         nodes = [(host, {"GPU": 8.0}, True) for host in self.reports]
         nodes += [("login", {}, True), ("gone", {"GPU": 8.0}, False)]
-        return [{"NodeManagerHostname": n, "NodeID": n, "Resources": r, "Alive": a} for n, r, a in nodes]
+        return [
+            {"NodeManagerHostname": host, "NodeID": host.encode().hex().zfill(56), "Resources": has, "Alive": is_alive}
+            for host, has, is_alive in nodes
+        ]
 
     def remote(self, **_: Any) -> Any:
         def on_node(scheduling_strategy: Any) -> Any:
-            return SimpleNamespace(remote=lambda *_: self.reports[scheduling_strategy.node_id])
+            host = bytes.fromhex(scheduling_strategy.node_id).strip(b"\0").decode()
+            return SimpleNamespace(remote=lambda *_: self.reports[host])
 
         return lambda function: SimpleNamespace(options=on_node)
 
@@ -37,13 +41,13 @@ class FakeRay:
 def config(monkeypatch: pytest.MonkeyPatch) -> Config:
     config = Config()
     config.cluster.ray_address, config.cluster.gpus_per_node = "10.0.0.1:6379", 8
-    monkeypatch.setattr(node_checks, "read_policy_shape", lambda *_: None)
-    monkeypatch.setattr(node_checks, "gather", lambda calls, **_: calls)
+    monkeypatch.setattr(node_reports, "read_policy_shape", lambda *_: None)
+    monkeypatch.setattr(node_reports, "gather", lambda calls, **_: calls)
     return config
 
 
 def examine(reports: dict[str, Any], config: Config, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
-    monkeypatch.setattr(node_checks, "ray", FakeRay(reports))
+    monkeypatch.setattr(node_reports, "ray", FakeRay(reports))
     return check_nodes(config, folder, folder)
 
 

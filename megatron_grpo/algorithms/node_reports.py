@@ -68,5 +68,5 @@ def describe_reports(reports: Mapping[str, Sequence[Problem]]) -> Iterator[str]:
         for problem in problems:
             hosts[problem].append(host)
     for problem, names in hosts.items():
-        others = f" and {len(names) - NAMED_NODES} more" if len(names) > NAMED_NODES else ""
-        yield f"{', '.join(names[:NAMED_NODES])}{others}: {problem.subject} {problem.text}"
+        rest = f" and {len(names) - NAMED_NODES} more" if len(names) > NAMED_NODES else ""
+        yield f"{', '.join(names[:NAMED_NODES])}{rest}: {problem.subject} {problem.text}"
