@@ -120,3 +120,14 @@ def list_host_parts(config: Config, shape: ModelShape) -> dict[str, float]:
         f"{processes} processes": processes * PROCESS_GIB,
         "Ray's store": count_store_bytes(config, shape) / GIB / max(1, used),
     }
+
+
+def find_host_memory(config: Config, gpu: Hardware) -> float | None:
+    """Find GiB of a node's host memory: plan.host_memory_gib, else the profile's."""
+    return config.plan.host_memory_gib or gpu.host_memory_gib * config.cluster.gpus or None
+
+
+def compare_host(config: Config, shape: ModelShape, gpu: Hardware) -> tuple[float, float | None]:
+    """Compute GiB of a node's host that the run needs, and that Ray lets it have (None: unknown)."""
+    memory = find_host_memory(config, gpu)
+    return sum(list_host_parts(config, shape).values()), None if memory is None else memory * RAY_SHARE
