@@ -68,8 +68,8 @@ def evaluate(row: Mapping[str, Any], models: Mapping[str, Any]) -> dict[str, Any
         nearer = min(max(seconds, lowest), highest)  # an interval counts as an error of 0 if it has the seconds
         errors[name] = round(error_of("step_s", nearer, [seconds]), 4)
     seconds_by_name = {name: round(seconds, 3) for name, seconds in planned.items()}
-    kept = {name: row[name] for name in ("id", "source", "gpu", "published")}
-    return {**kept, "fitted": row.get("fitted", False), **seconds_by_name, "error": errors}
+    facts = {name: row[name] for name in ("id", "source", "gpu", "published")}
+    return {**facts, "fitted": row.get("fitted", False), **seconds_by_name, "error": errors}
 
 
 def summarize(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -91,9 +91,10 @@ class VllmGeneration:
 
     @property
     def restart_timeout_s(self) -> float:
-        """Seconds for a new engine to start: some times those of the slowest engine so far.
+        """Seconds that a new engine may take to start.
 
-        The whole run waits for it, and one whose GPU or machine is gone never starts.
+        They are a multiple of those of the slowest engine so far: the whole run waits for it, and one whose GPU or
+        machine is gone never starts.
         """
         slowest_s = max(sum(start.seconds.values()) for start in self.starts)
         return min(self._startup_timeout_s, max(LEAST_RESTART_S, RESTART_RATIO * slowest_s))

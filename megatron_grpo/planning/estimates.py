@@ -98,9 +98,9 @@ def count_host_bytes(config: Config, shape: ModelShape) -> float:
 
 
 def count_checkpoint_bytes(config: Config, shape: ModelShape) -> int:
-    """Count bytes of a checkpoint: weights and optimizer state, of adapters alone where there are some.
+    """Count bytes of a checkpoint: weights and optimizer state.
 
-    A value model counts as one of the policy's sizes.
+    They are those of adapters alone where there are some. A value model counts as one of the policy's sizes.
     """
     models = [config.policy, *([config.value_model] if config.value_model is not None else [])]
     parameters, total = _count_parameters(shape), 0.0
@@ -113,16 +113,19 @@ def count_checkpoint_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def count_loaded_bytes(config: Config, shape: ModelShape) -> int:
-    """Count bytes of the model's files that all ranks read: each replica its copy of dense matrices."""
+    """Count bytes of the model's files that ranks read.
+
+    Each replica reads its copy of dense matrices.
+    """
     parallel, parameters = config.policy.parallel, _count_parameters(shape)
     dense = parameters - count_layer_parameters(shape, range(shape.layers))[1]
     return int(_FILE_WIDTH * (parameters - dense + dense * parallel.data * parallel.context))
 
 
 def count_store_bytes(config: Config, shape: ModelShape) -> float:
-    """Count bytes of a run's data in Ray's object stores, over all nodes, without recorded experts.
+    """Count bytes in Ray's object stores, over all nodes.
 
-    Tokens are where they were sampled and where they are learnt; so are a teacher's outputs.
+    Recorded experts are left out. Tokens are where they were sampled and where they are learnt; so are a teacher's outputs.
     """
     if config.plan.workload != "rl":
         return 0.0

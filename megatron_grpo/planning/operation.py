@@ -84,13 +84,13 @@ def describe_checkpoints(config: Config, plan: CheckpointPlan) -> Iterator[str]:
     if plan.stored is None:
         yield f"  all are kept: {terabytes:.3g} TB more every {settings.save_period} steps (checkpointing.keep_top_k)"
     else:
-        kept = f"keep_top_k={settings.keep_top_k}, the newest, and one that is being written"
-        yield f"  at most {plan.stored} at once, {plan.stored * terabytes:.3g} TB: {kept}"
+        sorts = f"keep_top_k={settings.keep_top_k}, the newest, and one that is being written"
+        yield f"  at most {plan.stored} at once, {plan.stored * terabytes:.3g} TB: {sorts}"
     yield f"  a run that is told to stop needs up to {plan.stop_s:.0f} s: a step and a save"
     if plan.share > _MOST_SHARE:
         steps = math.ceil(settings.save_period * plan.wait_s * (1 / _MOST_SHARE - 1) / plan.period_s)
-        other = "" if settings.async_save else ", or checkpointing.async_save=true"
-        yield f"  checkpointing.save_period={steps}{other} would leave {1 - _MOST_SHARE:.0%} for steps"
+        background = "" if settings.async_save else ", or checkpointing.async_save=true,"
+        yield f"  checkpointing.save_period={steps}{background} would leave {1 - _MOST_SHARE:.0%} for steps"
 
 
 def time_start(config: Config, shape: ModelShape, *, resumes: bool = False) -> float:
@@ -120,3 +120,17 @@ def list_host_parts(config: Config, shape: ModelShape) -> dict[str, float]:
         f"{processes} processes": processes * PROCESS_GIB,
         "Ray's store": count_store_bytes(config, shape) / GIB / max(1, used),
     }
+
+
+def find_host_memory(config: Config, gpu: Hardware) -> float | None:
+    """Find GiB of a node's host memory: plan.host_memory_gib, else the profile's."""
+    return config.plan.host_memory_gib or gpu.host_memory_gib * config.cluster.gpus or None
+
+
+def compare_host(config: Config, shape: ModelShape, gpu: Hardware) -> tuple[float, float | None]:
+    """Compute GiB that a run needs on a node's host, and may have.
+
+    Ray ends processes beyond the latter; None: the memory is unknown.
+    """
+    memory = find_host_memory(config, gpu)
+    return sum(list_host_parts(config, shape).values()), None if memory is None else memory * RAY_SHARE

@@ -21,6 +21,8 @@ from megatron_grpo.planning.generation_cost import EngineSize, find_lengths, siz
 from megatron_grpo.planning.operation import (
     RAY_SHARE,
     CheckpointPlan,
+    compare_host,
+    find_host_memory,
     list_host_parts,
     plan_checkpoints,
     time_start,
@@ -173,7 +175,7 @@ class Plan:
     @property
     def host(self) -> tuple[float, float | None]:
         """GiB of a node's host memory: needed, and usable (None: unknown)."""
-        return count_host_gib(self.config, self.shape), find_host_room(self.config, self.hardware)
+        return compare_host(self.config, self.shape, self.hardware)
 
     def _describe_host(self) -> str:
         parts = list_host_parts(self.config, self.shape).items()
@@ -286,22 +288,6 @@ def find_fp8_problems(config: Config, gpu: Hardware) -> Iterator[Problem]:
             f"recipe={fp8.recipe} needs GPUs of compute capability {least}, and {gpu.name} has {gpu.capability:.1f}; "
         )
         yield Problem(f"policy.fp8.format={fp8.format}", f"{text}use {fix}")
-
-
-def find_host_memory(config: Config, gpu: Hardware) -> float | None:
-    """Find GiB of a node's host memory: plan.host_memory_gib, else the profile's."""
-    return config.plan.host_memory_gib or gpu.host_memory_gib * config.cluster.gpus or None
-
-
-def find_host_room(config: Config, gpu: Hardware) -> float | None:
-    """Find GiB of a node's host memory that Ray lets processes have."""
-    memory = find_host_memory(config, gpu)
-    return None if memory is None else memory * RAY_SHARE
-
-
-def count_host_gib(config: Config, shape: ModelShape) -> float:
-    """Count GiB of a node's host: tensors, processes and Ray's store."""
-    return sum(list_host_parts(config, shape).values())
 
 
 def as_planned(config: Config) -> Config:

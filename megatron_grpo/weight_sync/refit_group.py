@@ -132,7 +132,10 @@ class Watch:
 
 
 def list_members(rendezvous: Rendezvous, sources: int, node: int | None) -> tuple[range, range]:
-    """List the ranks of policy and engines in a group: those of a node, or all (None)."""
+    """List the ranks of policy and engines in a group.
+
+    `node`: only those of this node; None: all.
+    """
     members = range(sources), range(rendezvous.receivers)
     if node is None:
         return members

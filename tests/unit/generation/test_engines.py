@@ -227,7 +227,7 @@ def test_engines_beside_one_that_fails_are_asleep_before_others_have_their_devic
         asleep.extend(calls)
 
     generation = not_started(GenerationConfig())
-    monkeypatch.setattr(generation, "submit", lambda method: [0, 1, 2])
+    monkeypatch.setattr(generation, "submit", lambda *_: [0, 1, 2])
     monkeypatch.setattr("megatron_grpo.generation.vllm_generation.gather", fails)
     monkeypatch.setattr("megatron_grpo.generation.vllm_generation.ray.wait", wait)
     with pytest.raises(RunError, match="engine 0 is lost"):
