@@ -31,11 +31,11 @@ def call_launch(folder: Path, *arguments: str, env: dict[str, str] | None = None
     return process.stdout
 
 
-def wait_until(is_so: Callable[[], object], what: str) -> None:
+def wait_until(is_so: Callable[[], object], event: str) -> None:
     """Wait for a condition."""
     deadline = time.monotonic() + WAIT_S
     while not is_so():
-        assert time.monotonic() < deadline, f"{what} did not happen"
+        assert time.monotonic() < deadline, f"{event} did not happen"
         time.sleep(0.2)
 
 
