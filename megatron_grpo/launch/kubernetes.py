@@ -163,7 +163,7 @@ def _build_pod(config: Config, name: str, resources: dict[str, Any]) -> dict[str
         "image": launch.image,
         "env": [{"name": variable, "value": value} for variable, value in variables.items()],
         "envFrom": [{"secretRef": {"name": secret}} for secret in settings.secrets],
-        "resources": {"limits": resources, "requests": resources},
+        "resources": {"limits": resources, "requests": dict(resources)},  # a copy, which YAML writes without an alias
         # NCCL locks memory for its network.
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"add": ["IPC_LOCK"]}},
         "volumeMounts": [

@@ -69,7 +69,7 @@ def load_request(
         checked.add_problems([*_find_group_problems(checked.config), *find_problems(checked.config)])
         if reach != "machine" and checked.config.cluster.gpus_per_node is None:
             text = "is needed: the GPUs of each node of the job, 0 for CPUs; those of this machine may be others"
-            checked.add_problems([Problem("cluster.gpus_per_node=", text)])
+            checked.add_problems([Problem("cluster.gpus_per_node=null", text)])
     config = checked.require()
     for remark in checked.remarks:
         print(replace_controls(f"{remark.subject} {remark.text}"), file=sys.stderr)

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
 
 from megatron_grpo.config.errors import Problem, RunError
 from megatron_grpo.config.schema import Config
@@ -53,24 +54,38 @@ class RayTarget(Target):
 
     def describe(self, launch: Launch) -> str:
         """Describe the state of a job."""
-        info = _ask(launch.settings["address"], lambda client: client.get_job_info(launch.job))
+        info = _ask(_find_address(launch), lambda client: client.get_job_info(launch.job))
         state = str(info.status.value).lower()
         return f"job {launch.job} is {state}" + (f": {info.message}" if info.message and state != "running" else "")
 
     def cancel(self, launch: Launch) -> None:
         """End the driver of a job."""
-        _ask(launch.settings["address"], lambda client: client.stop_job(launch.job))
+        _ask(_find_address(launch), lambda client: client.stop_job(launch.job))
 
     def print_log(self, launch: Launch, process: str | None, lines: int, follow: bool) -> int:
         """Print the driver's output from the job server, or the log of a process."""
         if process is not None:
             return super().print_log(launch, process, lines, follow)
-        address = launch.settings["address"]
+        address = _find_address(launch)
         text = _ask(address, lambda client: client.get_job_logs(launch.job))
         print(*text.splitlines()[-lines:], sep="\n", flush=True)
         if follow:
             _ask(address, lambda client: asyncio.run(_print_new_output(client, launch.job, len(text))))
         return 0
+
+
+def _find_address(launch: Launch) -> str:
+    """Find the job server of a launch; ValueError: the record alone names it.
+
+    The client sends its token there, and the folder of a run may be from elsewhere.
+    """
+    recorded = launch.settings["address"]
+    if (
+        urlsplit(recorded).hostname not in ("127.0.0.1", "localhost", "::1")
+        and os.environ.get(ADDRESS_VARIABLE) is None
+    ):
+        raise ValueError(f"{launch.run_dir} was launched to {recorded}: set {ADDRESS_VARIABLE} to it if you trust it")
+    return os.environ.get(ADDRESS_VARIABLE, recorded)
 
 
 async def _print_new_output(client: JobSubmissionClient, job: str, printed: int) -> None:

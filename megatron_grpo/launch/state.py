@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_grpo.cluster.heartbeat import HEARTBEATS_FOLDER, read_heartbeats
-from megatron_grpo.cluster.process_log import LOGS_FOLDER
-from megatron_grpo.config.errors import format_count
+from megatron_grpo.cluster.process_log import DRIVER, LOGS_FOLDER
 from megatron_grpo.config.outside_files import read_json
 from megatron_grpo.launch.target import ALIVE_S, is_alive
 from megatron_grpo.observability.run_files import SUMMARY_FILE, read_metrics
@@ -54,8 +53,8 @@ def _describe_processes(run_dir: Path) -> str:
     """Say how many processes are alive, and which are silent."""
     heartbeats = read_heartbeats(run_dir / LOGS_FOLDER / HEARTBEATS_FOLDER)
     silent = sorted(name for name, heartbeat in heartbeats.items() if time.time() - heartbeat.beat > ALIVE_S)
-    phases = heartbeats["driver"].phases
-    text = f"{format_count('process', len(heartbeats)).replace('processs', 'processes')} alive"
+    phases = heartbeats[DRIVER].phases
+    text = f"{len(heartbeats) - len(silent)} processes alive"
     text += f"; the driver: {phases[0].name}" if phases else ""
     text += f"; silent: {', '.join(silent)}" if silent else ""
     return text + ("; it will end after this step" if (run_dir / STOP_FILE).exists() else "")

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_grpo.cluster.heartbeat import HEARTBEATS_FOLDER, read_heartbeats
+from megatron_grpo.cluster.heartbeat import HEARTBEATS_FOLDER, identify_machine, read_heartbeats
 from megatron_grpo.cluster.process_log import DRIVER, LOGS_FOLDER
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.outside_files import open_to_append
@@ -21,7 +21,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.launch.launch_request import Request
 from megatron_grpo.observability.run_files import format_json_line, read_lines
 from megatron_grpo.preflight.machine_checks import Reach
-from megatron_grpo.run.directory import STOP_FILE
+from megatron_grpo.run.directory import STOP_FILE, is_in_use
 
 LAUNCH_FOLDER = "launch"  # in the run's folder: what was submitted, and the record of each launch
 RECORD_FILE = "launches.jsonl"
@@ -97,7 +97,7 @@ class Target(ABC):
             self.cancel_waiting(launch)
         if alive:
             return f"{', '.join(map(str, alive))} will end after the step that it is in, with a checkpoint"
-        return f"{self.name} job {launch.job} had not begun, and is cancelled"
+        return f"no run of {self.name} job {launch.job} is alive; what waits is cancelled"
 
     def cancel_waiting(self, launch: Launch) -> None:
         """Cancel jobs that have not begun."""
@@ -158,9 +158,11 @@ def make_launch_folder(run_dir: Path) -> Path:
 
 
 def is_alive(run_dir: Path) -> bool:
-    """True if the run's driver has written its heartbeat lately."""
+    """True if the run's driver lives here, or has written its heartbeat lately elsewhere."""
     driver = read_heartbeats(run_dir / LOGS_FOLDER / HEARTBEATS_FOLDER).get(DRIVER)
-    return driver is not None and time.time() - driver.beat < ALIVE_S
+    if driver is None:
+        return False
+    return is_in_use(str(run_dir)) if driver.machine == identify_machine() else time.time() - driver.beat < ALIVE_S
 
 
 def find_log(run_dir: Path, process: str) -> Path:
