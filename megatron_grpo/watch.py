@@ -15,8 +15,8 @@ from megatron_grpo.cluster.process_log import DRIVER, LOGS_FOLDER
 from megatron_grpo.config.command_line import as_command, parse_arguments
 from megatron_grpo.observability.live.followed_run import FollowedRun
 from megatron_grpo.observability.live.lanes import RUNNING_S
+from megatron_grpo.observability.live.page_server import PageServer
 from megatron_grpo.observability.live.screen import show_screen
-from megatron_grpo.observability.live.server import PageServer
 from megatron_grpo.run.directory import is_in_use
 
 MOST_RUNS = 4
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def is_going_on(folder: Path) -> bool:
-    """True if a run's driver holds the lock of its folder, or its heartbeat is fresh.
+    """True if a run's driver holds its lock or has a fresh heartbeat.
 
     Some shared file systems keep locks to one machine.
     """

@@ -43,7 +43,7 @@ class Span:
 
 
 class SpanRecorder:
-    """Joins the calls of each phase of a process to spans, and appends them to its file."""
+    """Joins the calls of each phase to spans, and writes them."""
 
     def __init__(self, folder: Path, stem: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,10 @@ class SpanRecorder:
                 self._ended[phase] = (self._begins.pop(phase, now), now, read_gpu_gib())
 
     def write(self, *, ended: bool = False) -> None:
-        """Append the spans that no call continues; `ended`: the process ends, so all of them."""
+        """Append the spans that no call continues.
+
+        `ended`: the process ends, so all of them.
+        """
         now = time.time()
         with self._lock:
             for phase in [phase for phase, (_, end, _) in self._ended.items() if ended or now - end > GAP_S]:
@@ -101,7 +104,7 @@ class SpanRecorder:
 
 
 def read_gpu_gib() -> float | None:
-    """Read the GiB of the GPU that torch holds in this process; None: no GPU is in use."""
+    """Read the GiB that torch holds of the GPU; None: no GPU."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)  # torch is not imported for this
     if cuda is None or not getattr(cuda, "is_initialized", bool)():
         return None

@@ -23,7 +23,10 @@ class EngineStatistics:
         return self  # vLLM expects a factory of loggers
 
     def attach(self, llm: AsyncLLM, *, has_prometheus: bool = False) -> None:
-        """Become the only logger but for Ray's: vLLM's own Prometheus logger costs time and serves nothing here."""
+        """Become the only logger, beside Ray's with `has_prometheus`.
+
+        vLLM's own Prometheus logger costs time, and nothing scrapes it here.
+        """
         manager = llm.logger_manager
         assert manager is not None, "an engine with loggers has a manager of them"
         manager.stat_loggers = [self]

@@ -40,7 +40,7 @@ HELD_OUT_FALL = 0.1  # of the best held-out figure, in two validations in succes
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A sign that training goes wrong, from the step on in which it was seen.
+    """A sign that training goes wrong, seen in this step.
 
     Example: Alarm(step=120, name="failed_rollouts", text="9% of the rollouts of the last 10 steps failed")
     """
@@ -52,7 +52,7 @@ class Alarm:
 
 @dataclass(slots=True)
 class History:
-    """The figures that rules look at: of the first steps, the latest ones, and all validations."""
+    """Figures that rules read: first and latest steps, all validations."""
 
     samples_per_step: int
     first: list[Row] = field(default_factory=list)
@@ -86,7 +86,10 @@ def find_alarms(history: History) -> dict[AlarmName, str]:
 
 
 class AlarmWatch:
-    """Raises each alarm when its sign appears, and again only after it was away for WINDOW steps."""
+    """Raises an alarm when its sign appears.
+
+    It is raised again only after the sign was away for WINDOW steps.
+    """
 
     def __init__(self, samples_per_step: int, ignored: Sequence[AlarmName] = ()) -> None:
         self._history = History(samples_per_step)
@@ -103,7 +106,7 @@ class AlarmWatch:
             self._last_seen[name] = step
         return alarms
 
-    def recall(self, steps: Sequence[Row], validations: Sequence[Row]) -> None:
+    def restore(self, steps: Sequence[Row], validations: Sequence[Row]) -> None:
         """Add the steps and validations of earlier starts, whose alarms were raised then."""
         self._history.validations.extend(validations)
         for row in steps[:-RECALLED_STEPS]:
@@ -127,10 +130,13 @@ def read_alarms(run_dir: Path) -> list[dict[str, Any]]:
     return [check_row(row, f"{path}:{number}") for number, row in enumerate(read_lines(path), start=1)]
 
 
-def check_row(row: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return the line of an alarm; ValueError: it is none. `place`: of the line, for the message."""
+def check_row(row: Mapping[str, Any], line: str) -> dict[str, Any]:
+    """Return the line of an alarm; ValueError: it is none.
+
+    `line`: file and number of the line, for the message.
+    """
     if type(row.get("step")) is not int or not all(isinstance(row.get(key), str) for key in ("name", "text")):
-        raise ValueError(f"{place} is damaged: it is not the line of an alarm")
+        raise ValueError(f"{line} is damaged: it is not the line of an alarm")
     return {key: row[key] for key in ("step", "name", "text")}
 
 

@@ -122,7 +122,7 @@ class RunLogger:
         self.alarms: list[Alarm] = []  # those that began with the last step
         self.stop_reason: str | None = None  # the first alarm of logger.alarms_stop
         rows = run_files.read_metrics(self.run_dir)
-        self._alarm_watch.recall(rows, run_files.read_steps(self.run_dir / run_files.VALIDATION_FILE))
+        self._alarm_watch.restore(rows, run_files.read_steps(self.run_dir / run_files.VALIDATION_FILE))
         for row in rows:
             self._earlier_s += row["timing"][TOTAL]
             self._environment_figures.update(filter(is_environment_metric, row))

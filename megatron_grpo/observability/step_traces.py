@@ -35,7 +35,7 @@ class StepTraces:
         self._provider = None if endpoint is None else _make_provider(run_dir, endpoint)
 
     def end_step(self, step: int, seconds: float) -> None:
-        """Note that a step has ended, which took `seconds`; make the traces that are due."""
+        """Note that a step of `seconds` has ended; make due traces."""
         now = time.time()
         if self._provider is not None or step in self._steps:
             self._pending.append((step, now - 2 * seconds - 60, now + 2 * read_beat_s()))
@@ -75,20 +75,24 @@ class StepTraces:
 
 
 def select_step(spans: Mapping[str, Sequence[Span]], step: int) -> dict[str, list[Span]]:
-    """Select the spans of all processes that overlap a step of the driver; empty: it is not among them."""
+    """Select the spans that overlap a step; empty: it has none."""
     step_span = next((span for span in reversed(spans.get(DRIVER, ())) if span.phase == f"step {step}"), None)
     if step_span is None:
         return {}
     within = {
-        name: [span for span in found if span.end > step_span.begin and span.begin < step_span.end]
-        for name, found in spans.items()
+        name: [span for span in process_spans if span.end > step_span.begin and span.begin < step_span.end]
+        for name, process_spans in spans.items()
     }
-    most = max(MOST_SPANS // max(len(within), 1), 1)
-    return {name: sorted(found, key=lambda span: -span.seconds)[:most] for name, found in within.items() if found}
+    limit = max(MOST_SPANS // max(len(within), 1), 1)
+    return {
+        name: sorted(process_spans, key=lambda span: -span.seconds)[:limit]
+        for name, process_spans in within.items()
+        if process_spans
+    }
 
 
 def make_events(spans: Mapping[str, Sequence[Span]]) -> list[dict[str, Any]]:
-    """Make events of Chrome's trace format: a process each, and rows on which spans nest."""
+    """Make events of Chrome's trace format, by process."""
     events: list[dict[str, Any]] = []
     for number, name in enumerate(choose_order(spans), start=1):
         events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
@@ -101,7 +105,7 @@ def make_events(spans: Mapping[str, Sequence[Span]]) -> list[dict[str, Any]]:
 
 
 def assign_rows(spans: Sequence[Span]) -> list[tuple[Span, int]]:
-    """Assign each span the first row on which it nests in, or comes after, the spans before it."""
+    """Assign each span a row whose earlier spans enclose or precede it."""
     rows: list[list[float]] = []  # of each row, the ends of the spans that are open, outermost first
     assigned = []
     for span in sorted(spans, key=lambda span: (span.begin, -span.seconds)):
@@ -114,7 +118,10 @@ def assign_rows(spans: Sequence[Span]) -> list[tuple[Span, int]]:
 
 
 def _fits(span: Span, open_ends: list[float]) -> bool:
-    """True if a span nests in the open spans of a row; those that have ended are removed from it."""
+    """True if a span nests in the open spans of a row.
+
+    Those that have ended are removed.
+    """
     while open_ends and open_ends[-1] <= span.begin:
         open_ends.pop()
     return not open_ends or span.end <= open_ends[-1]
@@ -139,8 +146,8 @@ def _export(tracer: Any, spans: Mapping[str, Sequence[Span]], step: int) -> None
     root_span = next(span for span in spans[DRIVER] if span.phase == f"step {step}")
     root = tracer.start_span("step", start_time=_to_ns(root_span.begin), attributes={"step": step})
     context = set_span_in_context(root)
-    for name, found in spans.items():
-        for span in found:
+    for name, process_spans in spans.items():
+        for span in process_spans:
             if span is root_span:
                 continue
             attributes = {"process": name, "step": step}

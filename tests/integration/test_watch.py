@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_grpo.batch.rollout_files import locate_rollouts_file
-from megatron_grpo.observability.live.server import PageServer
+from megatron_grpo.observability.live.page_server import PageServer
 from tests.support.chromium import PROGRAM, Page, chromium
 from tests.support.report_runs import byte_tokenizer, make_answer, make_run, metrics_of
 from tests.support.watched import serve_runs, write_spans
@@ -125,17 +125,17 @@ def test_rollouts_are_narrowed_and_a_prompt_is_followed_over_steps(page: Page, t
         open_page(page, server)
         page.press("2", "2")
         page.wait("document.querySelectorAll('.part').length > 0")
-        shown = "trajectories.panels[0].table.rows.map(row => row.reward.toFixed(2))"
+        rewards = "trajectories.panels[0].table.rows.map(row => row.reward.toFixed(2))"
         page.evaluate(
             "{ const [from, to] = document.querySelectorAll('.ranges input'); from.value = '0.3'; to.value = '0.6';"
             "for (const one of [from, to]) one.dispatchEvent(new Event('input')); }"
         )
-        assert page.evaluate(shown) == ["0.43", "0.57"]
+        assert page.evaluate(rewards) == ["0.43", "0.57"]
         page.evaluate(
             "{ const one = document.querySelector('.ranges select'); one.value = 'game';"
             "one.dispatchEvent(new Event('change')); }"
         )
-        assert page.evaluate(shown) == ["0.57"]
+        assert page.evaluate(rewards) == ["0.57"]
         page.evaluate("document.querySelector('.over-steps').click()")
         page.wait("document.querySelector('.history') !== null")
         steps = "[...document.querySelectorAll('.history tbody tr')].map(one => one.firstChild.textContent)"

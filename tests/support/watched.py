@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_grpo.observability.live.followed_run import FollowedRun
-from megatron_grpo.observability.live.server import PageServer
+from megatron_grpo.observability.live.page_server import PageServer
 from megatron_grpo.watch import is_going_on
 
 TOKEN = "token-of-tests"

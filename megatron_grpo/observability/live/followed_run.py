@@ -40,7 +40,7 @@ GROUPS = (METRICS, *run_files.CLOCK_FIGURES)
 
 
 class FollowedRun:
-    """The files of a run, read again and again; nothing is asked of its processes."""
+    """The files of a run, read as they grow."""
 
     def __init__(self, folder: Path, is_live: Callable[[Path], bool]) -> None:
         """ValueError: the folder is not a run's."""
@@ -74,9 +74,10 @@ class FollowedRun:
         }
 
     def select_figures(self, versions: list[int], rows: list[int]) -> dict[str, Any]:
-        """Select what is new since `rows` of the steps and of the validations were sent.
+        """Select the figures that the page does not have yet.
 
-        `versions` of both files: if they differ, or much is new, all figures are sent, thinned.
+        `versions` and `rows` that it has of the files of steps and of validations. If the versions differ, or much is
+        new, all figures are sent, thinned.
         """
         files = (self.steps, self.validations)
         new_rows = [len(file.steps) - row for file, row in zip(files, rows, strict=False)]
@@ -99,9 +100,9 @@ class FollowedRun:
         return ROWS_FOLDER if find_recorded_steps(self.folder / ROWS_FOLDER) else ROLLOUTS_FOLDER
 
     def make_table(self, source: str, step: int) -> dict[str, Any]:
-        """Make the table of a step's rollouts, with `texts` of its tokens; LookupError: it has none.
+        """Make the table of a step's rollouts, with `texts` of its tokens.
 
-        ValueError: its file is damaged.
+        LookupError: it has none; ValueError: its file is damaged.
         """
         kind = self.choose_kind(source)
         file = find_recorded_steps(self.folder / kind)[step]
@@ -116,21 +117,21 @@ class FollowedRun:
         return self._tables[key]
 
     def find_prompt(self, source: str, prompt: int) -> dict[str, Any]:
-        """Find the rollouts of a prompt: a table for each step that sampled it, and how many steps were read.
+        """Find the rollouts of a prompt: a table for each step.
 
-        The latest steps are read first, for at most SEARCH_S seconds.
+        `read` of `steps` steps were looked through. The latest steps are read first, for at most SEARCH_S seconds.
         """
-        kind, end, found, tables, steps_read = self.choose_kind(source), time.monotonic() + SEARCH_S, 0, {}, 0
+        kind, end, count, tables, steps_read = self.choose_kind(source), time.monotonic() + SEARCH_S, 0, {}, 0
         self._load_vocabulary()
         files = find_recorded_steps(self.folder / kind)
         for step in reversed(files):
-            if time.monotonic() > end or found >= PROMPT_ROWS:
+            if time.monotonic() > end or count >= PROMPT_ROWS:
                 break
             steps_read += 1
             if not _has_prompt(files[step], prompt):
                 continue
             rows = [row for row in read_rows(step, files[step]) if row["prompt_idx"] == prompt]
-            found += len(rows)
+            count += len(rows)
             full, characters = TABLE_FULL_TOKENS // 20, TABLE_CHARACTERS // 20
             tables[step] = self._add_texts(make_step_table(rows, kind, self._vocabulary, full, characters))
         return {"tables": dict(sorted(tables.items())), "read": steps_read, "steps": len(files)}
@@ -178,7 +179,7 @@ def _has_prompt(file: Path, prompt: int) -> bool:
 
 
 def _count_devices(settings: dict[str, Any]) -> int:
-    """Count the GPUs of a run; 0: it runs on CPUs, or the number is not recorded."""
+    """Count the GPUs of a run; 0: none, or not recorded."""
     nodes, gpus = settings.get("cluster.num_nodes", 1), settings.get("cluster.gpus_per_node")
     return nodes * gpus if isinstance(nodes, int) and isinstance(gpus, int) else 0
 

@@ -43,12 +43,12 @@ def read_spans(run_dir: Path, begin: float, end: float) -> dict[str, list[Span]]
     spans: dict[str, list[Span]] = {}
     for stem in sorted({file.name.partition(".jsonl")[0] for file in (folder / SPANS_FOLDER).glob("*.jsonl*")}):
         name = names.get(stem, stem.replace("_", " "))
-        found = _read_tail(folder / SPANS_FOLDER / f"{stem}.jsonl", name, begin)
-        if not found or found[0].begin > begin:
-            found = _read_tail(folder / SPANS_FOLDER / f"{stem}.jsonl{OLDER}", name, begin) + found
+        process_spans = _read_tail(folder / SPANS_FOLDER / f"{stem}.jsonl", name, begin)
+        if not process_spans or process_spans[0].begin > begin:
+            process_spans = _read_tail(folder / SPANS_FOLDER / f"{stem}.jsonl{OLDER}", name, begin) + process_spans
         if name in heartbeats:
-            found += _list_current(heartbeats[name], found)
-        spans[name] = sorted((span for span in found if span.end > begin and span.begin < end), key=_get_begin)
+            process_spans += _list_current(heartbeats[name], process_spans)
+        spans[name] = sorted((span for span in process_spans if span.end > begin and span.begin < end), key=_get_begin)
     return spans
 
 
@@ -61,13 +61,13 @@ def _list_current(heartbeat: Heartbeat, spans: Sequence[Span]) -> list[Span]:
     if not spans and not heartbeat.phases:
         return []
     return [
-        Span(heartbeat.name, generalize_phase(phase.name), phase.since, max(heartbeat.beat - phase.since, 0.0))
+        Span(heartbeat.name, strip_number(phase.name), phase.since, max(heartbeat.beat - phase.since, 0.0))
         for phase in heartbeat.phases
         if phase.name not in _LASTING
     ]
 
 
-def generalize_phase(phase: str) -> str:
+def strip_number(phase: str) -> str:
     """Leave the number out of a phase's name, except for that of a step."""
     return phase if STEP_PHASE.fullmatch(phase) else _NUMBERED.sub("", phase)
 
@@ -100,14 +100,14 @@ def _parse_spans(lines: Iterable[bytes], name: str) -> list[Span]:
         try:
             begin, seconds, phase, *memory = parse_file_json(line)
             gpu_gib = float(memory[0]) if memory else None
-            spans.append(Span(name, generalize_phase(str(phase)[:80]), float(begin), float(seconds), gpu_gib))
+            spans.append(Span(name, strip_number(str(phase)[:80]), float(begin), float(seconds), gpu_gib))
         except (TypeError, ValueError):
             continue
     return spans
 
 
 def find_last_time(run_dir: Path) -> float:
-    """Find the time of the last span, in seconds since the epoch; now while heartbeats are fresh."""
+    """Find the time of the last span; now while heartbeats are fresh."""
     folder, now = run_dir / LOGS_FOLDER, time.time()
     beats = [file.stat().st_mtime for file in (folder / HEARTBEATS_FOLDER).glob("*.json")]
     spans = [file.stat().st_mtime for file in (folder / SPANS_FOLDER).glob("*.jsonl")]
@@ -119,14 +119,14 @@ def choose_order(names: Iterable[str]) -> list[str]:
     groups = (DRIVER, "policy", "value", "teacher", "generation", "rollout")
 
     def rank(name: str) -> tuple[Any, ...]:
-        place = next((place for place, group in enumerate(groups) if name.startswith(group)), len(groups))
-        return place, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+        kind = next((number for number, group in enumerate(groups) if name.startswith(group)), len(groups))
+        return kind, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
     return sorted(names, key=rank)
 
 
 def make_lanes(spans: Mapping[str, Sequence[Span]], begin: float, end: float) -> dict[str, Any]:
-    """Make what the page draws of a time: a bounded number of runs of buckets for each process.
+    """Make the lanes that the page draws, of bounded size.
 
     `lanes` have `runs`, lists [first bucket, one past the last, number of the phase], and the exact share of the time
     that each phase took. `steps`: [step, begin, end] within the time, in seconds from its begin.
@@ -135,7 +135,7 @@ def make_lanes(spans: Mapping[str, Sequence[Span]], begin: float, end: float) ->
     lanes, painted = [], {}
     for name in choose_order(spans)[:MOST_LANES]:
         inner = [span for span in spans[name] if not STEP_PHASE.fullmatch(span.phase)]
-        buckets = paint_buckets(inner, begin, end, numbers)
+        buckets = fill_buckets(inner, begin, end, numbers)
         painted[name] = buckets
         lanes.append({"name": name, "runs": find_runs(buckets), "shares": _sum_shares(inner, begin, end)})
     return {
@@ -151,10 +151,10 @@ def make_lanes(spans: Mapping[str, Sequence[Span]], begin: float, end: float) ->
     }
 
 
-def paint_buckets(spans: Sequence[Span], begin: float, end: float, numbers: dict[str, int]) -> NDArray[np.int16]:
-    """Paint the phase that took most of each bucket, inner phases over outer ones: [BUCKETS], IDLE for none.
+def fill_buckets(spans: Sequence[Span], begin: float, end: float, numbers: dict[str, int]) -> NDArray[np.int16]:
+    """Fill each bucket with the phase that took most of it.
 
-    `numbers`: number of each phase, which is extended.
+    Inner phases lie over outer ones. Returns [BUCKETS], IDLE for none. `numbers`: of each phase, which is extended.
     """
     import numpy as np
 
@@ -224,11 +224,11 @@ def _list_steps(spans: Sequence[Span], begin: float, end: float) -> list[list[fl
 
 
 def _find_memory(spans: Mapping[str, Sequence[Span]]) -> list[list[Any]]:
-    """Find the most GiB that torch held after each phase of each kind of process."""
-    most: dict[tuple[str, str], float] = {}
-    for name, found in spans.items():
+    """Find the most GiB that torch held after each phase."""
+    largest: dict[tuple[str, str], float] = {}
+    for name, process_spans in spans.items():
         kind = re.sub(r"\s*\d+.*", "", name)
-        for span in found:
+        for span in process_spans:
             if span.gpu_gib is not None:
-                most[kind, span.phase] = max(most.get((kind, span.phase), 0.0), span.gpu_gib)
-    return [[kind, phase, gib] for (kind, phase), gib in sorted(most.items())]
+                largest[kind, span.phase] = max(largest.get((kind, span.phase), 0.0), span.gpu_gib)
+    return [[kind, phase, gib] for (kind, phase), gib in sorted(largest.items())]

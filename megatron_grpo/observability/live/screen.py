@@ -101,13 +101,13 @@ def _draw_processes(run: FollowedRun) -> RenderableType:
     spans = read_spans(run.folder, end - WINDOW_S, end)
     if not spans:
         return Text("")
-    made = make_lanes(spans, end - WINDOW_S, end)
-    shares = {lane["name"]: lane["shares"] for lane in made["lanes"]}
+    lanes = make_lanes(spans, end - WINDOW_S, end)
+    shares = {lane["name"]: lane["shares"] for lane in lanes["lanes"]}
     table = Table.grid(padding=(0, 2))
     for name in choose_order(shares)[:MOST_PROCESSES]:
         parts = ", ".join(f"{phase} {share:.0%}" for phase, share in list(shares[name].items())[:4])
         table.add_row(_clean(name), _clean(parts))
-    overlap = "  ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in made["shares"].items())
+    overlap = "  ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in lanes["shares"].items())
     return Group(Text(f"last {WINDOW_S:.0f} s  {overlap}", style="bold"), table)
 
 

@@ -52,11 +52,11 @@ class SeriesFile:
             if self._identity is not None and not os.path.lexists(self.path):
                 self._forget(None)
 
-    def select_columns(self, group: str, after: int = 0, most: int = MOST_POINTS) -> Columns:
-        """Select a group's figures of the rows from number `after` on, thinned to about `most` rows."""
+    def select_columns(self, group: str, after: int = 0, points: int = MOST_POINTS) -> Columns:
+        """Select a group's figures from row `after` on, thinned."""
         rows = slice(after, len(self.steps))
         columns = {name: values[rows] for name, values in self._columns.get(group, {}).items()}
-        return thin_columns(self.steps[rows], columns, most)
+        return reduce_columns(self.steps[rows], columns, points)
 
     def read_last(self, group: str, name: str, count: int = 1) -> list[float]:
         """Read the last values of a figure, oldest first, without missing ones."""
@@ -94,16 +94,16 @@ class SeriesFile:
                     column.append(math.nan)
 
 
-def thin_columns(steps: Sequence[int], columns: Mapping[str, Sequence[float]], most: int = MOST_POINTS) -> Columns:
-    """Thin columns to about `most` rows, which keep every figure's extremes.
+def reduce_columns(steps: Sequence[int], columns: Mapping[str, Sequence[float]], points: int = MOST_POINTS) -> Columns:
+    """Thin columns to about `points` rows, which keep every figure's extremes.
 
     The rows are cut into equal parts; a part becomes two rows, with the least and the largest value of each figure in
     the order in which they come. So a single step that stands out is still seen.
     """
     import numpy as np
 
-    count, parts = len(steps), max(most // 2, 1)
-    if count <= most:
+    count, parts = len(steps), max(points // 2, 1)
+    if count <= points:
         return {"step": list(steps)} | {name: _to_json(np.asarray(values)) for name, values in columns.items()}
     bounds = [count * part // parts for part in range(parts + 1)]
     numbers = np.asarray(steps)

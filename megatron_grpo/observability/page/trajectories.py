@@ -135,7 +135,10 @@ def make_token_table(vocabulary: TokenBytes | None, token_ids: Iterable[int]) ->
 def make_step_table(
     rows: Sequence[Mapping[str, Any]], kind: str, vocabulary: TokenBytes | None, tokens: int, characters: int
 ) -> dict[str, Any]:
-    """Make the table of a step's rollouts, with `tokens` tokens of full ones and `characters` of rows of the data."""
+    """Make the table of a step's rollouts.
+
+    It has `tokens` tokens of full rollouts, and `characters` of rows of the data.
+    """
     # Each entry is a column, but for `prompts` and `rows` (texts by group) and `full`: all data of some trajectories,
     # by row index.
     full_rows = _choose_full_rows(rows, tokens)

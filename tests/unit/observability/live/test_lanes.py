@@ -13,11 +13,11 @@ from megatron_grpo.observability.live.lanes import (
     BUCKETS,
     IDLE,
     choose_order,
+    fill_buckets,
     find_runs,
-    generalize_phase,
     make_lanes,
-    paint_buckets,
     read_spans,
+    strip_number,
     summarize_overlap,
 )
 from tests.support.watched import write_spans
@@ -28,13 +28,13 @@ def test_most_of_a_bucket_is_painted_and_inner_phases_over_outer_ones() -> None:
     spans = [Span("p", "outer", 0.0, 400.0), Span("p", "inner", 100.0, 50.0)]
     spans += [Span("p", "short", 600.1 + 0.05 * n, 0.04) for n in range(16)]  # 0.64 of bucket 600
     spans += [Span("p", "rare", 700.2, 0.1)]
-    painted = paint_buckets(spans, 0.0, float(BUCKETS), numbers)
+    painted = fill_buckets(spans, 0.0, float(BUCKETS), numbers)
     runs = [(begin, end, list(numbers)[number]) for begin, end, number in find_runs(painted)]
     assert runs == [(0, 100, "outer"), (100, 150, "inner"), (150, 400, "outer"), (600, 601, "short")]
 
 
 def test_spans_beyond_the_time_are_cut() -> None:
-    painted = paint_buckets([Span("p", "x", -50.0, 1000.0)], 0.0, 10.0, {})
+    painted = fill_buckets([Span("p", "x", -50.0, 1000.0)], 0.0, 10.0, {})
     assert find_runs(painted) == [[0, BUCKETS, 0]]
 
 
@@ -71,12 +71,12 @@ def test_a_window_of_a_long_file_is_read_from_its_end(tmp_path: Path) -> None:
     spans = read_spans(tmp_path, end - 10, end)
     seconds = time.process_time() - began
     assert {len(spans[name]) for name in ("policy rank 0", "policy rank 1")} <= {19, 20, 21}
-    made = make_lanes(spans, end - 10, end)
-    assert [step for step, *_ in made["steps"]][-1] == 20_000
-    assert len(json.dumps(made)) < 100_000
+    drawing = make_lanes(spans, end - 10, end)
+    assert [step for step, *_ in drawing["steps"]][-1] == 20_000
+    assert len(json.dumps(drawing)) < 100_000
     assert seconds < 1.0, "the whole files take ten times as long"
-    whole = make_lanes(read_spans(tmp_path, 1e9, end), 1e9, end)
-    assert len(json.dumps(whole)) < 300_000
+    long_drawing = make_lanes(read_spans(tmp_path, 1e9, end), 1e9, end)
+    assert len(json.dumps(long_drawing)) < 300_000
 
 
 def test_shares_are_exact(tmp_path: Path) -> None:
@@ -111,11 +111,11 @@ def test_processes_have_an_order() -> None:
 
 def test_many_processes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "MOST_LANES", 3)
-    made = make_lanes({f"policy rank {rank}": [] for rank in range(5)}, 0.0, 1.0)
-    assert (len(made["lanes"]), made["left_out"]) == (3, 2)
+    drawing = make_lanes({f"policy rank {rank}": [] for rank in range(5)}, 0.0, 1.0)
+    assert (len(drawing["lanes"]), drawing["left_out"]) == (3, 2)
 
 
 def test_numbers_are_left_out_of_phases() -> None:
-    assert [generalize_phase(name) for name in ("commit of version 12", "score 3", "step 12", "train")] == [
+    assert [strip_number(name) for name in ("commit of version 12", "score 3", "step 12", "train")] == [
         *("commit", "score", "step 12", "train")
     ]

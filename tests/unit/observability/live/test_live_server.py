@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.observability.live.server import PageServer
+from megatron_grpo.observability.live.page_server import PageServer
 from megatron_grpo.watch import main
 from tests.support.report_runs import byte_tokenizer, make_answer, make_run
 from tests.support.watched import TOKEN, serve_runs
@@ -69,10 +69,10 @@ def test_the_token_becomes_a_cookie_that_no_script_reads(server: PageServer) -> 
 
 
 def test_it_listens_on_this_machine_alone(server: PageServer) -> None:
-    with socket.socket() as other:
-        other.settimeout(5)
+    with socket.socket() as client:
+        client.settimeout(5)
         with pytest.raises(OSError, match="refused"):
-            other.connect(("127.0.0.2", server.port))
+            client.connect(("127.0.0.2", server.port))
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_only_what_is_new_is_sent(server: PageServer) -> None:
     first = json.loads(get(server, "/api/state")[1])["runs"][0]
     assert first["is_whole"]
     assert first["figures"]["metrics"]["step"] == [1, 2, 3]
-    known = json.dumps([first["known"]], separators=(",", ":"))
-    second = json.loads(get(server, f"/api/state?known={known}")[1])["runs"][0]
+    answer = json.dumps([first["known"]], separators=(",", ":"))
+    second = json.loads(get(server, f"/api/state?known={answer}")[1])["runs"][0]
     assert (second["is_whole"], second["description"], second["figures"]["metrics"]["step"]) == (False, None, [])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.observability.live.series import METRICS, SeriesFile, thin_columns
+from megatron_grpo.observability.live.series import METRICS, SeriesFile, reduce_columns
 
 
 def make_line(step: int, **figures: Any) -> str:
@@ -19,12 +19,12 @@ def test_a_growing_file_is_read_once(tmp_path: Path) -> None:
     series = SeriesFile(path)
     series.read_more()
     assert series.select_columns(METRICS) == {"step": []}
-    whole, half = make_line(1), make_line(2)
-    path.write_text(whole + half[:10])
+    first, second = make_line(1), make_line(2)
+    path.write_text(first + second[:10])
     series.read_more()
     assert series.select_columns(METRICS) == {"step": [1], "reward": [0.1]}
     with path.open("a") as file:
-        file.write(half[10:] + make_line(3, late=7))
+        file.write(second[10:] + make_line(3, late=7))
     series.read_more()
     assert series.select_columns(METRICS) == {"step": [1, 2, 3], "reward": [0.1, 0.2, 0.3], "late": [None, None, 7.0]}
     assert series.select_columns(METRICS, after=2)["step"] == [3]
@@ -72,7 +72,7 @@ def test_thinning_keeps_extremes_and_their_order() -> None:
     values = np.sin(np.arange(20_000) / 500)
     values[7777], values[12_345] = 50.0, -40.0
     values[100:400] = math.nan
-    thinned = thin_columns(steps, {"x": values}, 1000)
+    thinned = reduce_columns(steps, {"x": values}, 1000)
     assert len(thinned["step"]) == len(thinned["x"]) == 1000
     assert thinned["step"] == sorted(thinned["step"])
     assert (thinned["step"][0], thinned["step"][-1]) == (1, 20_000)
@@ -85,4 +85,4 @@ def test_thinning_keeps_extremes_and_their_order() -> None:
 
 
 def test_few_rows_stay_as_they_are() -> None:
-    assert thin_columns([3, 4], {"x": [1.5, math.nan]}) == {"step": [3, 4], "x": [1.5, None]}
+    assert reduce_columns([3, 4], {"x": [1.5, math.nan]}) == {"step": [3, 4], "x": [1.5, None]}

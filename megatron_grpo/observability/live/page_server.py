@@ -40,8 +40,8 @@ class PageServer:
         self._reading = asyncio.Lock()  # one reader at a time: two pages would do the same work
 
     async def start(self, port: int) -> None:
-        """Listen at a port of this machine; 0: a free one. OSError: it is in use."""
-        app = web.Application(middlewares=[self._guard])
+        """Listen at a port, 0 for a free one; OSError: it is in use."""
+        app = web.Application(middlewares=[self._check_access])
         app.add_routes(
             [
                 web.get("/", self._send_page),
@@ -68,19 +68,19 @@ class PageServer:
         return f"http://{HOST}:{self.port}/?token={self._token}"
 
     @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _check_access(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         host, _, _ = request.headers.get("Host", "").rpartition(":")
         if (host or request.headers.get("Host", "")) not in OWN_NAMES:  # else a page elsewhere could name this machine
             return web.Response(status=421, text="this name is not of the machine itself", headers=_REFUSED)
         if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
             return web.Response(status=403, text="requests of other web pages are not answered", headers=_REFUSED)
-        given = request.query.get("token") or request.cookies.get(_COOKIE(self.port), "")
-        if not secrets.compare_digest(given.encode(), self._token.encode()):
+        sent_token = request.query.get("token") or request.cookies.get(_COOKIE(self.port), "")
+        if not secrets.compare_digest(sent_token.encode(), self._token.encode()):
             text = "wrong or missing token: open the address that the command has printed"
             return web.Response(status=401, text=text, headers=_REFUSED)
         try:
             response = await handler(request)
-        except (LookupError, ValueError) as error:
+        except (LookupError, OSError, ValueError) as error:
             response = web.Response(status=404, text=str(error), headers=_REFUSED)
         response.headers.update({"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"})
         response.headers.update({"Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"})
@@ -99,10 +99,10 @@ class PageServer:
         return web.Response(text=text, content_type="text/html")
 
     async def _send_state(self, request: web.Request) -> web.StreamResponse:
-        known = json.loads(request.query.get("known", "[]"))
-        if not isinstance(known, list) or not all(isinstance(entry, dict) for entry in known):
+        earlier = json.loads(request.query.get("known", "[]"))
+        if not isinstance(earlier, list) or not all(isinstance(entry, dict) for entry in earlier):
             raise ValueError("known is not a list of objects")
-        return await self._send_json(self._make_state, (known + [{}] * len(self.runs))[: len(self.runs)])
+        return await self._send_json(self._make_state, (earlier + [{}] * len(self.runs))[: len(self.runs)])
 
     async def _send_lanes(self, request: web.Request) -> web.StreamResponse:
         run, seconds = self._choose_run(request), float(request.query.get("seconds", "60"))
@@ -123,10 +123,13 @@ class PageServer:
             raise LookupError(f"there is no run {number}")
         return self.runs[number]
 
-    def _make_state(self, known: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Make what is new of each run since the answer of which the page has sent `known` back."""
+    def _make_state(self, earlier: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Make the part of each run that is new.
+
+        `earlier`: `known` of the last answers, which the page sends back.
+        """
         answers = []
-        for run, before in zip(self.runs, known, strict=True):
+        for run, before in zip(self.runs, earlier, strict=True):
             run.refresh()
             description = run.describe()
             digest = hashlib.sha256(format_json(description).encode()).hexdigest()[:16]
@@ -160,7 +163,10 @@ def _choose_source(request: web.Request) -> str:
 
 
 def make_lanes_answer(run: FollowedRun, seconds: float, end: float | None) -> dict[str, Any]:
-    """Make the lanes of `seconds` until `end`, seconds since the epoch; None: until the last sign of the run."""
+    """Make the lanes of `seconds` until `end`.
+
+    `end`: seconds since the epoch; None: the last sign of the run.
+    """
     end = lanes.find_last_time(run.folder) if end is None else min(end, time.time())
     begin = end - seconds
     return lanes.make_lanes(lanes.read_spans(run.folder, begin, end), begin, end)
