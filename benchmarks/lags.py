@@ -46,7 +46,9 @@ STEP = (
     "grpo.num_prompts_per_step=16",
     "policy.train_global_batch_samples=64",
     "policy.microbatch_tokens=8192",
-    "grpo.max_num_steps=100",
+    "policy.optimizer.lr=5e-4",
+    "policy.optimizer.distributed=false",
+    "grpo.max_num_steps=40",
 )
 
 
@@ -105,20 +107,13 @@ def summarize(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All methods in all lags of all tasks; runs of one seed come before those of the next."""
-    cases = [
-        (task, method, lag)
-        for task in options.tasks
-        for lag in TASKS[task].lags or options.lags
-        for method in options.methods
-    ]
-    for seed in options.seeds:
-        for case in cases:
-            measure(*case, seed, options)
+    """All methods in all lags of all tasks."""
     rows = []
-    for task, method, lag in cases:
-        results = [measure(task, method, lag, seed, options) for seed in options.seeds]
-        rows.append({"task": task, "method": method, "lag": lag, **summarize(results)})
+    for task in options.tasks:
+        for lag in TASKS[task].lags or options.lags:
+            for method in options.methods:
+                results = [measure(task, method, lag, seed, options) for seed in options.seeds]
+                rows.append({"task": task, "method": method, "lag": lag, **summarize(results)})
     return rows
 
 

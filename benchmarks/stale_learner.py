@@ -10,6 +10,7 @@ import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class LaggedRun:
 
     overrides: tuple[str, ...]
     lag: int
-    """Optimizer updates of the policy, in steps, that the engine lacks once so many steps have passed."""
+    """Steps of the policy that the engine's weights lack, once so many have passed."""
     seed: int
     engine_dtype: str
 
@@ -214,7 +215,7 @@ def train(run: LaggedRun) -> dict[str, Any]:
     Returns accuracies of greedy responses to held-out prompts by step, mean rewards of all steps, and figures of the
     samples: lengths, and the disagreement of rank and engine.
     """
-    config = compose_config([*run.overrides, f"grpo.seed={run.seed}"])
+    config = _compose(run.overrides)
     folder = Path(config.prepare.folder or "")
     assert config.prepare.name is not None
     prepare(config.prepare.name, folder)
@@ -242,6 +243,9 @@ def train(run: LaggedRun) -> dict[str, Any]:
             judge.load(versions[-1])
             accuracy[step] = float(held_out.score(judge.sample(held_out.prompts, None)).mean())
     return {"accuracy": accuracy, "reward": _thin(rewards), **_describe(torch.cat(lengths), changed)}
+
+
+_compose = cache(compose_config)  # seeds share a configuration
 
 
 def _thin(values: Sequence[float]) -> list[float]:
