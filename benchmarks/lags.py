@@ -43,10 +43,12 @@ METHODS = {
     "maxrl, tis": ("+variant=maxrl", *CORRECTION),
 }
 STEP = (
-    "grpo.num_prompts_per_step=16",
-    "policy.train_global_batch_samples=64",
+    "grpo.num_prompts_per_step=8",
+    "policy.train_global_batch_samples=32",
     "policy.microbatch_tokens=8192",
-    "grpo.max_num_steps=100",
+    "policy.optimizer.lr=5e-4",
+    "policy.optimizer.distributed=false",
+    "grpo.max_num_steps=40",
 )
 
 
@@ -70,15 +72,13 @@ TASKS = {
             "generation.temperature=1.3",
             "generation.max_new_tokens=24",
             *STEP,
-            "grpo.num_prompts_per_step=32",
+            "grpo.num_prompts_per_step=16",
             "grpo.num_generations_per_prompt=4",
         ),
         "bfloat16",
         (4,),
     ),
 }
-LAST = 3
-"""Validations at the end whose mean is a run's accuracy."""
 
 
 def measure(task: str, method: str, lag: int, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -96,29 +96,22 @@ def measure(task: str, method: str, lag: int, seed: int, options: argparse.Names
 
 def summarize(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Mean accuracy over seeds with its interval."""
-    values = [statistics.fmean([*result["accuracy"].values()][-LAST:]) for result in results]
+    values = [result["accuracy"] for result in results]
     figures: dict[str, Any] = {"accuracies": [round(value, 4) for value in values], "mean": statistics.fmean(values)}
     if len(values) > 1:
         half = student.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
         figures["interval"] = [figures["mean"] - half, figures["mean"] + half]
-    return figures | {"curves": [[*result["accuracy"].values()] for result in results], "first": results[0]}
+    return figures | {"runs": [{name: figure for name, figure in run.items() if name != "accuracy"} for run in results]}
 
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All methods in all lags of all tasks; runs of one seed come before those of the next."""
-    cases = [
-        (task, method, lag)
-        for task in options.tasks
-        for lag in TASKS[task].lags or options.lags
-        for method in options.methods
-    ]
-    for seed in options.seeds:
-        for case in cases:
-            measure(*case, seed, options)
+    """All methods in all lags of all tasks."""
     rows = []
-    for task, method, lag in cases:
-        results = [measure(task, method, lag, seed, options) for seed in options.seeds]
-        rows.append({"task": task, "method": method, "lag": lag, **summarize(results)})
+    for task in options.tasks:
+        for lag in TASKS[task].lags or options.lags:
+            for method in options.methods:
+                results = [measure(task, method, lag, seed, options) for seed in options.seeds]
+                rows.append({"task": task, "method": method, "lag": lag, **summarize(results)})
     return rows
 
 

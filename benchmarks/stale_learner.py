@@ -10,6 +10,7 @@ import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from megatron_grpo.trainer.rank import Microbatches, PolicyRank
 from megatron_grpo.verification.hf_model import load_eager_model
 from megatron_grpo.verification.problem import count_tokens
 
-VALIDATION_PROMPTS, VALIDATION_PERIOD = 256, 10
 _EOS = VOCABULARY[EOS]
 
 
@@ -45,7 +45,7 @@ class LaggedRun:
 
     overrides: tuple[str, ...]
     lag: int
-    """Optimizer updates of the policy, in steps, that the engine lacks once so many steps have passed."""
+    """Steps of the policy that the engine's weights lack, once so many have passed."""
     seed: int
     engine_dtype: str
 
@@ -211,23 +211,21 @@ def start_process() -> None:
 def train(run: LaggedRun) -> dict[str, Any]:
     """Train a run to its end.
 
-    Returns accuracies of greedy responses to held-out prompts by step, mean rewards of all steps, and figures of the
-    samples: lengths, and the disagreement of rank and engine.
+    Returns the accuracy of greedy responses to all held-out prompts, mean rewards of ten steps each, and figures of the
+    samples: lengths, and the share of tokens that a correction changed.
     """
-    config = compose_config([*run.overrides, f"grpo.seed={run.seed}"])
+    config = _compose(run.overrides)
     folder = Path(config.prepare.folder or "")
     assert config.prepare.name is not None
     prepare(config.prepare.name, folder)
     torch.manual_seed(run.seed)
     draw = torch.Generator().manual_seed(run.seed)
     problems, held_out = Problems.read(folder / TRAIN_FILE), Problems.read(folder / VAL_FILE)
-    held_out = held_out.select(torch.arange(VALIDATION_PROMPTS))
     learner, engine = Learner(config, folder / "model"), Engine(folder / "model", run.engine_dtype, config)
-    judge = Engine(folder / "model", "float32", config)
     versions = deque([learner.export()], maxlen=run.lag + 1)
-    accuracy, rewards, lengths, changed = {}, [], [], []
+    rewards, lengths, changed = [], [], []
     group = learner.loop.num_generations_per_prompt
-    for step in range(1, config.loop.max_num_steps + 1):
+    for _ in range(config.loop.max_num_steps):
         engine.load(versions[0])
         chosen = torch.randperm(len(problems.prompts), generator=draw)[: learner.loop.num_prompts_per_step]
         asked = problems.select(chosen.repeat_interleave(group))
@@ -238,10 +236,13 @@ def train(run: LaggedRun) -> dict[str, Any]:
         rewards.append(float(scores.mean()))
         lengths.append(samples.lengths)
         changed += [row["is_oob_ratio"] for row in metrics if row]
-        if step % VALIDATION_PERIOD == 0:
-            judge.load(versions[-1])
-            accuracy[step] = float(held_out.score(judge.sample(held_out.prompts, None)).mean())
+    judge = Engine(folder / "model", "float32", config)
+    judge.load(versions[-1])
+    accuracy = float(held_out.score(judge.sample(held_out.prompts, None)).mean())
     return {"accuracy": accuracy, "reward": _thin(rewards), **_describe(torch.cat(lengths), changed)}
+
+
+_compose = cache(compose_config)  # seeds share a configuration
 
 
 def _thin(values: Sequence[float]) -> list[float]:
