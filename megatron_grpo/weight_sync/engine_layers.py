@@ -349,7 +349,8 @@ def list_unsent(model: nn.Module, boxes: Iterable[Box]) -> list[Tensor]:
     tensors = [parameter.data for name, parameter in parameters.items() if name not in filled]
     for layer in model.modules():
         tensors += [value for _, value in _walk("", layer, lambda _: None) if isinstance(value, Tensor)]
-    device, unsent = next(model.parameters()).device, {}
+    device = next(model.parameters()).device
+    unsent: dict[tuple[Any, ...], Tensor] = {}
     for tensor in tensors:
         address = tensor.untyped_storage().data_ptr()
         if tensor.device == device and address not in excluded:
