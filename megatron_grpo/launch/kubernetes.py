@@ -157,6 +157,7 @@ def _build_pod(config: Config, name: str, resources: dict[str, Any]) -> dict[str
         # Hundreds of processes import from one filesystem at once, and Ray waits for a minute.
         "RAY_worker_register_timeout_seconds": "600",
         "RAY_gcs_server_request_timeout_seconds": "600",
+        "RAY_raylet_start_wait_time_s": "600",
     }
     container: dict[str, Any] = {
         "name": name,
