@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -168,9 +168,9 @@ class RayCluster:
             bundles.append({"GPU": gpus, "CPU": gpus + sum(begin <= rank < begin + per_node for rank in guests)})
         return self._pack(bundles, machines.TRAINING_ROLE)
 
-    def _pack(self, bundles: list[dict[str, float]], role: str) -> PlacementGroup:
+    def _pack(self, bundles: Sequence[Mapping[str, float]], role: str) -> PlacementGroup:
         selectors = [self._select_nodes(role)] * len(bundles)
-        return placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
+        return placement_group(list(bundles), strategy="PACK", bundle_label_selector=selectors)
 
     def _select_nodes(self, role: str) -> dict[str, str]:
         """Select the nodes of a role by label; empty: no node has it."""

@@ -13,6 +13,7 @@ from megatron_grpo.launch.__main__ import main
 from megatron_grpo.launch.launch_request import load_request
 from megatron_grpo.launch.ray_jobs import RayTarget
 from megatron_grpo.launch.slurm import SlurmTarget
+from megatron_grpo.launch.state import describe_run
 from megatron_grpo.launch.target import (
     Launch,
     choose_log,
@@ -191,3 +192,23 @@ def test_what_was_submitted_is_in_the_folder_of_the_run(
     assert launch is not None
     assert launch.job == "7"
     assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o700
+
+
+def test_the_state_of_a_run_is_read_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", beat=1)
+    assert list(describe_run(run)) == ["the run has not begun", "processes alive: 1"]
+    (run / "config.yaml").write_text("algorithm: grpo\ngrpo: {max_num_steps: 9}\n")
+    assert next(describe_run(run)) == "no step yet"
+    steps = [{"step": step, "timing": {"total": 2.0}} for step in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (run / "stop").touch()
+    assert list(describe_run(run)) == [
+        "step 2 of 9, 2.0 s each lately",
+        "processes alive: 1; it will end after this step",
+    ]
+    killed = make_run(tmp_path / "killed", beat=3600)
+    (killed / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
+    assert list(describe_run(killed))[-1] == "the driver is not alive, and has written no summary: it was killed"
+    (killed / "summary.json").write_text(json.dumps({"outcome": "failed", "reason": "no memory"}))
+    assert main(["status", str(killed)]) == 0
+    assert capsys.readouterr().out == "step 2, 2.0 s each lately\nended: failed: no memory\n"
