@@ -37,7 +37,12 @@ from megatron_grpo.generation.engine_processes import (
 )
 from megatron_grpo.generation.engine_statistics import EngineStatistics
 from megatron_grpo.generation.gate import Gate
-from megatron_grpo.generation.vllm_plugin import ENGINE_MARKER, load_engine_tokenizer, require_same_tokenizer
+from megatron_grpo.generation.vllm_plugin import (
+    ENGINE_MARKER,
+    load_engine_tokenizer,
+    require_same_tokenizer,
+    wake_paused,
+)
 from megatron_grpo.models.source import require_folder
 from megatron_grpo.platform.device import detect_platform, require_gpus
 from megatron_grpo.platform.hooks import check_hooks
@@ -129,7 +134,7 @@ class VllmEngine(Engine):
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(**make_engine_arguments(self._settings)), stat_loggers=[self._statistics]
         )
-        self._statistics.attach(self._llm)
+        self._statistics.attach(self._llm, has_prometheus=self._settings.has_prometheus)
         self._tokenizer = load_engine_tokenizer(self._settings.model_path)
         require_same_tokenizer(self._llm.get_tokenizer(), self._tokenizer)
         await self._llm.update_weight_version("0")  # the weights of the model folder
@@ -307,10 +312,9 @@ class VllmEngine(Engine):
             return
         llm = await self._gate.wait_paused()
         if self._settings.sleeps:
-            await await_alive(llm, llm.wake_up([part]))
+            # `vllm_plugin.wake_paused`: after vLLM's own call, responses in flight would go on before the canary.
+            await await_alive(llm, llm.engine_core.call_utility_async(wake_paused.__name__, [part]))
         if part == "kv_cache":
-            if self._settings.sleeps:  # waking resumes the scheduler
-                self._gate.pause()
             await self._gate.open("memory")
             self._statistics.set_in_flight(self._gate.in_flight)
 

@@ -10,9 +10,10 @@ import pytest
 from megatron_grpo.config.schema import ClusterConfig, Config
 from megatron_grpo.planning.calibrate import Measured, fit_hardware, read_measurements, write_profile
 from megatron_grpo.planning.costs import time_collective
+from megatron_grpo.planning.operation import find_host_memory
 from megatron_grpo.planning.pipeline import Timeline
 from megatron_grpo.planning.step import StepTimes
-from megatron_grpo.planning.whole import find_fp8_problems, find_host_memory, find_profile
+from megatron_grpo.planning.whole import find_fp8_problems, find_profile
 from megatron_grpo.platform.hardware import Hardware, list_profiles, load_hardware
 from megatron_grpo.preflight.node_checks import find_fp8_machine_problems
 
