@@ -11,6 +11,7 @@ from megatron_grpo.algorithms import saves
 from megatron_grpo.algorithms.context import SamplingRun
 from megatron_grpo.algorithms.step_report import StepReport, UnpublishedStepError, log_step
 from megatron_grpo.algorithms.validation import find_stop_reason, update_early_stop, validate
+from megatron_grpo.cluster.phases import phase
 from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.data.loader import iterate_batches
 from megatron_grpo.data.processors import DatumSpec
@@ -44,8 +45,9 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
         while state["total_steps"] < limits.max_num_steps and not _should_stop_early(run, job_time):
             began = time.monotonic()
             _share_progress(run)
+            number = state["total_steps"] + 1
             try:
-                with saves.save_before_failure(run, metrics), _profile(run, state["total_steps"] + 1):
+                with saves.save_before_failure(run, metrics), _profile(run, number), phase(f"step {number}"):
                     report = step(run, batches)
             except UnpublishedStepError as error:
                 # The models have learnt from the step: it counts although the run ends.
@@ -95,11 +97,13 @@ def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
     except RunError:
         saves.save_finished_steps(run, metrics)
         raise
+    for alarm in run.logger.alarms:
+        run.callbacks.notify("on_alarm", alarm)
     run.callbacks.notify("on_step", step, metrics)
     if run.config.logger.log_completions:
         run.logger.show_completions(step, run.dumps.read_rows(step))
     is_replay_start = run.config.logger.is_replay_start(step) and step < loop.max_num_steps
-    is_due = step % run.config.checkpointing.save_period == 0 or is_replay_start or report.needs_checkpoint
+    is_due = run.checkpointer.is_due(step) or is_replay_start or report.needs_checkpoint
     if run.config.has_checkpoints and (is_due or run.callbacks.wants_checkpoint):
         saves.save_checkpoint(run, metrics)
     return metrics
@@ -122,6 +126,7 @@ def _finish_training(run: SamplingRun, metrics: dict[str, float]) -> None:
         saves.save_checkpoint(run, {**metrics, **validation}, wait=True)
     elif validation:
         saves.save_validation(run, validation)
+    run.checkpointer.uploads.finish()
 
 
 def _catch_up_on_validation(run: SamplingRun) -> None:
@@ -155,6 +160,7 @@ def _validate(run: SamplingRun) -> dict[str, float]:
 
 def _should_stop_early(run: SamplingRun, job_time: JobTime) -> bool:
     reason = find_stop_reason(run.state["early_stop"], run.config.loop.early_stop)
+    reason = run.logger.stop_reason if reason is None else reason
     if reason is None and run.callbacks.wants_stop:
         reason = "a callback asked for it"
     if reason is None and (run.run_dir / STOP_FILE).exists():  # made by a person, or by Slurm

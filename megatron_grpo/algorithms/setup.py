@@ -21,6 +21,7 @@ from megatron_grpo.algorithms.node_reports import check_nodes
 from megatron_grpo.algorithms.placement import Placement, publish
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, describe_run
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
+from megatron_grpo.batch.finished_samples import FINISHED_FOLDER
 from megatron_grpo.batch.generation_requests import make_sampling_settings
 from megatron_grpo.batch.special_tokens import StopConditions
 from megatron_grpo.batch.trajectory import Trajectory
@@ -229,13 +230,17 @@ def _make_sampling_run(
     stack: ExitStack,
 ) -> SamplingRun:
     state, settings = progress.state, make_sampling_settings(config.generation, data.stops)
+    if startup.notices is not None:
+        startup.notices.close()
     logger = RunLogger(startup.run_dir, config, resume_step=state["total_steps"] if progress.is_resumed else None)
     stack.push(logger.__exit__)
     for note in data.notes:
         logger.note(note)
     callbacks = Callbacks(startup.user_objects.callbacks)
+    if config.rollouts.keep_finished:
+        rollouts.finished_folder = startup.run_dir / FINISHED_FOLDER
     startup.checkpointer.on_complete = partial(callbacks.notify, "on_checkpoint")
-    startup.checkpointer.note = logger.note
+    startup.checkpointer.note = startup.checkpointer.uploads.note = logger.note
     buffer, async_grpo = None, config.async_sampling
     if async_grpo.enabled:
         buffer_type = OrderedBuffer if async_grpo.oversampling_factor is None else Oversampling

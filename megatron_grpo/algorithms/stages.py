@@ -24,7 +24,7 @@ from megatron_grpo.batch.replay_files import StepFigures, locate_figures_file, w
 from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
 from megatron_grpo.batch.trajectory import SampledGroup
 from megatron_grpo.config.keys import build_values
-from megatron_grpo.config.schema import Config, GRPOConfig
+from megatron_grpo.config.schema import Config
 from megatron_grpo.losses.loss import LossFunction, combine_metrics, is_extreme
 from megatron_grpo.losses.policy_loss import add_derived_metrics
 from megatron_grpo.losses.value import MseValueLossFn, add_explained_variance
@@ -86,9 +86,8 @@ def add_logprobs(
                 policy.watch_states(batch)
             is_finite = policy.add_field(batch, "prev_logprobs")
         check.require_finite("prev_logprobs", is_finite | ~(batch.in_loss | needs_all), batch)
-    needs_sizes = isinstance(config.loop, GRPOConfig) and config.loop.adv_estimator.needs_score_sizes
-    chooses_by_entropy = config.loss_fn.selection == "highest_entropy"
-    for field in (*(("prev_entropy",) if chooses_by_entropy else ()), *(("score_sizes",) if needs_sizes else ())):
+    needed = {"prev_entropy": config.needs_entropies, "score_sizes": config.needs_score_sizes}
+    for field in (name for name, is_needed in needed.items() if is_needed):
         with timer.phase("logprobs"):
             is_finite = policy.add_field(batch, field)
         check.require_finite(field, is_finite | ~batch.in_loss, batch)

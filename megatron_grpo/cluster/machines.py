@@ -54,6 +54,15 @@ def fill_in_gpus(cluster: ClusterConfig) -> None:
         cluster.gpus_per_node = count_visible_gpus()
 
 
+# Label of Ray's nodes that are for training alone, or for engines alone, and its values.
+ROLE_LABEL, TRAINING_ROLE, GENERATION_ROLE = "megatron-grpo-role", "training", "generation"
+
+
+def list_roles(nodes: Sequence[Mapping[str, Any]]) -> set[str]:
+    """List the roles that living nodes have; empty: each may have every process."""
+    return {node["Labels"][ROLE_LABEL] for node in nodes if node["Alive"] and ROLE_LABEL in node["Labels"]}
+
+
 def check_machines(cluster: ClusterConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
     """Return an error message if machines or GPUs are missing."""
     counts = sorted((int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]), reverse=True)

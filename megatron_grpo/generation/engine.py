@@ -134,7 +134,7 @@ class VllmEngine(Engine):
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(**make_engine_arguments(self._settings)), stat_loggers=[self._statistics]
         )
-        self._statistics.attach(self._llm)
+        self._statistics.attach(self._llm, has_prometheus=self._settings.has_prometheus)
         self._tokenizer = load_engine_tokenizer(self._settings.model_path)
         require_same_tokenizer(self._llm.get_tokenizer(), self._tokenizer)
         await self._llm.update_weight_version("0")  # the weights of the model folder

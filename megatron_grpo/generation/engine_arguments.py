@@ -41,6 +41,7 @@ class VllmSettings:
     in_flight: AsyncGRPOConfig | None = None  # weight changes while responses are in flight; None: only between
     awaits_refit: bool = False  # whether a refit brings all weights before the first request
     adapter: AdapterSlot | None = None  # kept beside the base model; None: refits send weights
+    has_prometheus: bool = False  # whether vLLM's own figures go to Ray's Prometheus exporters
     token: str | None = field(default_factory=paths.read_token, repr=False)
     """Bearer token of an external server (generation.server); None: the server requires none."""
 

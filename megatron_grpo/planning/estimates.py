@@ -125,7 +125,8 @@ def count_loaded_bytes(config: Config, shape: ModelShape) -> int:
 def count_store_bytes(config: Config, shape: ModelShape) -> float:
     """Count bytes in Ray's object stores, over all nodes.
 
-    Recorded experts are left out. Tokens, and a teacher's outputs, are where they were made and where they are learnt.
+    Recorded experts are left out. Tokens are where they were sampled and where they are learnt, as are a teacher's
+    outputs.
     """
     if config.plan.workload != "rl":
         return 0.0

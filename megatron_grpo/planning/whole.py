@@ -13,7 +13,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.models.families import exchange_head
 from megatron_grpo.models.heads import VALUE
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.source import find_teacher_shape, find_value_shape
+from megatron_grpo.models.source import find_folder_shape, find_value_shape
 from megatron_grpo.planning.device_memory import GIB, RankMemory, build_rank_memory, list_reserve_parts
 from megatron_grpo.planning.engine_layouts import find_room_problems
 from megatron_grpo.planning.estimates import count_replayed_bytes
@@ -406,7 +406,7 @@ def submit_plan(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *,
 def _list_teachers(config: Config) -> Iterator[tuple[Config, ModelShape]]:
     """Iterate over configurations with a teacher as the policy, and its sizes."""
     for section, teacher in config.teacher_models.items():
-        shape = find_teacher_shape(config, teacher.model.path)
+        shape = find_folder_shape(config, teacher.model.path)
         if shape is None:
             text = "is not on this machine; give a folder with its config.json"
             raise ConfigError([Problem(f"{section}.model.path={teacher.model.path}", text)])

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from megatron_grpo.cluster.machines import (
@@ -36,6 +36,10 @@ from megatron_grpo.preflight.model_file_checks import find_model_problems, list_
 from megatron_grpo.preflight.node_checks import find_delta_problems, find_fp8_machine_problems, find_node_remarks
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 from megatron_grpo.run.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, compare_with_last_start, is_in_use
+from megatron_grpo.run.uploads import explain_unusable_storage
+
+# What of this machine a run will meet: all of it, its files, as under Slurm, or nothing.
+Reach = Literal["machine", "files", "nothing"]
 
 # By prefix of the section: the library that receives the fields, its package, and our module that checks them.
 _LIBRARIES = {
@@ -119,12 +123,18 @@ def find_sandbox_problems(config: Config) -> Iterator[Problem]:
         yield Problem(subject, str(error).removeprefix(subject).strip())
 
 
-def examine_machine(config: Config, *, reads_rows: bool = True) -> tuple[list[Problem], list[Problem]]:
+def examine_machine(
+    config: Config, *, reads_rows: bool = True, reach: Reach = "machine"
+) -> tuple[list[Problem], list[Problem]]:
     """Check what a run needs of this machine; returns problems and remarks.
 
-    `reads_rows`: whether rows and recorded rollouts are read.
+    Args:
+        config: its configuration.
+        reads_rows: whether rows and recorded rollouts are read.
+        reach: what of this machine the run will meet; with "files" its GPUs, network and packages are not examined.
     """
-    problems = list(_find_launcher_problems())
+    is_here = reach == "machine"
+    problems = list(_find_launcher_problems()) if is_here else []
     if problems:
         return problems, []
     # The checks below are independent of each other, so that one message has all their problems.
@@ -132,12 +142,12 @@ def examine_machine(config: Config, *, reads_rows: bool = True) -> tuple[list[Pr
     remarks: list[Problem] = []
     if reads_rows:
         files, remarks = check_prompt_files(config) if config.reads_prompts else check_recording(config)
-    lacking_gpus, lacking_models = list(find_gpu_problems(config)), list(find_model_problems(config))
+    lacking_gpus, lacking_models = list(find_gpu_problems(config)) if is_here else [], list(find_model_problems(config))
     problems = [
         *lacking_gpus,
-        *find_cluster_problems(config),
+        *(find_cluster_problems(config) if is_here else ()),
         # Nodes with GPUs may have other packages than a machine without them.
-        *(() if lacking_gpus else _find_installation_problems(config)),
+        *(_find_installation_problems(config) if is_here and not lacking_gpus else ()),
         *find_login_problems(config),
         *(lacking_models or find_teacher_tokenizer_problems(config)),
         *files,
@@ -145,6 +155,8 @@ def examine_machine(config: Config, *, reads_rows: bool = True) -> tuple[list[Pr
     ]
     if not problems:  # the weights can be read
         remarks += list_unused_tensors(config)
+    if not is_here:
+        return problems, remarks
     remarks += find_node_remarks(config)
     address = read_environment_address()
     if address is not None and config.cluster.ray_address == address:
@@ -210,12 +222,15 @@ def find_package_problems(config: Config) -> Iterator[Rule]:
     policy, logger, has_gpus = config.policy, config.logger, config.cluster.gpus > 0
     is_local, uses_triton = config.cluster.ray_address is None, policy.logprob_kernel == "fused"
     te, te_advice = "transformer_engine", "pip install 'transformer-engine[pytorch]', or use off"
+    otlp, otlp_advice = "opentelemetry.exporter.otlp", "pip install opentelemetry-exporter-otlp, or use null"
     muon, muon_advice = "emerging_optimizers", "pip install emerging-optimizers, or use adamw"
     packages: list[tuple[str, object, str, str]] = [
         ("policy.fp8.format", policy.fp8.is_on_device and has_gpus, te, te_advice),
         ("logger.wandb.enabled", logger.wandb.enabled, "wandb", "pip install wandb, or set it to false"),
         ("logger.mlflow.enabled", logger.mlflow.enabled, "mlflow", "pip install mlflow, or set it to false"),
         ("logger.swanlab.enabled", logger.swanlab.enabled, "swanlab", "pip install swanlab, or set it to false"),
+        ("logger.rl_insight.enabled", logger.rl_insight.enabled, "rl_insight", "pip install rl-insight, or use false"),
+        ("logger.otlp_endpoint", logger.otlp_endpoint is not None, otlp, otlp_advice),
     ]
     if is_local:
         fusion = policy.gradient_accumulation_fusion
@@ -228,6 +243,9 @@ def find_package_problems(config: Config) -> Iterator[Rule]:
             ("policy.quantization", policy.quantization, "modelopt", "pip install nvidia-modelopt, or use null"),
             ("policy.logprob_kernel", uses_triton, "triton", "pip install triton, or use chunked or auto"),
         ]
+    storage = config.checkpointing.upload_to
+    reason = explain_unusable_storage(storage) if storage is not None else None
+    yield reason, "checkpointing.upload_to=", f"{reason}"
     for key, is_needed, package, advice in packages:
         text = f"needs the package {package}, which is not installed here: {advice}"
         yield is_needed and not _is_installed(package), f"{key}=", text

@@ -22,7 +22,7 @@ from megatron_grpo.config.keys import build_values, flatten
 from megatron_grpo.config.loop_names import translate_key
 from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.outside_files import open_to_append, parse_yaml, read_json, read_yaml
-from megatron_grpo.config.overrides import OPTION, SEARCH_KEY, list_config_groups
+from megatron_grpo.config.overrides import is_composition
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.config.started_values import find_untrusted_values
 from megatron_grpo.config.suggestions import describe_unknown_key
@@ -245,11 +245,6 @@ def compare_data(folder: Path, config: Config) -> list[str]:
         raise ConfigError([Problem(subject, text)])
     text = f"{folder / DATA_FILE} is missing: whether the data is that of the earlier start is not known"
     return [text] if now.is_comparable else []
-
-
-def is_composition(name: str) -> bool:
-    """True if an argument composes the configuration from files."""
-    return name == OPTION or name.lstrip("+") in {SEARCH_KEY, *list_config_groups()}
 
 
 def load_run_config(

@@ -128,24 +128,38 @@ def tool(name: str) -> str:
     return path
 
 
-def job(tmp_path: Path, *arguments: str, nodes: int, driver: str = "exit 0", **variables: str) -> subprocess.Popen[str]:
-    """The Slurm script in a job whose srun only records its commands, and runs `driver` in place of the driver."""
+def job(
+    tmp_path: Path,
+    *arguments: str,
+    nodes: int,
+    driver: str = "exit 0",
+    check: str = "echo 0 links; exit",
+    **variables: str,
+) -> subprocess.Popen[str]:
+    """The Slurm script in a job whose srun only records its commands, but runs `driver` and the `check` of $host."""
     folder, tools = tmp_path / "submit", tmp_path / "tools"
     for subfolder in (folder, tools):
         subfolder.mkdir(exist_ok=True)
-    record = tmp_path / "commands"
+    record, workers = tmp_path / "commands", tmp_path / "workers"
+    workers.touch()
     names = "\n".join(f"node{number}" for number in range(nodes))
     scripts = {
         # The driver's end ends the other nodes, so it waits until they are recorded.
         "srun": f"""
+if [[ "$*" == *check_node* ]]; then
+    for word in "$@"; do [[ $word == --nodelist=* ]] && host=${{word#*=}}; done
+    {check}
+fi
 for _ in {{1..200}}; do
-    [[ "$*" != *--nodelist=node0* || {nodes} = 1 || -s {record} ]] && break
+    [[ "$*" != *--nodelist=node0* || $(wc -l <{workers}) -ge ${{WORKERS:-{min(nodes - 1, 1)}}} ]] && break
     sleep 0.05
 done
 {{ flock 9; printf '%s\\0' "$@" >&9; printf '\\n\\0' >&9; }} 9>>{record}
-[[ "$*" != *--nodelist=node0* ]] && exit
+[[ "$*" != *--nodelist=node0* ]] && echo >>{workers} && exit
 {driver}""",
-        "scontrol": f"[[ $1 = show ]] && echo '{names}' || echo \"$@\" >>{tmp_path / 'requeued'}",
+        "scontrol": f"""
+[[ $3 = engine* ]] && echo engine0 && exit
+[[ $1 = show ]] && echo '{names}' || echo "$@" >>{tmp_path / "requeued"}""",
     }
     for name, text in scripts.items():
         (tools / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -157,9 +171,11 @@ done
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def submit_job(tmp_path: Path, *arguments: str, nodes: int = 2, **variables: str) -> list[list[str]]:
+def submit_job(
+    tmp_path: Path, *arguments: str, nodes: int = 2, check: str = "echo 0 links; exit", **variables: str
+) -> list[list[str]]:
     """The commands that the Slurm script gives to srun."""
-    with job(tmp_path, *arguments, nodes=nodes, **variables) as script:
+    with job(tmp_path, *arguments, nodes=nodes, check=check, **variables) as script:
         _, errors = script.communicate(timeout=60)
     assert script.returncode == 0, errors
     record = (tmp_path / "commands").read_text()
@@ -205,6 +221,58 @@ def test_a_run_folder_that_would_not_be_mounted_is_refused(tmp_path: Path) -> No
         _, errors = script.communicate(timeout=60)
     assert script.returncode == 2
     assert "give RUN_DIR=/scratch/one, which is mounted and resumed, and not run_dir=/scratch/one" in errors
+
+
+FAILING = """
+case $host in
+node1) echo starting; echo 7 of 8 GPUs answer; exit 1 ;;
+node2) sleep 60 ;;
+node3) echo 3 links; exit ;;
+*) echo 4 links; exit ;;
+esac"""
+
+
+def read_hosts(command: list[str]) -> list[str]:
+    (hosts,) = [word.partition("=")[2].split(",") for word in command if word.startswith("--nodelist=")]
+    return hosts
+
+
+def test_spares_replace_nodes_that_fail_their_check(tmp_path: Path) -> None:
+    variables = {"PYTHON": sys.executable, "SPARES": "3", "CHECK_TIME": "2"}
+    with job(tmp_path, nodes=6, check=FAILING, **variables) as script:
+        output, errors = script.communicate(timeout=60)
+    assert script.returncode == 0, errors
+    commands = [command.split("\0")[:-1] for command in (tmp_path / "commands").read_text().split("\n\0")[:-1]]
+    assert sorted(host for command in commands for host in read_hosts(command)) == ["node0", "node4", "node5"]
+    assert "node node1 fails: 7 of 8 GPUs answer" in output
+    assert "node node2 fails: did not answer within 2 s" in output
+    assert "node node3 fails: 3 links of the network are up, and 4 on others" in output
+
+
+def test_too_few_fit_nodes_end_the_job(tmp_path: Path) -> None:
+    with job(tmp_path, nodes=6, check=FAILING, PYTHON=sys.executable, SPARES="2", CHECK_TIME="2") as script:
+        _, errors = script.communicate(timeout=60)
+    assert script.returncode == 1
+    assert errors == "3 of 6 nodes are fit, and the run needs 4\n"
+    assert not (tmp_path / "commands").exists()
+
+
+def test_groups_of_a_heterogeneous_job_have_labels(tmp_path: Path) -> None:
+    groups = {"SLURM_JOB_NODELIST_HET_GROUP_0": "node[0-1]", "SLURM_JOB_NODELIST_HET_GROUP_1": "engine[0-0]"}
+    commands = submit_job(tmp_path, "+exp=quickstart", PYTHON=sys.executable, WORKERS="2", **groups)
+    roles: dict[str, set[str]] = {}
+    for command in commands:
+        (group,) = [word for word in command if word.startswith("--het-group=")]
+        roles.setdefault(group, set()).update(word for word in command if word.startswith("--labels="))
+    label = "--labels=megatron-grpo-role"
+    assert roles == {"--het-group=0": {f"{label}=training"}, "--het-group=1": {f"{label}=generation"}}
+
+
+def test_each_job_of_an_array_has_a_seed_and_a_folder(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    variables = {"RUN_DIR": str(run), "SEEDS": "7 11", "SLURM_ARRAY_TASK_ID": "1", "SEED_KEY": "ppo.seed"}
+    (command,) = submit_job(tmp_path, "+exp=quickstart", nodes=1, PYTHON=sys.executable, **variables)
+    assert command[-3:] == [f"run_dir={run}/seed_11", "+exp=quickstart", "ppo.seed=11"]
 
 
 REQUEUED = "requeue 7\n"
