@@ -10,6 +10,7 @@ setup(
     package_data={
         "megatron_grpo.observability": ["grafana_dashboard.json"],
         "megatron_grpo.observability.page": ["assets/*"],
+        "megatron_grpo.launch": ["slurm_pyxis.sbatch"],
         "megatron_grpo.platform": ["*.yaml"],
         "megatron_grpo.prepare": ["recipes.yaml", "starter/**/*.template"],
         "megatron_grpo.models": ["prepared_models.yaml"],

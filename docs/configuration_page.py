@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 
 from megatron_grpo.config.key_search import read_recipe_summary
 from megatron_grpo.config.keys import read_sections
@@ -26,7 +27,8 @@ message; `--check` does only that.
 
 Texts are taken as they are written, and `~` at the beginning of a path is the home folder. A value
 may refer to another key (`${policy.precision}`), to an environment variable (`${oc.env:HOME}`) or
-to the time (`${now:%Y-%m-%d}`).
+to the time (`${now:%Y-%m-%d}`). A line below has the key, its type and, behind the semicolon, its
+default.
 """
 
 
@@ -41,14 +43,18 @@ def format_page() -> str:
         if not section.keys:
             continue
         is_own = section.name in LOOPS and len(section.names) == 1
-        lines.append(f"\n## {f'Only in {section.name}' if is_own else ' and '.join(section.names) or 'Top level'}\n")
+        lines.append(f"\n## {f'Only in {section.name}' if is_own else _join_names(section.names) or 'Top level'}\n")
         if section.name:
             lines.append(f"{_wrap(section.doc, indent='')}\n")
-        lines += ["| Key | Type | Default | Meaning |", "|---|---|---|---|"]
         for key in section.keys:
-            doc = " ".join(key.doc.split()).replace("|", "\\|")
-            lines.append(f"| `{key.name}` | {key.type} | `{key.default_text}` | {doc} |")
+            lines.append(_wrap(f"- `{key.name}` ({key.type}; `{key.default_text}`): {key.doc}"))
     return "\n".join([*lines, ""])
+
+
+def _join_names(names: Sequence[str]) -> str:
+    """Join names of a section: `grpo.early_stop, also ppo, sft`."""
+    first, *others = names
+    return f"{first}, also {', '.join(name.partition('.')[0] for name in others)}" if others else first
 
 
 def _wrap(text: str, indent: str = "  ") -> str:

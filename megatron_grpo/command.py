@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 import yaml
 
 from megatron_grpo.algorithms.dispatch import run_algorithm
+from megatron_grpo.cluster.phases import phase
+from megatron_grpo.cluster.wait_notices import announce_waits
 from megatron_grpo.config.command_line import FAILED, MISTAKE, answer_help, report_interruption
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.help import format_help
@@ -46,7 +49,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run_task(overrides: Sequence[str], task: str) -> int:
     """Train, check or show the configuration, as `task` says; return the exit code."""
-    checked = check_overrides(overrides)
+    with announce_waits(), phase("checking the configuration, the data and this machine"):
+        checked = check_overrides(overrides)
     if task == "show" and checked.values:
         print(yaml.safe_dump(hide_values(checked.values), sort_keys=False, allow_unicode=True), end="")
     # A run can be planned for GPUs and files that this machine lacks.
@@ -60,14 +64,18 @@ def _run_task(overrides: Sequence[str], task: str) -> int:
     for remark in [] if task == "show" else checked.remarks:
         print(replace_controls(f"{remark.subject} {remark.text}"), flush=True)
     if task == "check":
-        print(f"configuration is fine: {summarize_run(config, _check_start(config))}")
+        with announce_waits(), phase("trying the parts of a start"):
+            start_from = check_start(config)
+        print(f"configuration is fine: {summarize_run(config, start_from)}")
     elif task == "train":
         run_algorithm(config)
     return 0
 
 
-def _check_start(config: Config) -> Path | None:
+def check_start(config: Config, output: TextIO | None = None) -> Path | None:
     """Make the further checks of a start; return its checkpoint.
+
+    `output`: stream of the remarks; None: standard output.
 
     ConfigError: an environment cannot be created, the checkpoint is damaged or has other LoRA adapters, or too few
     prompts are short enough.
@@ -76,9 +84,9 @@ def _check_start(config: Config) -> Path | None:
     from megatron_grpo.preflight.environment_checks import check_user_code
 
     for problem in check_user_code(config):
-        print(replace_controls(f"{problem.subject} {problem.text}"), flush=True)
+        print(replace_controls(f"{problem.subject} {problem.text}"), file=output, flush=True)
     for remark in compare_data(Path(config.run_dir), config):  # a start prints them among the changes
-        print(remark, flush=True)
+        print(remark, file=output, flush=True)
     checkpointer = Checkpointer(Path(config.run_dir), config.checkpointing, look_only=True)
     start_from = find_start_checkpoint(checkpointer, config)
     folder = find_local_folder(config.policy.model.path)
@@ -86,7 +94,7 @@ def _check_start(config: Config) -> Path | None:
         from megatron_grpo.preflight.conversation_checks import load_examined_prompts
 
         for note in load_examined_prompts(config, folder).notes:
-            print(note, flush=True)
+            print(note, file=output, flush=True)
     return start_from
 
 

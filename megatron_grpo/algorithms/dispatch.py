@@ -7,6 +7,8 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 from megatron_grpo.cluster.machines import prepare_ray_environment
+from megatron_grpo.cluster.phases import phase
+from megatron_grpo.cluster.wait_notices import announce_waits
 from megatron_grpo.config.schema import Config
 from megatron_grpo.run.user_objects import UserObjects
 
@@ -31,7 +33,10 @@ def run_algorithm(config: Config, user_objects: UserObjects | None = None, began
     with ThreadPoolExecutor(1, "import") as importer:  # while Ray starts
         names = (algorithm, "megatron_grpo.algorithms.setup:setup")
         functions = importer.submit(lambda: [pkgutil.resolve_name(name) for name in names])
-        for remark in check_user_code(config, user_objects.rewards if user_objects is not None else None):
+        with announce_waits(), phase("trying functions of the user"):
+            rewards = user_objects.rewards if user_objects is not None else None
+            remarks = list(check_user_code(config, rewards))
+        for remark in remarks:
             print(f"{remark.subject} {remark.text}", flush=True)
         with open_run(config, user_objects, began) as startup:
             with startup.part("imports"):

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Predicate
 from pydantic import Field
 
+from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.section import (
     CONNECTS,
     Address,
@@ -23,6 +24,8 @@ from megatron_grpo.config.section import (
     Starts,
 )
 
+# A repository on the Hugging Face hub.
+HubName = Annotated[str, Predicate(is_hub_name), "ORGANISATION/NAME", Starts(CONNECTS)]
 # Ray's environment variable with the address of the cluster that a driver joins; `ray job submit` sets it.
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 # A cluster runs code on the machines that join it.
@@ -65,11 +68,17 @@ class CheckpointingConfig(Section):
     save_period: Positive = 10
     """Steps between checkpoints; the last step is always saved."""
 
+    save_minutes: PositiveFloat | None = None
+    """Also save after the first step that ends so many minutes after the last save or start; null: by steps alone."""
+
     async_save: bool = False
     """Write in the background, from a copy in host memory; a save waits only for the copy and the previous save."""
 
     keep_top_k: Positive | None = None
-    """Number of checkpoints to keep, best by metric_name first; the newest always stays. null: all."""
+    """Number of checkpoints to keep, best by metric_name first; keep_newest stay besides. null: all."""
+
+    keep_newest: Positive = 1
+    """Number of the newest checkpoints that stay, whatever keep_top_k deletes."""
 
     metric_name: str | None = "val_accuracy"
     """Metric that ranks checkpoints (env/NAME: reported by an environment as NAME); reward where there is no
@@ -83,6 +92,17 @@ class CheckpointingConfig(Section):
     """auto: start from the newest intact checkpoint of run_dir, if any; none: from step 1, in a run_dir without
     checkpoints; a path: from there while run_dir has none (RUN_DIR/checkpoints/best or latest: the one ranked first, or
     the last). A job that may be queued again needs auto or a path."""
+
+    upload_to: Address | None = None
+    """Storage that gets a copy of complete checkpoints while training goes on: a URL of fsspec, such as
+    s3://BUCKET/RUN, whose package must be installed. null: none."""
+
+    push_to_hub: HubName | None = None
+    """Repository on the Hugging Face hub, ORGANISATION/NAME, that gets the model of complete checkpoints while training
+    goes on. null: none."""
+
+    upload_timeout_s: Seconds = 1800.0
+    """Deadline for sending a checkpoint; at the end of the run the last one that misses it is an error."""
 
 
 class WandbConfig(Section):
@@ -259,10 +279,9 @@ class PrepareConfig(Section):
 
     name: PreparedName | None = None
     """A tiny Qwen3 and its data. addition: sums of two numbers, 4 in 10 right; addition_moe: a Qwen3-MoE;
-    addition_hybrid: a Qwen3.5 with delta nets; addition_text: sums as reasoning_gym asks for them; distillation: as
-    addition, and a teacher that learnt longer; preference: with a wrong answer in each row; labelled: with a right or
-    wrong response and its label; calculator: calls a calculator, rarely correctly; two_tasks: sums, and a
-    game of several turns; null: none."""
+    addition_hybrid: a Qwen3.5 with delta nets; addition_text: sums as reasoning_gym asks for them; distillation: with
+    a teacher that learnt longer; preference: pairs; labelled: responses with labels; calculator:
+    calls a calculator; two_tasks: sums, and a game of several turns; null: none."""
 
     folder: PathText = "${oc.env:MEGATRON_GRPO_CACHE,${oc.env:HOME,.}/.cache/megatron_grpo}/${prepare.name}"
     """Folder of the model and its data; later runs reuse them."""
@@ -314,6 +333,9 @@ class PlanConfig(Section):
 
     host_memory_gib: PositiveFloat | None = None
     """Host memory of each node in GiB; null: that of the DGX system with cluster.gpu, where there is one."""
+
+    storage_gb_per_s: PositiveFloat = 20.0
+    """Speed at which all nodes together write checkpoints and read models, in 10^9 bytes a second."""
 
     timeout_s: Seconds = 1800.0
     """Deadline of all dry runs of a plan."""

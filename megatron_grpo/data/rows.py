@@ -28,7 +28,12 @@ from megatron_grpo.data.processors import TaskDataSpec, find_task
 from megatron_grpo.data.recorded_rows import RECORDED, RecordedRows, RecordedSequence
 from megatron_grpo.data.sources import Row, Source, open_source
 from megatron_grpo.data.specs import ROW_FORMS, find_processor_name, make_task_spec, parse_countdown_game
-from megatron_grpo.data.supervised_rows import find_label_problem, find_pair_problem, find_row_problem
+from megatron_grpo.data.supervised_rows import (
+    describe_missing_column,
+    find_label_problem,
+    find_pair_problem,
+    find_row_problem,
+)
 
 # Beginning of a list of messages as JSON and Python write it.
 _WRITTEN_MESSAGES = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from|value)\1\s*:")
@@ -329,7 +334,7 @@ def _find_row_problem(row: Row, spec: TaskDataSpec, task: str, kind: str) -> str
 def _find_missing_column(row: Row, spec: TaskDataSpec) -> str | None:
     for setting, column in (("prompt_key", spec.prompt_key), ("answer_key", spec.answer_key)):
         if column is not None and column not in row:
-            return f"has no column {column!r} (data.{setting}); it has {', '.join(map(str, row)) or 'none'}"
+            return describe_missing_column(row, setting, column)
     if spec.answer_key is not None and row[spec.answer_key] is None:
         return f"column {spec.answer_key!r} (data.answer_key) is null; every prompt needs a reference answer"
     return None

@@ -251,7 +251,7 @@ def find_spec_problems(data: DataConfig) -> Iterator[Problem]:
             except ValueError as error:
                 yield Problem(f"{section}.{name}={file}", str(error))
         if config.system_prompt is not None and config.system_prompt_file is not None:
-            text = f"and {section}.system_prompt are the same setting; give one of them"
+            text = f"and {section}.system_prompt both give the system message; give one of them"
             yield Problem(f"{section}.system_prompt_file", text)
         processor = config.processor
         if processor is not None and processor not in ROW_FORMS and not _is_import_path(processor):

@@ -12,6 +12,16 @@ from megatron_grpo.data.processors import DatumSpec, Message, TaskDataSpec, appl
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.recorded_rows import RECORDED, RecordedSequence, split_sequence
 
+# Columns that public sets have, by the setting that names one.
+_USUAL_COLUMNS = {
+    "prompt_key": ("prompt", "question", "problem", "instruction", "messages", "conversations"),
+    "answer_key": ("answer", "solution", "ground_truth", "expected_answer"),
+    "response_key": ("completion", "response", "answer", "output"),
+    "chosen_key": ("chosen",),
+    "rejected_key": ("rejected",),
+    "label_key": ("label",),
+}
+
 
 def supervised_data_processor(
     datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
@@ -51,9 +61,8 @@ def labelled_data_processor(
     datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
 ) -> DatumSpec:
     """Make a sequence with the label of its response."""
-    assert task_data_spec.label_key is not None, "rows without labels are pairs"
     row = supervised_data_processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
-    assert task_data_spec.label_key is not None, "rows without labels have another processor"
+    assert task_data_spec.label_key is not None, "rows without labels are pairs"
     return {**row, "label": bool(datum_dict[task_data_spec.label_key])}
 
 
@@ -172,19 +181,26 @@ def recorded_data_processor(
     )
 
 
+def describe_missing_column(row: Mapping[str, Any], setting: str, column: str) -> str:
+    """Describe a missing column, and the one that may be meant.
+
+    `setting`: key of `data` that names the column.
+    """
+    text = f"has no column {column!r} (data.{setting}); it has {', '.join(map(str, row)) or 'none'}"
+    usual = next((name for name in _USUAL_COLUMNS[setting] if name in row), None)
+    return text if usual is None else f"{text}; did you mean data.{setting}={usual}?"
+
+
 def find_row_problem(row: Mapping[str, Any], spec: TaskDataSpec) -> str | None:
     """Find why a row cannot be learnt from, by its columns; None: it can."""
     keys = [("prompt_key", spec.prompt_key)]
     keys += [("response_key", spec.response_key)] if spec.response_key is not None else []
     for setting, column in keys:
         if column not in row:
-            text = f"has no column {column!r} (data.{setting}); it has {', '.join(map(str, row)) or 'none'}"
+            text = describe_missing_column(row, setting, column)
             return text if spec.response_key else f"{text}; give data.response_key for rows of prompt and response"
-        value = row[column]
-        if not ((isinstance(value, str) and value) or is_conversation(value)):
-            return f"column {column!r} is neither a text nor a list of {{role, content}} messages"
-        if isinstance(value, list) and not spec.apply_chat_template:
-            return f"column {column!r} is a list of messages, which needs data.apply_chat_template=true"
+        if problem := _find_value_problem(row, column, spec):
+            return problem
     if spec.response_key is None and isinstance(row[spec.prompt_key], str):
         return f"column {spec.prompt_key!r} is a text, and its response is in another; name that in data.response_key"
     learnt = row[spec.prompt_key if spec.response_key is None else spec.response_key]
@@ -197,7 +213,7 @@ def find_label_problem(row: Mapping[str, Any], spec: TaskDataSpec) -> str | None
     """Find why a row has no label; None: it has."""
     assert spec.label_key is not None, "rows without labels are pairs"
     if spec.label_key not in row:
-        text = f"has no column {spec.label_key!r} (data.label_key); it has {', '.join(map(str, row)) or 'none'}"
+        text = describe_missing_column(row, "label_key", spec.label_key)
         return f"{text}; give data.label_key=null for rows of a better and a worse response"
     label = row[spec.label_key]
     if not isinstance(label, bool) and label not in (0, 1):
@@ -210,7 +226,7 @@ def find_pair_problem(row: Mapping[str, Any], spec: TaskDataSpec) -> str | None:
     """Find why a row is no pair to learn from; None: it is."""
     for setting, column in (("chosen_key", spec.chosen_key), ("rejected_key", spec.rejected_key)):
         if column not in row:
-            return f"has no column {column!r} (data.{setting}); it has {', '.join(map(str, row)) or 'none'}"
+            return describe_missing_column(row, setting, column)
     pair = [row[spec.chosen_key], row[spec.rejected_key]]
     if spec.prompt_key not in row:
         if not all(map(is_conversation, pair)):
@@ -221,13 +237,17 @@ def find_pair_problem(row: Mapping[str, Any], spec: TaskDataSpec) -> str | None:
     if pair[0] == pair[1]:
         return f"columns {spec.chosen_key!r} and {spec.rejected_key!r} are equal, so that nothing can be learnt"
     columns = [column for column in (spec.prompt_key, spec.chosen_key, spec.rejected_key) if column in row]
-    for column in columns:
-        value = row[column]
-        if not ((isinstance(value, str) and value) or is_conversation(value)):
-            return f"column {column!r} is neither a text nor a list of {{role, content}} messages"
-        if isinstance(value, list) and not spec.apply_chat_template:
-            return f"column {column!r} is a list of messages, which needs data.apply_chat_template=true"
-    return _find_turn_problem(row, spec, pair)
+    problems = (_find_value_problem(row, column, spec) for column in columns)
+    return next(filter(None, problems), None) or _find_turn_problem(row, spec, pair)
+
+
+def _find_value_problem(row: Mapping[str, Any], column: str, spec: TaskDataSpec) -> str | None:
+    value = row[column]
+    if not ((isinstance(value, str) and value) or is_conversation(value)):
+        return f"column {column!r} is neither a text nor a list of {{role, content}} messages"
+    if isinstance(value, list) and not spec.apply_chat_template:
+        return f"column {column!r} is a list of messages, which needs data.apply_chat_template=true"
+    return None
 
 
 def _find_turn_problem(row: Mapping[str, Any], spec: TaskDataSpec, responses: list[Any]) -> str | None:

@@ -26,7 +26,7 @@ from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.progress import ProgressDisplay, format_duration
 from megatron_grpo.observability.run_files import TOTAL
 from megatron_grpo.observability.step_traces import StepTraces
-from megatron_grpo.observability.summary import COMPLETED, RunEnd, write_summary
+from megatron_grpo.observability.summary import COMPLETED, RunEnd, describe_change, write_summary
 from megatron_grpo.observability.trackers import Tracker, list_settings, open_trackers
 from megatron_grpo.observability.user_tracker import make_tracker, open_tracker
 
@@ -272,9 +272,9 @@ class RunLogger:
         """Write summary.json and the plot at the end of training, and print the outcome."""
         summary = self.write_summary(self._end)
         plot = plot_run(self.run_dir, self.config.method.leading_metrics)
-        before, after = summary["accuracy_before"], summary["accuracy_after"]
-        accuracy = f", held-out accuracy {before:.3f} -> {after:.3f}" if None not in (before, after) else ""
-        self.note(f"{summary['steps']} steps in {format_duration(summary['train_s'])}{accuracy}; curves in {plot}")
+        change = describe_change(self.run_dir, summary)
+        steps = ", ".join(filter(None, (f"{summary['steps']} steps in {format_duration(summary['train_s'])}", change)))
+        self.note(f"{steps}; curves in {plot}")
 
     def close(self, *, failed: bool = False) -> None:
         """Close every file and tracker; idempotent."""

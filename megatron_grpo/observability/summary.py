@@ -76,6 +76,26 @@ def write_summary(
     return summary
 
 
+def describe_change(run_dir: str | Path, summary: Mapping[str, Any]) -> str:
+    """Describe the run's most telling figure, first and last; empty if it has none.
+
+    `summary`: of `write_summary`. Held-out accuracy comes before held-out loss, reward and loss.
+    """
+    folder = Path(run_dir)
+    losses = _select_values(read_steps(folder / VALIDATION_FILE), "val_loss")
+    learnt = _select_values(read_metrics(folder), "loss")
+    changes = {
+        "held-out accuracy": (summary["accuracy_before"], summary["accuracy_after"]),
+        "held-out loss": (losses[0], losses[-1]) if losses else (None, None),
+        "reward": (summary["reward_first"], summary["reward_last"]),
+        "loss": (learnt[0], learnt[-1]) if learnt else (None, None),
+    }
+    texts = (
+        f"{name} {first:.3f} -> {last:.3f}" for name, (first, last) in changes.items() if None not in (first, last)
+    )
+    return next(texts, "")
+
+
 def _select_values(steps: list[dict[str, Any]], name: str) -> list[float]:
     return [step[name] for step in steps if step.get(name) is not None]
 

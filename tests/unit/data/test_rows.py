@@ -85,7 +85,11 @@ def test_whole_pairs_and_marks_are_text(tmp_path: Path, line: bytes) -> None:
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        ({"question": "1?"}, "has no column 'prompt' (data.prompt_key); it has question (as in all of its 7 rows)"),
+        (
+            {"question": "1?"},
+            "has no column 'prompt' (data.prompt_key); it has question; did you mean data.prompt_key=question? "
+            "(as in all of its 7 rows)",
+        ),
         ({"prompt": "1?"}, "has no column 'answer' (data.answer_key); it has prompt (as in all of its 7 rows)"),
         ({"prompt": "1?", "answer": None}, "every prompt needs a reference answer (as in all of its 7 rows)"),
     ],

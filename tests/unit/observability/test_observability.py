@@ -20,7 +20,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.run_files import read_lines, write_json
 from megatron_grpo.observability.run_logger import RunLogger
-from megatron_grpo.observability.summary import RunEnd, write_summary
+from megatron_grpo.observability.summary import RunEnd, describe_change, write_summary
 from megatron_grpo.observability.timing import StepTimer
 from tests.support.trajectories import with_learnt
 
@@ -148,6 +148,25 @@ def test_the_summary_counts_the_whole_run(tmp_path: Path, config: Config) -> Non
     }
     assert {key: summary[key] for key in expected} == pytest.approx(expected)
     assert summary["phase_s"]["generation"] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("steps", "validations", "text"),
+    [
+        ([{"loss": 2.0}, {"loss": 1.5}], [], "loss 2.000 -> 1.500"),
+        ([{"loss": 2.0}, {"loss": 1.5}], [{"val_loss": 2.1}, {"val_loss": 1.6}], "held-out loss 2.100 -> 1.600"),
+        ([{"loss": 0.0, "reward": 0.25}], [], "reward 0.250 -> 0.250"),
+        ([{"reward": 0.25}], [{"val_accuracy": 0.5}], "held-out accuracy 0.500 -> 0.500"),
+        ([], [], ""),
+    ],
+)
+def test_the_last_line_has_the_most_telling_figure(
+    tmp_path: Path, steps: list[dict[str, float]], validations: list[dict[str, float]], text: str
+) -> None:
+    for name, rows in (("metrics.jsonl", steps), ("validation.jsonl", validations)):
+        lines = [json.dumps({"step": step, **row, "timing": {"total": 1.0}}) for step, row in enumerate(rows, 1)]
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
+    assert describe_change(tmp_path, write_summary(tmp_path, samples_per_step=8)) == text
 
 
 def test_a_run_without_steps_has_a_summary_and_a_plot(tmp_path: Path) -> None:

@@ -50,10 +50,10 @@ def test_a_file_has_one_line_of_120_columns_a_step(metrics: dict[str, float]) ->
 
 def test_a_line_has_the_figures_of_the_algorithm() -> None:
     ppo = show(1, GRPO, width=120, terminal=False)
-    for text in ("reward 0.412", "accuracy 0.410", "loss -0.00123", "value loss 0.25", "grad 0.853"):
+    for text in ("reward 0.412", "accuracy 0.410", "loss -0.0012", "value loss 0.2500", "grad 0.853"):
         assert text in ppo
     grpo = show(1, {key: value for key, value in GRPO.items() if key != "value_loss"}, width=120, terminal=False)
-    for text in ("loss -0.00123", "grad 0.853", "length 1234.5", "KL 0.0123"):
+    for text in ("loss -0.0012", "grad 0.853", "length 1234.5", "KL 0.0123"):
         assert text in grpo
     pairs = show(1, ROWS, width=120, terminal=False)
     for text in ("preferred 0.750", "loss 0.6931", "margin 0.125", "grad 1.25", "(generation 0.61, train 0.52)"):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_grpo.cluster.cleanup import interrupt_on_sigterm, keep_sigterm_handler
+from megatron_grpo.cluster.wait_notices import WaitNotices
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.observability.summary import RunEnd, write_summary
 from megatron_grpo.run.lifetime import Startup, record_end
@@ -177,3 +178,17 @@ def test_each_part_of_a_start_is_told_as_it_begins(capsys: pytest.CaptureFixture
     with startup.part("refit"):
         pass
     assert capsys.readouterr().out == "sending the weights to the engines\nwaiting for models and engines\n"
+
+
+def test_a_long_part_of_a_start_is_named() -> None:
+    made_up: Any = None
+    lines: list[str] = []
+    notices = WaitNotices(lines.append, first_s=0.05)
+    startup = Startup(Path(), *[made_up] * 6, began=0.0, notices=notices)
+    deadline = time.monotonic() + 10
+    with startup.part("ray"):
+        lines.clear()
+        while not lines and time.monotonic() < deadline:
+            time.sleep(0.01)
+    notices.close()
+    assert lines[0].endswith("s so far, in starting Ray")

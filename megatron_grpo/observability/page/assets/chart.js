@@ -21,6 +21,14 @@ function ticks(low, high, count) {
   return found;
 }
 
+/** Texts of ticks, with as few digits as tell them apart. */
+function tickTexts(values) {
+  for (let digits = 3; ; digits++) {
+    const texts = values.map((value) => short(value, digits));
+    if (digits > 8 || new Set(texts).size === texts.length) return texts;
+  }
+}
+
 /** Powers of ten across a range, about `count` of them. */
 function decades(low, high, count) {
   const [first, last] = [low, high].map((value) => Math.round(Math.log10(value)));
@@ -119,9 +127,10 @@ class Chart {
   }
 
   axes(low, high, steps, width) {
-    const nodes = (this.log ? decades : ticks)(low, high, 4).map((value) => svg("g", {},
+    const values = (this.log ? decades : ticks)(low, high, 4), texts = tickTexts(values);
+    const nodes = values.map((value, place) => svg("g", {},
       svg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: this.y(value), y2: this.y(value) }),
-      svg("text", { class: "tick", x: MARGIN.left - 8, y: this.y(value) + 4, "text-anchor": "end", text: short(value) })));
+      svg("text", { class: "tick", x: MARGIN.left - 8, y: this.y(value) + 4, "text-anchor": "end", text: texts[place] })));
     for (const step of ticks(steps[0], steps[1] || 1, Math.max(2, Math.floor(width / 130)))) {
       if (!Number.isInteger(step)) continue;
       nodes.push(svg("text", { class: "tick", x: this.x(step), y: CHART_HEIGHT - 6, "text-anchor": "middle", text: short(step) }));
