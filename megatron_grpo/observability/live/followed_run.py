@@ -74,10 +74,10 @@ class FollowedRun:
         alarms = read_alarms(self.folder)[-LATEST_ALARMS:]
         return self._description | {"alarms": alarms, "is_live": self._is_live(self.folder)}
 
-    def select_news(self, known: Mapping[str, Any]) -> dict[str, Any]:
+    def select_news(self, answer: Mapping[str, Any]) -> dict[str, Any]:
         """Select what the page does not have yet.
 
-        `known`: of the last answer. If a file was written anew or much is new, all figures are sent, thinned.
+        `answer`: `known` of the last answer, which the page sends back. If a file was written anew or much is new, all figures are sent, thinned.
         """
         self.refresh()
         files, description = (self.steps, self.validations), self.describe()
@@ -85,8 +85,8 @@ class FollowedRun:
         digest = hashlib.sha256(format_json(description).encode()).hexdigest()[:16]
         counts = [len(files[0].steps), len(files[1].steps), *(len(steps) for _, steps in tables.values())]
         versions = [file.version for file in files]
-        earlier = _read_numbers(known, "counts", len(counts))
-        is_known = _read_numbers(known, "versions", len(versions)) == versions
+        earlier = _read_numbers(answer, "counts", len(counts))
+        is_known = _read_numbers(answer, "versions", len(versions)) == versions
         is_known = is_known and all(0 <= now - then <= MOST_NEW_ROWS for now, then in zip(counts, earlier, strict=True))
         after = earlier if is_known else [0] * len(counts)
         figures = {group: self.steps.select_columns(group, after[0]) for group in GROUPS}
@@ -96,7 +96,7 @@ class FollowedRun:
             for (source, (kind, steps)), then in zip(tables.items(), after[2:], strict=True)
         }
         return {
-            "description": None if digest == known.get("digest") else description,
+            "description": None if digest == answer.get("digest") else description,
             "figures": figures,
             "tables": table_news,
             "is_whole": not is_known,
@@ -166,9 +166,9 @@ class FollowedRun:
         self._remark = None if self._vocabulary else f"Responses are shown as text, not as tokens: {reason}."
 
 
-def _read_numbers(known: Mapping[str, Any], name: str, count: int) -> list[int]:
+def _read_numbers(answer: Mapping[str, Any], name: str, count: int) -> list[int]:
     """Read numbers that a page sends back; -1 for each if it sends others."""
-    numbers = known.get(name)
+    numbers = answer.get(name)
     is_valid = isinstance(numbers, list) and len(numbers) == count and all(type(number) is int for number in numbers)
     return list(numbers) if is_valid and isinstance(numbers, list) else [-1] * count
 

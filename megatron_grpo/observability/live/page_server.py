@@ -132,7 +132,7 @@ class PageServer:
 
         `earlier`: `known` of the last answers, which the page sends back.
         """
-        answers = [run.select_news(known) for run, known in zip(self.runs, earlier, strict=True)]
+        answers = [run.select_news(answer) for run, answer in zip(self.runs, earlier, strict=True)]
         return {"runs": answers, "time": datetime.now().strftime("%H:%M:%S")}
 
     async def _read(self, work: Callable[..., Any], *arguments: Any) -> Any:
