@@ -8,7 +8,9 @@ setup(
     packages=[*find_packages(include=["megatron_grpo", "megatron_grpo.*"]), "megatron_grpo.conf", *kernels],
     package_dir={"megatron_grpo.conf": "conf", "megatron_grpo_kernels": "kernels"},
     package_data={
+        "megatron_grpo.observability": ["grafana_dashboard.json"],
         "megatron_grpo.observability.page": ["assets/*"],
+        "megatron_grpo.launch": ["slurm_pyxis.sbatch"],
         "megatron_grpo.platform": ["*.yaml"],
         "megatron_grpo.prepare": ["recipes.yaml", "starter/**/*.template"],
         "megatron_grpo.models": ["prepared_models.yaml"],

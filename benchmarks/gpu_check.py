@@ -1,9 +1,11 @@
 """Goes through `gpu_checks.CHECKS`, what only a machine with CUDA GPUs can show, and writes one JSON of the verdicts.
 
     python benchmarks/gpu_check.py [--part torch_only|image|all] [--result FILE] [--minutes M] [--again NAME...] [--dry]
+    python benchmarks/gpu_check.py --only NAME... [--result FILE] [--minutes M] [--dry]
 
 The file is written after every check, and a later call goes on with those that it lacks: a call may be interrupted, or
-given `--minutes` where commands are limited. `--again` runs checks once more: those named, or `failed`. Verdicts:
+given `--minutes` where commands are limited. `--again` runs checks once more: those named, or `failed`. `--only` runs
+these and no others, in this order, whatever the file has. Verdicts:
 
 - `pass`, `fail` (with the messages), and for each test of the check its own verdict, seconds and numbers;
 - `not run`: why, such as GPUs or packages that the machine lacks; tried again by the next call;
@@ -62,6 +64,9 @@ def main(arguments: list[str] | None = None, checks: tuple[Check, ...] = CHECKS)
         return 0
     result = open_result(options.result, {**header("gpu_check"), "gpus": gpus, "dry": options.dry, "checks": {}})
     chosen = [check for check in checks if options.part in (check.part, "all")]
+    if options.only:
+        by_name = {check.name: check for check in checks}
+        chosen = [by_name[name] for name in options.only]
     exit_code = run(chosen, result, options)
     print(json.dumps(result, indent=2))
     failed = any(record["verdict"] == "fail" for record in result["checks"].values())
@@ -74,11 +79,13 @@ def _options(arguments: list[str] | None, checks: tuple[Check, ...]) -> argparse
     parser.add_argument("--result", type=Path, default=Path("gpu_check.json"))
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--again", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--dry", action="store_true")
     options = parser.parse_args(arguments)
     names = [check.name for check in checks]
-    if unknown := {*options.again} - {"failed", *names}:
-        parser.error(f"--again {', '.join(sorted(unknown))}: no such check; there are {', '.join(names)}")
+    for option, extra in (("again", {"failed"}), ("only", set())):
+        if unknown := {*getattr(options, option)} - {*names, *extra}:
+            parser.error(f"--{option} {', '.join(sorted(unknown))}: no such check; there are {', '.join(names)}")
     return options
 
 
@@ -111,7 +118,7 @@ def run(checks: list[Check], result: Record, options: argparse.Namespace) -> boo
     records = result["checks"]
     for check in checks:
         verdict = records.get(check.name, {}).get("verdict", "not run")
-        again = check.name in options.again or ("failed" in options.again and verdict == "fail")
+        again = check.name in (*options.again, *options.only) or ("failed" in options.again and verdict == "fail")
         if verdict != "not run" and not again:
             continue
         if (limit_s := end - time.monotonic()) <= 0:

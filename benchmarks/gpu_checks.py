@@ -15,7 +15,7 @@ RANKS = ("megatron.core", "pydantic", "hydra", "omegaconf", "antlr4", "xxhash", 
 LAYERS = (*RANKS, "transformer_engine.pytorch", "transformer_engine_torch")
 """Looking for the last but one imports the package around it, which loads the last, its extension for torch."""
 ENGINES = (*RANKS, "ray", "vllm")
-CUDA_ONLY = ("transformer_engine.pytorch", "transformer_engine_torch")
+CUDA_ONLY = ("transformer_engine.pytorch", "transformer_engine_torch", "fla")
 """Modules that a dry run does without."""
 PARTS = ("torch_only", "image")
 """`torch_only`: for a machine with torch and Triton, and as much of RANKS as was brought there; `image`: the rest."""
@@ -97,6 +97,7 @@ CHECKS = (
         dry_run=f"{_POLICY} -k 'every_family and float32 and packed'",
     ),
     _torch("families", "tests/gpu/torch_only/test_families_on_gpu.py", RANKS, deadline_s=540, dry="cpu"),
+    _torch("delta nets", "tests/gpu/torch_only/test_delta_nets_on_gpu.py", (*RANKS, "fla"), dry="cpu"),
     _torch("optimizer", f"{_POLICY} -k optimizer_steps", RANKS, dry="cpu"),
     _torch("Muon", f"{_POLICY} -k muon", (*RANKS, "emerging_optimizers"), dry="cpu"),
     _torch(
@@ -134,9 +135,11 @@ CHECKS = (
         dry="cpu",
         dry_run="tests/gpu/image/test_refit_faults_on_gpu.py -k 'one_dead and middle'",
     ),
+    _image("vLLM, long batches", "tests/gpu/image/test_vllm_on_gpu.py", ("vllm",), deadline_s=420, dry="cpu"),
     _image("refit through memory", f"{_REFIT} -k the_gpu_of_a_rank", deadline_s=540, dry="cpu"),
     _image("refit over NCCL", f"{_REFIT} -k one_to_one", gpus=2, deadline_s=540, dry="cpu"),
     _image("refit bandwidth", f"{_REFIT} -k bandwidth", deadline_s=540, dry="cpu"),
+    _image("refit, FP8 engine", f"{_REFIT} -k in_fp8", deadline_s=540),
     _image("adapters alone", "tests/gpu/image/test_adapters_on_gpu.py", deadline_s=540),
     _image("colocated", f"{_COLOCATED} -k one_gpu_is", deadline_s=540, dry="cpu"),
     _image("colocated, PPO", f"{_COLOCATED} -k value_model", deadline_s=540),

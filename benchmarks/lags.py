@@ -1,96 +1,187 @@
-"""Trains presets on samples of older weights and compares the held-out accuracy that they reach; prints JSON.
+"""Compares methods on samples of older weights, with three seeds, and prints JSON; fills in docs/algorithms.md.
 
-    python benchmarks/lags.py [--variants defaults cispo ...] [--lags 0 1 4 16] [--seeds 1 2 3] [--task easy hard]
-        [--folder DIR] [override ...]
+    python benchmarks/lags.py --folder DIR [--methods clipped dppo ...] [--lags 0 1 4 16] [--seeds 1 2 3]
+        [--tasks quickstart hard] [override ...]
+    python benchmarks/lags.py --document benchmarks/results/DATE_lags_cpu.json
 
-Staleness is where presets differ: with lag n a step trains on samples that weights of n steps before drew, once n steps
-have passed (grpo.async_grpo.max_trajectory_age_steps; `age` is what was measured). In the hard task, at a temperature
-of 1.5 and with four samples of a prompt, most groups have no success at first. `interval` has the mean over seeds with
-95 %, by Student's distribution; it needs two seeds or more. With --folder runs are kept there, and one that was made
-before is not made again.
+Staleness is where methods differ: with lag n a step trains on samples that weights of n steps before drew
+(stale_learner.py). The task `quickstart` is that of the recipe, in all lags. In `hard`, with lag 4, a mixture of
+experts answers at temperature 1.8 in up to 24 tokens, most groups of four have no success at first, and its engine
+computes in bfloat16. A step has two optimizer steps, so that ratios differ from 1. Results lie in the folder; a run
+that was made before is not made again. `interval` has the mean over seeds with 95 %, by Student's distribution.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
-import sys
-import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+import torch
 from header import header
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
 from scipy.stats import t as student
-from seeds import is_complete
-from small_model import run
+from stale_learner import LaggedRun, train
 
-from megatron_grpo.observability.run_files import read_lines
-
-TASKS = {"easy": (), "hard": ("generation.temperature=1.5", "grpo.num_generations_per_prompt=4")}
-CORRECTION = (
-    "loss_fn.use_importance_sampling_correction=true",
-    "loss_fn.truncated_importance_sampling_type=tis",
-    "loss_fn.truncated_importance_sampling_ratio=2",
+DOCS = Path(__file__).parents[1] / "docs"
+CORRECTION = ("loss_fn.corrections=[tis]", "loss_fn.truncated_importance_sampling_ratio=2")
+METHODS = {
+    "clipped": (),
+    "clipped, tis": CORRECTION,
+    "dppo": ("+variant=dppo",),
+    "cispo, tis": ("+variant=cispo", *CORRECTION),
+    "gspo, tis": ("+variant=gspo", *CORRECTION),
+    "off_policy_mask": ("+variant=off_policy_mask",),
+    "dro": ("+variant=dro",),
+    "vespo": ("+variant=vespo",),
+    "maxrl, tis": ("+variant=maxrl", *CORRECTION),
+}
+STEP = (
+    "grpo.num_prompts_per_step=8",
+    "policy.train_global_batch_samples=32",
+    "policy.optimizer.lr=5e-4",
+    "grpo.max_num_steps=40",
 )
 
 
-def train(variant: str, lag: int, task: str, seed: int, folder: Path, overrides: Sequence[str]) -> dict[str, float]:
-    """Final accuracy, and mean age of samples, of one run."""
-    run_dir = folder / f"{task}_{variant}_{lag}_{seed}"
-    if not is_complete(run_dir):
-        ahead = (*CORRECTION, "grpo.async_grpo.enabled=true", f"grpo.async_grpo.max_trajectory_age_steps={lag}")
-        preset = () if variant == "defaults" else (f"+variant={variant}",)
-        settings = [*preset, *TASKS[task], *(ahead if lag else ()), f"grpo.seed={seed}", f"run_dir={run_dir}"]
-        command = [sys.executable, "-m", "megatron_grpo.train", "+exp=quickstart", "checkpointing=none"]
-        run([*command, *settings, "logger.progress=false", *overrides])
-    steps = read_lines(run_dir / "metrics.jsonl")
-    accuracy = [row["val_accuracy"] for row in read_lines(run_dir / "validation.jsonl")]
-    return {"accuracy": accuracy[-1], "age": statistics.fmean(step.get("trajectory_age", 0.0) for step in steps)}
+@dataclass(frozen=True)
+class Task:
+    """A task with the precision of its engine, and the lags that it is made with."""
+
+    overrides: tuple[str, ...]
+    engine_dtype: str
+    lags: tuple[int, ...] | None
+    """None: those of the command line."""
 
 
-def summarize(results: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Mean and interval over seeds."""
+TASKS = {
+    "quickstart": Task(("+exp=quickstart", "policy.parallel.pipeline=1", *STEP), "float32", None),
+    "hard": Task(
+        (
+            "+exp=quickstart_moe",
+            "policy.parallel.data=1",
+            "policy.parallel.expert=1",
+            "generation.temperature=1.8",
+            "data.max_input_seq_length=8",
+            "generation.max_new_tokens=24",
+            *STEP,
+            "grpo.num_prompts_per_step=16",
+            "grpo.num_generations_per_prompt=4",
+        ),
+        "bfloat16",
+        (4,),
+    ),
+}
+
+
+def measure(task: str, method: str, lag: int, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Make a run, unless its result lies in the folder."""
+    file = options.folder / f"{task}_{re.sub('[^a-z_]+', '_', method)}_{lag}_{seed}.json"
+    if not file.exists():
+        overrides = (*TASKS[task].overrides, *METHODS[method], *options.overrides)
+        run = LaggedRun(overrides=overrides, lag=lag, seed=seed, engine_dtype=TASKS[task].engine_dtype)
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(train(run)))
+        partial.rename(file)
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
+
+
+def summarize(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mean accuracy over seeds with its interval."""
     values = [result["accuracy"] for result in results]
-    figures: dict[str, Any] = {
-        "accuracies": values,
-        "mean": statistics.fmean(values),
-        "age": statistics.fmean(result["age"] for result in results),
-    }
+    figures: dict[str, Any] = {"accuracies": [round(value, 4) for value in values], "mean": statistics.fmean(values)}
     if len(values) > 1:
         half = student.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
         figures["interval"] = [figures["mean"] - half, figures["mean"] + half]
-    return figures
+    return figures | {"runs": [{name: figure for name, figure in run.items() if name != "accuracy"} for run in results]}
 
 
-def compare(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """All variants at all lags on all tasks, one run at a time."""
-    return [
-        {
-            "variant": variant,
-            "lag": lag,
-            "task": task,
-            **summarize([train(variant, lag, task, seed, folder, options.overrides) for seed in options.seeds]),
-        }
-        for task in options.task
-        for variant in options.variants
-        for lag in options.lags
-    ]
+def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All methods in all lags of all tasks."""
+    rows = []
+    for task in options.tasks:
+        for lag in TASKS[task].lags or options.lags:
+            for method in options.methods:
+                results = [measure(task, method, lag, seed, options) for seed in options.seeds]
+                rows.append({"task": task, "method": method, "lag": lag, **summarize(results)})
+    return rows
+
+
+def write_document(path: Path) -> None:
+    """Write the table and the figure of a result into docs/algorithms.md, between its pair of marks."""
+    page, result, mark = DOCS / "algorithms.md", json.loads(path.read_text()), "<!-- lags -->"
+    origin = f"Measured {result['date']} on a CPU ({result['machine']})."
+    figure = "![held-out accuracy by lag](images/lags.svg)"
+    filled = f"{mark}\n{_write_table(result['runs'])}\n\n{origin}\n\n{figure}\n{mark}"
+    text, count = re.subn(f"{mark}.*{mark}", filled.replace("\\", r"\\"), page.read_text(), flags=re.DOTALL)
+    if count != 1:
+        raise SystemExit(f"{page} needs {mark} exactly twice")
+    page.write_text(text)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "lags"}):  # the same file every time
+        metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        FigureCanvasSVG(_draw(result["runs"])).print_svg(str(DOCS / "images" / "lags.svg"), metadata=metadata)
+
+
+def _write_table(runs: Sequence[dict[str, Any]]) -> str:
+    columns = list(dict.fromkeys((run["task"], run["lag"]) for run in runs))
+    rows = [["", *(f"{task}, lag {lag}" for task, lag in columns)], ["---"] * (len(columns) + 1)]
+    cells = {(run["method"], run["task"], run["lag"]): _write_cell(run) for run in runs}
+    methods = dict.fromkeys(run["method"] for run in runs)
+    rows += [[f"`{method}`", *(cells[method, *column] for column in columns)] for method in methods]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _write_cell(run: dict[str, Any]) -> str:
+    return f"{run['mean']:.2f} ± {run['interval'][1] - run['mean']:.2f}"
+
+
+def _draw(runs: Sequence[dict[str, Any]]) -> Figure:
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    shown = [run for run in runs if run["task"] == "quickstart"]
+    methods, lags = list(dict.fromkeys(run["method"] for run in shown)), sorted({run["lag"] for run in shown})
+    for index, method in enumerate(methods):
+        line = sorted((run for run in shown if run["method"] == method), key=lambda run: run["lag"])
+        places = [lags.index(run["lag"]) + 0.06 * (index - len(methods) / 2) for run in line]
+        halves = [run["interval"][1] - run["mean"] for run in line]
+        axes.errorbar(places, [run["mean"] for run in line], halves, label=method, color=f"C{index}", linewidth=1.4)
+    axes.set(xlabel="lag in steps", ylabel="held-out accuracy", ylim=(0, 1))
+    axes.set_xticks(range(len(lags)), [str(lag) for lag in lags])
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower left", ncols=2)
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--lags", nargs="+", type=int, default=[0, 1, 4, 16])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--folder", type=Path, help="folder for the results of runs")
+    parser.add_argument("--document", type=Path, help="result to put into docs/algorithms.md")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args()
+    if options.document:
+        write_document(options.document)
+        return
+    if options.folder is None:
+        parser.error("give --folder or --document")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    tasks = {name: {"overrides": TASKS[name].overrides, "engine": TASKS[name].engine_dtype} for name in options.tasks}
+    methods = {name: METHODS[name] for name in options.methods}
+    result = {**header("lags"), "seeds": options.seeds, "tasks": tasks, "methods": methods}
+    print(json.dumps({**result, "overrides": options.overrides, "runs": compare(options)}, indent=1))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", default=["defaults", "cispo", "gspo", "sapo"])
-    parser.add_argument("--lags", nargs="+", type=int, default=[0, 1, 4, 16])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("overrides", nargs="*")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as path:
-        folder = (options.folder or Path(path)).absolute()
-        rows = compare(options, folder)
-    print(
-        json.dumps({**header("lags"), "seeds": options.seeds, "overrides": options.overrides, "runs": rows}, indent=2)
-    )
+    main()

@@ -21,7 +21,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.costs import time_collective
 from megatron_grpo.planning.engine_shards import split_engine
-from megatron_grpo.planning.generation_cost import _count_weight_bytes, count_expert_parameters
+from megatron_grpo.planning.generation_cost import _count_weight_bytes, count_expert_parameters, size_engine
 from megatron_grpo.planning.step import StepTimes
 from megatron_grpo.platform.hardware import Hardware
 
@@ -59,11 +59,14 @@ def time_gathered_refit(config: Config, shape: ModelShape, gpu: Hardware) -> flo
 
 
 def slow_moves(times: StepTimes, config: Config, shape: ModelShape, gpu: Hardware) -> StepTimes:
-    """Move the optimizer's state at the speeds of pageable memory, in place of pinned memory's."""
+    """Move the optimizer's state at the speeds of pageable memory, in place of pinned memory's.
+
+    Engines keep their weights on the host while they sleep.
+    """
     if not config.generation.is_colocated:
         return times
     state = STATE_BYTES * sum(count_bytes(shape)) / 2 / config.policy.parallel.world_size
-    phase_s = dict(times.phase_s)
+    engine, phase_s = size_engine(config, shape, gpu).weight_bytes, dict(times.phase_s)
     for phase, speed in (("offload", TO_HOST), ("onload", FROM_HOST)):
-        phase_s[phase] += state / speed - state / gpu.host_bytes_per_s
+        phase_s[phase] += state / speed - (state - engine) / gpu.host_bytes_per_s
     return replace(times, phase_s=phase_s, synchronous_s=sum(phase_s.values()))

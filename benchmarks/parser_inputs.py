@@ -31,7 +31,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from megatron_grpo.environments.vllm_parsers import read_parser_names
-from megatron_grpo.rollouts.call_texts import OutputParser
+from megatron_grpo.rollouts.call_texts import TextReader
 
 MARK = re.compile(r"<[^<>\s{}]{1,40}>|\[/?[A-Z_]{2,20}\]|<[|｜][^<>]{1,40}[|｜]>")
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    OutputParser(make_tokenizer(["<tool_call>", "</tool_call>"]), "hermes", None)  # imports vLLM before the forks
+    TextReader(make_tokenizer(["<tool_call>", "</tool_call>"]), "hermes", None)  # imports vLLM before the forks
     rows = [
         {"parser": name, "of": kind, **measure(kind, name, options)}
         for kind, folder in (("tool", "tool_parsers"), ("reasoning", "reasoning"))
@@ -145,7 +145,7 @@ def time_in_child(kind: str, name: str, marks: list[str], texts: list[str], seco
     if child == 0:
         tokenizer = make_tokenizer(marks)
         try:
-            reader = OutputParser(tokenizer, name if kind == "tool" else None, name if kind == "reasoning" else None)
+            reader = TextReader(tokenizer, name if kind == "tool" else None, name if kind == "reasoning" else None)
         except Exception as error:  # noqa: BLE001 - parsers of models with tokenizers of their own
             os.write(writing, json.dumps(str(error)[:200]).encode() + b"\n")
             os._exit(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 import yaml
 
@@ -64,15 +65,17 @@ def _run_task(overrides: Sequence[str], task: str) -> int:
         print(replace_controls(f"{remark.subject} {remark.text}"), flush=True)
     if task == "check":
         with announce_waits(), phase("trying the parts of a start"):
-            start_from = _check_start(config)
+            start_from = check_start(config)
         print(f"configuration is fine: {summarize_run(config, start_from)}")
     elif task == "train":
         run_algorithm(config)
     return 0
 
 
-def _check_start(config: Config) -> Path | None:
+def check_start(config: Config, output: TextIO | None = None) -> Path | None:
     """Make the further checks of a start; return its checkpoint.
+
+    `output`: stream of the remarks; None: standard output.
 
     ConfigError: an environment cannot be created, the checkpoint is damaged or has other LoRA adapters, or too few
     prompts are short enough.
@@ -81,9 +84,9 @@ def _check_start(config: Config) -> Path | None:
     from megatron_grpo.preflight.environment_checks import check_user_code
 
     for problem in check_user_code(config):
-        print(replace_controls(f"{problem.subject} {problem.text}"), flush=True)
+        print(replace_controls(f"{problem.subject} {problem.text}"), file=output, flush=True)
     for remark in compare_data(Path(config.run_dir), config):  # a start prints them among the changes
-        print(remark, flush=True)
+        print(remark, file=output, flush=True)
     checkpointer = Checkpointer(Path(config.run_dir), config.checkpointing, look_only=True)
     start_from = find_start_checkpoint(checkpointer, config)
     folder = find_local_folder(config.policy.model.path)
@@ -91,7 +94,7 @@ def _check_start(config: Config) -> Path | None:
         from megatron_grpo.preflight.conversation_checks import load_examined_prompts
 
         for note in load_examined_prompts(config, folder).notes:
-            print(note, flush=True)
+            print(note, file=output, flush=True)
     return start_from
 
 

@@ -69,6 +69,9 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError(f"{run_dir} has no configuration, because the run ended before its first step: {reason}")
     is_trusted = parsed.options.pop(TRUST, False)
     config = load_run_config(run_dir, parsed.overrides, is_trusted=is_trusted, sections=_SECTIONS)
+    if config.method.rows is not None:
+        text = "learns from rows, and the doctor compares engines that sample with training"
+        raise ValueError(f"{run_dir}: algorithm={config.algorithm} {text}")
     model = fetch_model_folder(config.policy.model.path)
     if not (model / "config.json").is_file():
         raise ValueError(f"policy.model.path={model} has no model; add policy.model.path=FOLDER if it has moved")

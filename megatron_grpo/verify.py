@@ -53,7 +53,7 @@ may be a small multiple as far away as transformers in float32. Exit code 1 when
 With loss=NAME the tokens have the loss of an objective, a correction or advantages: one of loss_fn.objective, of
 loss_fn.corrections or of grpo.adv_estimator.name, or a function of your own (docs/extending.md).
 Its loss and gradient are compared with those of one process on rectangles, packed and padded, in one microbatch and in
-many, and in [{FORMULA_LAYOUTS}].
+many, and in [{FORMULA_LAYOUTS}]. The ranks of a layout start once for all formulas.
 
   model      a folder in Hugging Face format, a hub name, or tiny: and one of
 {textwrap.fill(", ".join(FAMILIES), 106, initial_indent=" " * 13, subsequent_indent=" " * 13)}
@@ -70,7 +70,8 @@ many, and in [{FORMULA_LAYOUTS}].
   steps      optimizer steps after which losses are compared (3)
   seed       of tokens, and of the weights of a model that is made (0)
   timeout_s  deadline of one layout (600)
-  loss       formula to verify: a name, or module.function of your own
+  loss       formulas to verify: a name, module.function of your own, several as in [gspo,maxrl], or all, the built-in
+             ones
   options    parameters of a function of your own, such as [high=0.3,low=0.1]
   --json     results as JSON
 """
@@ -95,8 +96,8 @@ class VerifyRequest:
     steps: Positive = 3
     seed: NonNegative = 0
     timeout_s: Seconds = 600.0
-    loss: str | None = None
-    """Formula of the loss to verify; None: the model."""
+    losses: tuple[str, ...] = ()
+    """Formulas of the loss to verify; empty: the model."""
     options: dict[str, str] = field(default_factory=dict)
     """Parameters of the formula."""
     json: bool = False
@@ -116,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
     failed = [row for row in rows if not row.passed]
     if request.json:
         results = [asdict(row) | {"passed": row.passed, "faults": row.faults} for row in rows]
-        print(json.dumps({"model": request.model, "loss": request.loss, "rows": results}))
+        print(json.dumps({"model": request.model, "losses": request.losses, "rows": results}))
     elif failed:
         print(f"FAILED: {len(failed)} of {len(rows)} are further away than rounding explains")
     else:
@@ -134,50 +135,59 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
         RunError: a rank failed.
     """
     # Imported here, because torch takes seconds to import.
-    from megatron_grpo.verification.formula_layouts import draw_fields, make_formula_problem, make_rectangle_loss
-    from megatron_grpo.verification.problem import compute_truth, make_batch, make_loss, prepare_model
+    from megatron_grpo.verification.formula_layouts import list_formulas, make_formula_problem, make_subjects
+    from megatron_grpo.verification.problem import make_batch, prepare_model
     from megatron_grpo.verification.ranks import Task, compare_layout, run_layout
 
-    problem = None if request.loss is None else make_formula_problem(request.loss, request.options)
+    problems = [make_formula_problem(name, request.options) for name in list_formulas(request.losses)]
     model = prepare_model(request.model, request.shrink, folder / "model", request.seed)
     shape = read_model_shape(model)
+    _require_readable(request, model, shape)
+    # Before the tokens are computed, so that a layout that does not fit is refused at once.
+    layouts = _select_layouts(request, shape)
+    batch = make_batch(shape.vocab, request.sequences, request.longest, request.seed)
+    with phase("transformers' outputs and gradients"):
+        subjects = make_subjects(model, batch, problems, request.seed)
+    one_rank: dict[str, Row] = {}
+    for name, parallel, most_tokens in _list_cases(request, layouts, sum(batch.lengths)):
+        for packed in request.packing:
+            place, limits = (str(model), parallel, packed), (request.steps, request.seed, request.timeout_s)
+            tasks = [Task(*place, part.batch, *limits, part.loss, most_tokens, part.formula) for part in subjects]
+            try:
+                with phase(f"layout {name}"):
+                    results = run_layout(tasks)
+            except RunError as error:
+                raise RunError(f"layout {name}: {error}") from None
+            for subject, result in zip(subjects, results, strict=True):
+                formula, first = subject.formula, one_rank.get(subject.formula)
+                row = compare_layout(name, packed, result, subject.reference, subject.batch, first)
+                row = replace(row, formula=formula)
+                if not request.json:
+                    _print_row(row, None if one_rank else subject.reference.reference)
+                one_rank.setdefault(formula, row)
+                yield row
+
+
+def _require_readable(request: VerifyRequest, model: Path, shape: ModelShape) -> None:
+    """Refuse weights without support, and a family that reads other models."""
     text = None if request.family is None else explain_other_family(shape, request.family)
     if text is not None:
         raise ValueError(f"family={request.family} {text}")
     for text in find_weight_problems(model, shape):
         raise ValueError(f"model={request.model}: {text}")
-    # Before the tokens are computed, so that a layout that does not fit is refused at once.
-    layouts = _select_layouts(request, shape)
-    batch = make_batch(shape.vocab, request.sequences, request.longest, request.seed)
-    with phase("transformers' outputs and gradients"):
-        reference, loss = compute_truth(model, batch), make_loss()
-        if problem is not None:
-            batch, loss = draw_fields(problem, batch, reference.logprobs, request.seed), problem.loss
-            reference = compute_truth(model, batch, make_rectangle_loss(loss, batch))
+
+
+def _list_cases(request: VerifyRequest, layouts: Layouts, tokens: int) -> list[tuple[str, ParallelConfig, int | None]]:
+    """List layouts by name, with the tokens of their largest microbatch.
+
+    None: that of the tasks. `tokens`: of the whole batch.
+    """
     # The gradients of all layouts are compared with those of one rank, which therefore comes first.
-    one_rank: Row | None = None
-    one_rank_layout = ParallelConfig()
-    cases: list[tuple[str, ParallelConfig, int | None]] = [("tp1", one_rank_layout, None)]
-    if problem is not None:
-        cases += [("1 batch", one_rank_layout, 2 * sum(batch.lengths)), ("many", one_rank_layout, request.longest)]
-    cases += [(*layout, None) for layout in layouts if layout[1] != one_rank_layout]
-    for name, parallel, most_tokens in cases:
-        for packed in request.packing:
-            task = Task(
-                str(model), parallel, packed, batch, request.steps, request.seed, request.timeout_s, loss, most_tokens
-            )
-            try:
-                with phase(f"layout {name}"):
-                    result = run_layout(task)
-            except RunError as error:
-                raise RunError(f"layout {name}: {error}") from None
-            row = compare_layout(name, packed, result, reference, batch, one_rank)
-            one_rank = one_rank or row
-            if not request.json:
-                if row is one_rank:
-                    print(_describe_reference(reference.reference), _HEADER, sep="\n")
-                print(_format_row(row), *(f"    {text}" for text in row.faults), sep="\n", flush=True)
-            yield row
+    one_rank = ParallelConfig()
+    cases: list[tuple[str, ParallelConfig, int | None]] = [("tp1", one_rank, None)]
+    if request.losses:
+        cases += [("1 batch", one_rank, 2 * tokens), ("many", one_rank, request.longest)]
+    return cases + [(*layout, None) for layout in layouts if layout[1] != one_rank]
 
 
 def add_sequence_parallelism(parallel: ParallelConfig, shape: ModelShape) -> ParallelConfig:
@@ -189,7 +199,7 @@ def add_sequence_parallelism(parallel: ParallelConfig, shape: ModelShape) -> Par
 def _select_layouts(request: VerifyRequest, shape: ModelShape) -> Layouts:
     """Select the requested layouts, or the defaults that fit the model."""
     names = DEFAULT_LAYOUTS if shape.experts is None else f"{DEFAULT_LAYOUTS},{EXPERT_LAYOUTS}"
-    names = names if request.loss is None else FORMULA_LAYOUTS
+    names = FORMULA_LAYOUTS if request.losses else names
     usable = []
     for name, requested in read_layouts("layouts", names) if request.layouts is None else request.layouts:
         parallel = add_sequence_parallelism(requested, shape)
@@ -206,10 +216,11 @@ def _select_layouts(request: VerifyRequest, shape: ModelShape) -> Layouts:
 
 def _describe_request(request: VerifyRequest) -> str:
     model = f"model={request.model}" + (f" family={request.family}" if request.family else "")
-    if request.loss is None:
+    if not request.losses:
         return f"verifies {model}"
     options = ",".join(f"{name}={text}" for name, text in request.options.items())
-    return f"verifies loss={request.loss}{f' options=[{options}]' if options else ''} with {model}"
+    losses = request.losses[0] if len(request.losses) == 1 else f"[{','.join(request.losses)}]"
+    return f"verifies loss={losses}{f' options=[{options}]' if options else ''} with {model}"
 
 
 def _describe_reference(reference: Distance) -> str:
@@ -223,11 +234,18 @@ def _describe_reference(reference: Distance) -> str:
 _HEADER = "layout       packed  |d logprob|  gradient err  d loss    import=export  peak GiB  step s          worst"
 
 
+def _print_row(row: Row, reference: Distance | None) -> None:
+    """Print a row, and before the first one the header and the distance of transformers."""
+    if reference is not None:
+        print(_describe_reference(reference), _HEADER, sep="\n")
+    print(_format_row(row), *(f"    {text}" for text in row.faults), sep="\n", flush=True)
+
+
 def _format_row(row: Row) -> str:
     return (
         f"{row.layout:12} {'yes' if row.packed else 'no':6}  {row.logprob:11.1e}  {row.gradient:12.1e}  "
         f"{row.loss:8.1e}  {'exact' if row.exact else 'DIFFERS':13}  {row.peak_gib:8.2f}  {row.step_s:6.3f}  "
-        f"{'ok' if row.passed else 'FAILED':6}  {row.worst_tensor}"
+        f"{'ok' if row.passed else 'FAILED':6}  {row.worst_tensor}{f' of {row.formula}' if row.formula else ''}"
     )
 
 
@@ -238,7 +256,7 @@ def read_request(arguments: Sequence[str]) -> VerifyRequest:
         ValueError: an argument is wrong.
     """
     kinds = get_type_hints(VerifyRequest, include_extras=True)
-    kinds |= {"layouts": str, "packing": Literal["true", "false", "both"], "options": list[str], "loss": str}
+    kinds |= {"layouts": str, "packing": Literal["true", "false", "both"], "options": list[str], "loss": list[str]}
     values = parse_arguments(arguments, {**kinds, "--json": kinds.pop("json")}).options
     if "layouts" in values:
         values["layouts"] = read_layouts("layouts", values["layouts"])
@@ -246,10 +264,11 @@ def read_request(arguments: Sequence[str]) -> VerifyRequest:
         values["packing"] = {"true": (True,), "false": (False,), "both": (True, False)}[values["packing"]]
     elif "loss" in values:
         values["packing"] = (True, False)
+    values["losses"] = tuple(values.pop("loss", ()))
     if "options" in values:
         pairs = [option.partition("=") for option in values["options"]]
-        if "loss" not in values or not all(equals for _, equals, _ in pairs):
-            text = "options are parameters of loss=NAME, written [high=0.3,low=0.1]"
+        if len(values["losses"]) != 1 or not all(equals for _, equals, _ in pairs):
+            text = "options are parameters of one loss=NAME, written [high=0.3,low=0.1]"
             raise ValueError(f"options={','.join(values['options'])}: {text}")
         values["options"] = {name: text for name, _, text in pairs}
     return VerifyRequest(**values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -10,12 +11,14 @@ from megatron_grpo.algorithms import saves
 from megatron_grpo.algorithms.context import SamplingRun
 from megatron_grpo.algorithms.step_report import StepReport, UnpublishedStepError, log_step
 from megatron_grpo.algorithms.validation import find_stop_reason, update_early_stop, validate
+from megatron_grpo.cluster.phases import phase
 from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.data.loader import iterate_batches
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.scores import TrainerState
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.run.directory import STOP_FILE
+from megatron_grpo.run.directory import OUT_OF_TIME_FILE, STOP_FILE
+from megatron_grpo.run.job_time import JobTime
 
 SomeRun = TypeVar("SomeRun", bound=SamplingRun)
 # One step of an algorithm on the next prompts; None: the prompts are used up.
@@ -32,17 +35,19 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
         ModelLostError: a rank of a model is gone, and all training since the last checkpoint is lost.
         RunError: a step failed, or a file of the run cannot be written; the message says which.
     """
-    limits, state = run.config.loop, run.state
+    limits, state, job_time = run.config.loop, run.state, JobTime.from_environment()
     with saves.complete_files(run):
         _share_progress(run)
         run.callbacks.notify("on_start", state["total_steps"], run.run_dir)
         _catch_up_on_validation(run)
         batches = iterate_batches(run.loader, limits.max_num_epochs)
         metrics: dict[str, float] = {}  # of the last step
-        while state["total_steps"] < limits.max_num_steps and not _should_stop_early(run):
+        while state["total_steps"] < limits.max_num_steps and not _should_stop_early(run, job_time):
+            began = time.monotonic()
             _share_progress(run)
+            number = state["total_steps"] + 1
             try:
-                with saves.save_before_failure(run, metrics), _profile(run, state["total_steps"] + 1):
+                with saves.save_before_failure(run, metrics), _profile(run, number), phase(f"step {number}"):
                     report = step(run, batches)
             except UnpublishedStepError as error:
                 # The models have learnt from the step: it counts although the run ends.
@@ -57,6 +62,7 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
                 break
             _count_step(run, report)
             metrics = _finish_step(run, report)
+            job_time.note_step(time.monotonic() - began - run.checkpointer.save_s.get(state["total_steps"], 0.0))
             run.checkpointer.advance()
         _finish_training(run, metrics)
         run.callbacks.notify("on_end", state["total_steps"])
@@ -91,11 +97,13 @@ def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
     except RunError:
         saves.save_finished_steps(run, metrics)
         raise
+    for alarm in run.logger.alarms:
+        run.callbacks.notify("on_alarm", alarm)
     run.callbacks.notify("on_step", step, metrics)
     if run.config.logger.log_completions:
         run.logger.show_completions(step, run.dumps.read_rows(step))
     is_replay_start = run.config.logger.is_replay_start(step) and step < loop.max_num_steps
-    is_due = step % run.config.checkpointing.save_period == 0 or is_replay_start or report.needs_checkpoint
+    is_due = run.checkpointer.is_due(step) or is_replay_start or report.needs_checkpoint
     if run.config.has_checkpoints and (is_due or run.callbacks.wants_checkpoint):
         saves.save_checkpoint(run, metrics)
     return metrics
@@ -106,7 +114,7 @@ def _finish_training(run: SamplingRun, metrics: dict[str, float]) -> None:
     run.checkpointer.finish()
     step, saved_steps = run.state["total_steps"], run.checkpointer.list_steps()
     validation: dict[str, float] = {}
-    if run.config.loop.val_at_end and run.state.get("val_step") != step and not _has_stop_file(run):
+    if run.config.loop.val_at_end and run.state.get("val_step") != step and not _is_hurried(run):
         try:
             validation = _validate(run)
         except SamplingError:
@@ -118,6 +126,7 @@ def _finish_training(run: SamplingRun, metrics: dict[str, float]) -> None:
         saves.save_checkpoint(run, {**metrics, **validation}, wait=True)
     elif validation:
         saves.save_validation(run, validation)
+    run.checkpointer.uploads.finish()
 
 
 def _catch_up_on_validation(run: SamplingRun) -> None:
@@ -149,20 +158,27 @@ def _validate(run: SamplingRun) -> dict[str, float]:
     return metrics
 
 
-def _should_stop_early(run: SamplingRun) -> bool:
+def _should_stop_early(run: SamplingRun, job_time: JobTime) -> bool:
     reason = find_stop_reason(run.state["early_stop"], run.config.loop.early_stop)
+    reason = run.logger.stop_reason if reason is None else reason
     if reason is None and run.callbacks.wants_stop:
         reason = "a callback asked for it"
-    if reason is None and _has_stop_file(run):
+    if reason is None and (run.run_dir / STOP_FILE).exists():  # made by a person, or by Slurm
         reason = f"the file {STOP_FILE} is in the run's folder"
+    if reason is None:
+        saves_s = [*run.checkpointer.save_s.values()]
+        reason = job_time.explain_end((saves_s[-1] if saves_s else None) if run.config.has_checkpoints else 0.0)
+        if reason is not None:
+            (run.run_dir / OUT_OF_TIME_FILE).touch()
     if reason is not None:
         run.logger.end_early("early_stop", reason)
         run.logger.note(f"training ends after step {run.state['total_steps']}: {reason}")
     return reason is not None
 
 
-def _has_stop_file(run: SamplingRun) -> bool:
-    return (run.logger.run_dir / STOP_FILE).exists()  # made by a person, or by Slurm
+def _is_hurried(run: SamplingRun) -> bool:
+    """True if the run was told to end, or its job ends soon."""
+    return any((run.run_dir / file).exists() for file in (STOP_FILE, OUT_OF_TIME_FILE))
 
 
 def _share_progress(run: SamplingRun) -> None:

@@ -72,15 +72,18 @@ class Placement:
                 self._rollouts.restart_clocks()
         self._has_engines_awake, self._unsettled = True, False
 
-    def offload_engines(self, timer: StepTimer) -> None:
-        """Put engines to sleep and load the models; SamplingError: an engine failed."""
+    def offload_engines(self, timer: StepTimer, *, keep_weights: bool = True) -> None:
+        """Put engines to sleep and load the models; SamplingError: an engine failed.
+
+        `keep_weights`: engines keep their weights in host memory; false: a refit follows before they wake.
+        """
         if self._engines is None or not (self._has_engines_awake or self._unsettled):
             return
         with timer.phase("sleep"):
             try:
                 if self._rollouts is not None:
                     self._rollouts.stop_clocks()
-                self._engines.sleep()
+                self._engines.sleep(keep_weights=keep_weights)
             except RunError as error:
                 # The second call after a failure loads the models in spite of it, so that they can be saved. An engine
                 # that is lost holds no memory.

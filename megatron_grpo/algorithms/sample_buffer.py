@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_grpo.batch.generation_requests import SamplingSettings
@@ -56,7 +56,8 @@ class SampleBuffer(ABC):
 
     def _make_settings(self) -> RolloutSettings:
         samples, seed = self.loop.num_generations_per_prompt, self.loop.seed
-        return self.rollouts.make_settings(samples, self.settings, seed, self.generation_batches)
+        settings = self.rollouts.make_settings(samples, self.settings, seed, self.generation_batches)
+        return replace(settings, max_age_steps=self.loop.async_grpo.max_trajectory_age_steps)
 
 
 @dataclass(frozen=True, slots=True)

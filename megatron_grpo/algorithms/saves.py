@@ -153,6 +153,8 @@ def complete_files(run: SamplingRun) -> Iterator[None]:
             run.dumps.write_all()
         with _note_failures(run, "the checkpoint that was being written could not be completed"):
             run.checkpointer.finish()
+        with _note_failures(run, "the last checkpoint was not sent"):
+            run.checkpointer.uploads.finish()
         if isinstance(error, ModelLostError):
             raise ModelLostError(f"{error}; {_describe_continuation(run)}") from error
         if isinstance(error, DisagreementError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,9 +17,11 @@ from typing import Any
 from ray.cloudpickle import register_pickle_by_value
 
 from megatron_grpo.algorithms.context import GRPOSaveState, SamplingRun, TrainingRun, make_save_state
+from megatron_grpo.algorithms.node_reports import check_nodes
 from megatron_grpo.algorithms.placement import Placement, publish
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, describe_run
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
+from megatron_grpo.batch.finished_samples import FINISHED_FOLDER
 from megatron_grpo.batch.generation_requests import make_sampling_settings
 from megatron_grpo.batch.special_tokens import StopConditions
 from megatron_grpo.batch.trajectory import Trajectory
@@ -47,6 +50,8 @@ from megatron_grpo.run.lifetime import Startup, open_run
 from megatron_grpo.run.user_objects import Callbacks
 from megatron_grpo.weight_sync.refit_checks import Canary
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -99,6 +104,8 @@ def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRu
         if path is not None:
             export_checkpoint_model(path, key)
     folder = fetch_model_folder(config.policy.model.path)
+    for remark in check_nodes(config, folder, startup.run_dir):
+        logger.warning("%s", remark)
     # Processes take long to start, so all begin at once; prompts are read meanwhile.
     models, generation, transport, rollouts = _start_processes(config, folder, startup, stack)
     with startup.part("prompts"):
@@ -230,8 +237,10 @@ def _make_sampling_run(
     for note in data.notes:
         logger.note(note)
     callbacks = Callbacks(startup.user_objects.callbacks)
+    if config.rollouts.keep_finished:
+        rollouts.finished_folder = startup.run_dir / FINISHED_FOLDER
     startup.checkpointer.on_complete = partial(callbacks.notify, "on_checkpoint")
-    startup.checkpointer.note = logger.note
+    startup.checkpointer.note = startup.checkpointer.uploads.note = logger.note
     buffer, async_grpo = None, config.async_sampling
     if async_grpo.enabled:
         buffer_type = OrderedBuffer if async_grpo.oversampling_factor is None else Oversampling

@@ -24,7 +24,7 @@ from megatron_grpo.batch.replay_files import StepFigures, locate_figures_file, w
 from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
 from megatron_grpo.batch.trajectory import SampledGroup
 from megatron_grpo.config.keys import build_values
-from megatron_grpo.config.schema import Config, GRPOConfig
+from megatron_grpo.config.schema import Config
 from megatron_grpo.losses.loss import LossFunction, combine_metrics, is_extreme
 from megatron_grpo.losses.policy_loss import add_derived_metrics
 from megatron_grpo.losses.value import MseValueLossFn, add_explained_variance
@@ -53,7 +53,8 @@ def build_batch(
 
 def prepare_batch(run: GRPORun, samples: StepSamples, timer: StepTimer) -> tuple[StepBatch, StepCheck]:
     """Make a step's batch and the check of its values; models take the devices."""
-    run.placement.offload_engines(timer)  # on shared devices models and engines take turns
+    # On shared devices models and engines take turns. Each step ends with a refit, unless it ends the run.
+    run.placement.offload_engines(timer, keep_weights=False)
     check = run.make_check(samples.groups, run.state["total_steps"] + 1)
     with timer.phase("batch"):
         batch = build_batch(run.config, samples.groups, run.rollouts, run.policy.cost)
@@ -85,9 +86,8 @@ def add_logprobs(
                 policy.watch_states(batch)
             is_finite = policy.add_field(batch, "prev_logprobs")
         check.require_finite("prev_logprobs", is_finite | ~(batch.in_loss | needs_all), batch)
-    needs_sizes = isinstance(config.loop, GRPOConfig) and config.loop.adv_estimator.needs_score_sizes
-    chooses_by_entropy = config.loss_fn.selection == "highest_entropy"
-    for field in (*(("prev_entropy",) if chooses_by_entropy else ()), *(("score_sizes",) if needs_sizes else ())):
+    needed = {"prev_entropy": config.needs_entropies, "score_sizes": config.needs_score_sizes}
+    for field in (name for name, is_needed in needed.items() if is_needed):
         with timer.phase("logprobs"):
             is_finite = policy.add_field(batch, field)
         check.require_finite(field, is_finite | ~batch.in_loss, batch)

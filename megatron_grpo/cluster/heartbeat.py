@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megatron_grpo.cluster.phases import THIS_PROCESS, Phase
+from megatron_grpo.cluster.spans import SPANS_FOLDER, SpanRecorder
 
 HEARTBEATS_FOLDER = "heartbeats"  # folder of the heartbeat files, inside the folder of the logs
 
@@ -93,6 +94,7 @@ class HeartbeatWriter:
                 file.unlink()  # in a folder from elsewhere, such as a link to a file of the user's
         self._requests.write_bytes(b"")
         self._answered = 0
+        self._spans = SpanRecorder(folder.parent / SPANS_FOLDER, build_file_stem(name))
         self._name, self._log, self._beat_s = name, log, read_beat_s()
         self._host, self._machine = socket.gethostname(), identify_machine()
         self._lock = threading.Lock()
@@ -104,12 +106,13 @@ class HeartbeatWriter:
     def start(self) -> None:
         """Write the first record and keep beating."""
         self._write()
-        THIS_PROCESS.on_enter = self._write_new_phase
+        THIS_PROCESS.on_enter, THIS_PROCESS.spans = self._write_new_phase, self._spans
         self._thread.start()
 
     def stop(self) -> None:
         """Stop writing; idempotent."""
-        THIS_PROCESS.on_enter = None
+        THIS_PROCESS.on_enter = THIS_PROCESS.spans = None
+        self._spans.write(ended=True)
         with _timer_lock:  # otherwise the thread could set the timer again, after the log is closed
             self._stopped.set()
             faulthandler.cancel_dump_traceback_later()
@@ -132,6 +135,7 @@ class HeartbeatWriter:
             if self._stopped.wait(self._beat_s):
                 return
             self._write()
+            self._spans.write()
             with suppress(OSError), self._requests.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size  # of the open file: NFS looks at the server only at an open
                 if size > self._answered:

@@ -54,6 +54,16 @@ def fill_in_gpus(cluster: ClusterConfig) -> None:
         cluster.gpus_per_node = count_visible_gpus()
 
 
+# Label of Ray's nodes that are for training alone, or for engines alone, and its values.
+ROLE_LABEL, TRAINING_ROLE, GENERATION_ROLE = "megatron-grpo-role", "training", "generation"
+
+
+def list_roles(nodes: Sequence[Mapping[str, Any]]) -> set[str]:
+    """List the roles that living nodes have; empty: each may have every process."""
+    labels = [node.get("Labels", {}) for node in nodes if node["Alive"]]
+    return {label[ROLE_LABEL] for label in labels if ROLE_LABEL in label}
+
+
 def check_machines(cluster: ClusterConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
     """Return an error message if machines or GPUs are missing."""
     counts = sorted((int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]), reverse=True)

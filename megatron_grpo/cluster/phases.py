@@ -13,6 +13,8 @@ from contextlib import ContextDecorator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+from megatron_grpo.cluster.spans import SpanRecorder
+
 logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -37,12 +39,15 @@ class Phases:
         self.idle_since = time.time()
         self.last_phase: str | None = None
         self.on_enter: Callable[[], None] | None = None  # called each time a phase is entered
+        self.spans: SpanRecorder | None = None  # records the phases of a process that has a log
 
     def enter(self, name: str) -> object:
         """Begin a phase; return the token for `leave`."""
-        token = object()
+        token, now = object(), time.time()
         with self.lock:
-            self._active[token] = (name, time.time())
+            self._active[token] = (name, now)
+        if self.spans is not None:
+            self.spans.enter(name, now)
         if self.on_enter is not None:
             self.on_enter()
         return token
@@ -53,12 +58,15 @@ class Phases:
             name, _ = self._active.pop(token, (None, 0.0))  # absent if the process was forked within the phase
             if not self._active:
                 self.idle_since, self.last_phase = time.time(), name
+        if self.spans is not None and name is not None:
+            self.spans.leave(name, time.time())
 
     def reset_child(self) -> None:
         """Reset a forked process, which still holds the lock."""
         # It is in no phase of its parent and must not write its parent's heartbeat.
         self._active.clear()
         self.idle_since, self.last_phase, self.on_enter = time.time(), None, None
+        self.spans = None
         self.lock.release()
 
     def list_active(self) -> tuple[Phase, ...]:

@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -45,6 +45,8 @@ class RayCluster:
         self._ranks_per_engine = 1
         # Around the folder of Ray's session, which Ray opens to everybody; None: Ray was not started here.
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        # Roles that nodes have; processes of such a role start there alone.
+        self._roles: set[str] = set()
         # Ray's ids of the policy's GPUs if engines and the value model share them; else empty.
         self._shared_gpus: list[str] = []
 
@@ -63,6 +65,7 @@ class RayCluster:
             else:
                 _join(self.config.ray_address)
                 self._await_machines()
+                self._roles = machines.list_roles(ray.nodes())
 
     def _start_local(self, remove_if_killed: FolderRemover | None) -> None:
         # A short name, because the path of a socket has at most 107 bytes.
@@ -125,19 +128,19 @@ class RayCluster:
         needs: dict[str, int] = {}  # GPUs of each component, for the error message
         # Ranks fill whole nodes in rank order, so that tensor-parallel neighbours share a node.
         if policy is not None:
-            self._policy_group = _fill_nodes(policy.world_size, per_node)
+            self._policy_group = self._fill_nodes(policy.world_size, per_node)
             needs["the policy"] = policy.world_size
         if value is not None:
-            self._value_group = _fill_nodes(value.world_size, per_node)
+            self._value_group = self._fill_nodes(value.world_size, per_node)
             needs["the value model"] = value.world_size
-        self._teacher_groups = [_fill_nodes(teacher.world_size, per_node) for teacher in teachers]
+        self._teacher_groups = [self._fill_nodes(teacher.world_size, per_node) for teacher in teachers]
         if teachers:
             needs["the teachers"] = sum(teacher.world_size for teacher in teachers)
         if generation is not None:
             ranks = generation.ranks_per_engine
             # An engine that does not fit a node gets a bundle per GPU, which vLLM's Ray executor fills.
             bundles = [{"GPU": ranks, "CPU": 1}] if ranks <= per_node else [{"GPU": 1, "CPU": 1}] * ranks
-            self._engine_groups = [placement_group(bundles, strategy="PACK") for _ in range(generation.data)]
+            self._engine_groups = [self._pack(bundles, machines.GENERATION_ROLE) for _ in range(generation.data)]
             needs["generation"] = ranks * generation.data
         groups = (self._policy_group, self._value_group, *self._teacher_groups, *self._engine_groups)
         self._await_groups([group for group in groups if group], needs)
@@ -148,7 +151,7 @@ class RayCluster:
         `guests`: of each process that shares GPUs, the policy's rank on its first one.
         """
         if self.config.gpus:
-            self._policy_group = _fill_nodes(ranks, self.config.gpus, guests)
+            self._policy_group = self._fill_nodes(ranks, self.config.gpus, guests)
             self._await_groups([self._policy_group], {"the policy": ranks})
 
     def share(self, devices: list[str], ranks_per_engine: int) -> None:
@@ -157,6 +160,21 @@ class RayCluster:
         `devices`: Ray's id of the GPU of each policy rank; empty on CPUs.
         """
         self._shared_gpus, self._ranks_per_engine = devices, ranks_per_engine
+
+    def _fill_nodes(self, ranks: int, per_node: int, guests: Sequence[int] = ()) -> PlacementGroup:
+        bundles = []
+        for begin in range(0, ranks, per_node):
+            gpus = min(per_node, ranks - begin)
+            bundles.append({"GPU": gpus, "CPU": gpus + sum(begin <= rank < begin + per_node for rank in guests)})
+        return self._pack(bundles, machines.TRAINING_ROLE)
+
+    def _pack(self, bundles: Sequence[Mapping[str, float]], role: str) -> PlacementGroup:
+        selectors = [self._select_nodes(role)] * len(bundles)
+        return placement_group(list(bundles), strategy="PACK", bundle_label_selector=selectors)
+
+    def _select_nodes(self, role: str) -> dict[str, str]:
+        """Select the nodes of a role by label; empty: no node has it."""
+        return {machines.ROLE_LABEL: role} if role in self._roles else {}
 
     def _await_groups(self, groups: list[PlacementGroup], needs: dict[str, int]) -> None:
         ready, pending = ray.wait(
@@ -186,7 +204,8 @@ class RayCluster:
 
     def _build_rank_options(self, group: PlacementGroup | None, rank: int) -> dict[str, Any]:
         if group is None:
-            return {"num_cpus": 0, "runtime_env": {"env_vars": CPU_SETTINGS}}
+            selector = self._select_nodes(machines.TRAINING_ROLE)
+            return {"num_cpus": 0, "label_selector": selector, "runtime_env": {"env_vars": CPU_SETTINGS}}
         bundle = rank // self.config.gpus
         return {"num_cpus": 1, "num_gpus": 1, "scheduling_strategy": _schedule_in(group, bundle)}
 
@@ -201,7 +220,7 @@ class RayCluster:
             used = self._shared_gpus[first : first + self._ranks_per_engine]
             return self._build_guest_options(first, [*used, *(gpu for gpu in on_node if gpu not in used)])
         if not self._engine_groups:
-            return {"num_cpus": 0}
+            return {"num_cpus": 0, "label_selector": self._select_nodes(machines.GENERATION_ROLE)}
         group = self._engine_groups[engine]
         if len(group.bundle_specs) > 1:
             return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": _schedule_in(group, -1)}
@@ -251,14 +270,6 @@ def _explain_failed_join(error: BaseException) -> str:
         f"{error}: the cluster wants a token, and RAY_AUTH_MODE={mode}; set RAY_AUTH_MODE=token, and give its token in "
         "RAY_AUTH_TOKEN or ~/.ray/auth_token"
     )
-
-
-def _fill_nodes(ranks: int, per_node: int, guests: Sequence[int] = ()) -> PlacementGroup:
-    bundles = []
-    for begin in range(0, ranks, per_node):
-        gpus = min(per_node, ranks - begin)
-        bundles.append({"GPU": gpus, "CPU": gpus + sum(begin <= rank < begin + per_node for rank in guests)})
-    return placement_group(bundles, strategy="PACK")
 
 
 def _schedule_in(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:

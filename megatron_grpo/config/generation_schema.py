@@ -331,3 +331,7 @@ class RolloutsConfig(Section):
 
     timeout_s: Seconds = 800.0
     """Deadline of one rollout: all its turns and its scoring."""
+
+    keep_finished: bool = False
+    """Keep finished rollouts that no checkpoint has learnt from in run_dir/finished_samples, for the next start of the
+    run: for agents and turns that take long (docs/checkpoints.md)."""

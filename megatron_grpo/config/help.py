@@ -12,6 +12,7 @@ from megatron_grpo.config.overrides import RECIPES, list_config_groups
 # The commands and what each does.
 COMMANDS = {
     "train": "train a model as a recipe says: +exp=quickstart; --check only checks, --cfg job only prints",
+    "launch": "submit a run to Slurm, Kubernetes or Ray, or start it in the background: TARGET +exp=...",
     "new": "write a folder to start from, with a recipe, rewards, an environment, a test and rows: NAME",
     "evaluate": "answer held-out prompts: checkpoint=RUN_DIR/checkpoints/step_N data.val_path=FILE output=DIR",
     "report": "write the page of a run, or of two side by side: RUN_DIR [OTHER_RUN_DIR]",

@@ -83,6 +83,11 @@ def build_search_override() -> list[str]:
     return [f"{SEARCH_KEY}=[{','.join(repr(_FILE + str(folder)) for folder in added)}]"] if added else []
 
 
+def is_composition(name: str) -> bool:
+    """True if an argument composes the configuration from files."""
+    return name == OPTION or name.lstrip("+") in {SEARCH_KEY, *list_config_groups()}
+
+
 def _check_folder(folder: Path) -> str | None:
     if not folder.is_dir():
         return "no such folder"

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Predicate
 from pydantic import Field
 
+from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.section import (
     CONNECTS,
     Address,
@@ -23,6 +24,8 @@ from megatron_grpo.config.section import (
     Starts,
 )
 
+# A repository on the Hugging Face hub.
+HubName = Annotated[str, Predicate(is_hub_name), "ORGANISATION/NAME", Starts(CONNECTS)]
 # Ray's environment variable with the address of the cluster that a driver joins; `ray job submit` sets it.
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 # A cluster runs code on the machines that join it.
@@ -65,11 +68,17 @@ class CheckpointingConfig(Section):
     save_period: Positive = 10
     """Steps between checkpoints; the last step is always saved."""
 
+    save_minutes: PositiveFloat | None = None
+    """Also save after the first step that ends so many minutes after the last save or start; null: by steps alone."""
+
     async_save: bool = False
     """Write in the background, from a copy in host memory; a save waits only for the copy and the previous save."""
 
     keep_top_k: Positive | None = None
-    """Number of checkpoints to keep, best by metric_name first; the newest always stays. null: all."""
+    """Number of checkpoints to keep, best by metric_name first; keep_newest stay besides. null: all."""
+
+    keep_newest: Positive = 1
+    """Number of the newest checkpoints that stay, whatever keep_top_k deletes."""
 
     metric_name: str | None = "val_accuracy"
     """Metric that ranks checkpoints (env/NAME: reported by an environment as NAME); reward where there is no
@@ -83,6 +92,17 @@ class CheckpointingConfig(Section):
     """auto: start from the newest intact checkpoint of run_dir, if any; none: from step 1, in a run_dir without
     checkpoints; a path: from there while run_dir has none (RUN_DIR/checkpoints/best or latest: the one ranked first, or
     the last). A job that may be queued again needs auto or a path."""
+
+    upload_to: Address | None = None
+    """Storage that gets a copy of complete checkpoints while training goes on: a URL of fsspec, such as
+    s3://BUCKET/RUN, whose package must be installed. null: none."""
+
+    push_to_hub: HubName | None = None
+    """Repository on the Hugging Face hub, ORGANISATION/NAME, that gets the model of complete checkpoints while training
+    goes on. null: none."""
+
+    upload_timeout_s: Seconds = 1800.0
+    """Deadline for sending a checkpoint; at the end of the run the last one that misses it is an error."""
 
 
 class WandbConfig(Section):
@@ -133,6 +153,36 @@ class SwanlabConfig(Section):
     """offline: write only to run_dir/swanlab, which `swanlab sync` sends later."""
 
 
+AlarmName = Literal[
+    "entropy_collapse",
+    "kl_growth",
+    "mismatch_growth",
+    "reward_flat",
+    "reward_saturated",
+    "groups_without_signal",
+    "lengths_at_limit",
+    "gradient_spike",
+    "failed_rollouts",
+    "held_out_falls",
+]
+
+
+class RlInsightConfig(Section):
+    """RL-Insight."""
+
+    enabled: bool = False
+    """Send metrics to an RL-Insight server (needs the rl-insight package)."""
+
+    project: str = "megatron_grpo"
+    """Project of the run."""
+
+    name: str | None = None
+    """Name of the experiment; null: the name of the run directory."""
+
+    server_url: Address | None = None
+    """Address of the server, such as http://HOST:18080; null: RL_INSIGHT_SERVER_URL of the environment."""
+
+
 # A tracker of the user's code.
 TrackerPath = Annotated[ImportPath, Predicate(lambda path: "." in path), "module.NAME"]
 
@@ -149,12 +199,30 @@ class LoggerConfig(Section):
     wandb: WandbConfig = field(default_factory=WandbConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
     swanlab: SwanlabConfig = field(default_factory=SwanlabConfig)
+    rl_insight: RlInsightConfig = field(default_factory=RlInsightConfig)
+
+    prometheus: bool = False
+    """Give the figures to Ray's Prometheus exporters as ray_megatron_grpo_*, and vLLM's as ray_vllm_*
+    (docs/operations.md); run_dir/prometheus_targets.json lists the addresses to scrape."""
+
+    otlp_endpoint: Address | None = None
+    """Collector of OpenTelemetry that gets the spans of all processes in each step, over HTTP:
+    http://HOST:4318/v1/traces. null: none."""
+
+    trace_steps: list[Positive] = field(default_factory=list)
+    """Steps of which run_dir/traces/step_N.json shows what all processes did, for Perfetto; it costs nothing."""
 
     tracker: TrackerPath | None = None
     """A tracker of your own beside these, module.NAME (docs/extending.md)."""
 
     tracker_options: FormulaOptions = field(default_factory=dict)
     """Parameters of your own tracker by name, such as tracker_options.file=figures.csv."""
+
+    alarms_off: list[AlarmName] = field(default_factory=list)
+    """Alarms that are not raised (docs/operations.md)."""
+
+    alarms_stop: list[AlarmName] = field(default_factory=list)
+    """Alarms that end training after their step, which is validated and saved like every last step."""
 
     log_completions: bool = False
     """Print some responses of steps and validations, also into trackers. Needs logger.rollouts=all or sample."""
@@ -265,6 +333,9 @@ class PlanConfig(Section):
 
     host_memory_gib: PositiveFloat | None = None
     """Host memory of each node in GiB; null: that of the DGX system with cluster.gpu, where there is one."""
+
+    storage_gb_per_s: PositiveFloat = 20.0
+    """Speed at which all nodes together write checkpoints and read models, in 10^9 bytes a second."""
 
     timeout_s: Seconds = 1800.0
     """Deadline of all dry runs of a plan."""

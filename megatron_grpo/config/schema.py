@@ -31,6 +31,7 @@ from megatron_grpo.config.data_schema import (
     SandboxConfig,
 )
 from megatron_grpo.config.generation_schema import GenerationConfig, RefitConfig, RolloutsConfig
+from megatron_grpo.config.launch_schema import LaunchConfig
 from megatron_grpo.config.loop_schema import (
     LOOPS,
     AsyncGRPOConfig,
@@ -128,6 +129,7 @@ class Config(Section):
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     def __post_init__(self) -> None:
@@ -282,6 +284,23 @@ class Config(Section):
         is_filtered = self.sampled_loop.seq_logprob_error_threshold is not None
         is_needed_earlier = is_filtered or self.loss_fn.use_kl_in_reward or self.loss_fn.selects_by_covariance
         return self.optimizer_steps_per_step > 1 or is_needed_earlier
+
+    @property
+    def needs_entropies(self) -> bool:
+        """True if a separate pass computes entropies before training."""
+        return not self.method.rows and self.loss_fn.selection == "highest_entropy"
+
+    @property
+    def needs_score_sizes(self) -> bool:
+        """True if two passes compute the sizes of gradients by logits."""
+        return isinstance(self.loop, GRPOConfig) and self.loop.adv_estimator.needs_score_sizes
+
+    @property
+    def policy_passes(self) -> int:
+        """Forward passes of a step's samples through the policy before it learns."""
+        # KTO also computes the log-probabilities of as many responses to other prompts.
+        logprobs = self.needs_prev_logprobs * (2 if isinstance(self.loop, KTOConfig) else 1)
+        return logprobs + self.needs_entropies + 2 * self.needs_score_sizes
 
     @property
     def imitates_environment(self) -> bool:

@@ -21,6 +21,8 @@ _ADVICE = {
     r"teachers?\.(.+\.)?server_url": _BY_NAME,
     r"logger\.mlflow\.tracking_uri": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
     "MLFLOW_TRACKING_TOKEN, in the environment; a database has to be behind an MLflow server",
+    r"checkpointing\.upload_to": "the storage's package reads its own variables, such as AWS_PROFILE",
+    r"logger\.otlp_endpoint": "set OTEL_EXPORTER_OTLP_HEADERS in the environment",
     r"generation\.engine_args\.hf_token": "set HF_TOKEN in the environment",
     r"env\..+\.url": _BY_NAME,
     r"env\..+\.command": "name the environment variables that the program needs in {section}.variables",

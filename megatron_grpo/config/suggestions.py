@@ -27,7 +27,11 @@ _POLICY, _VALUE = "policy.", "value."
 def load_foreign_names() -> dict[str, Mapping[str, str]]:
     """Load other frameworks' names of settings, with their counterparts here."""
     tables = {
-        framework: {name: counterpart for counterpart, names in table.items() for name in names.split()}
+        framework: {
+            name: counterpart.replace("*", name.rpartition(".")[2])
+            for counterpart, names in table.items()
+            for name in names.split()
+        }
         for framework, table in load_tables("foreign_names.yaml").items()
     }
     return {**tables, "GrpoParameters": load_tables("job_fields.yaml")["settings"]}

@@ -61,9 +61,8 @@ def labelled_data_processor(
     datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
 ) -> DatumSpec:
     """Make a sequence with the label of its response."""
-    assert task_data_spec.label_key is not None, "rows without labels are pairs"
     row = supervised_data_processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
-    assert task_data_spec.label_key is not None, "rows without labels have another processor"
+    assert task_data_spec.label_key is not None, "rows without labels are pairs"
     return {**row, "label": bool(datum_dict[task_data_spec.label_key])}
 
 
@@ -200,11 +199,8 @@ def find_row_problem(row: Mapping[str, Any], spec: TaskDataSpec) -> str | None:
         if column not in row:
             text = describe_missing_column(row, setting, column)
             return text if spec.response_key else f"{text}; give data.response_key for rows of prompt and response"
-        value = row[column]
-        if not ((isinstance(value, str) and value) or is_conversation(value)):
-            return f"column {column!r} is neither a text nor a list of {{role, content}} messages"
-        if isinstance(value, list) and not spec.apply_chat_template:
-            return f"column {column!r} is a list of messages, which needs data.apply_chat_template=true"
+        if problem := _find_value_problem(row, column, spec):
+            return problem
     if spec.response_key is None and isinstance(row[spec.prompt_key], str):
         return f"column {spec.prompt_key!r} is a text, and its response is in another; name that in data.response_key"
     learnt = row[spec.prompt_key if spec.response_key is None else spec.response_key]
@@ -241,13 +237,17 @@ def find_pair_problem(row: Mapping[str, Any], spec: TaskDataSpec) -> str | None:
     if pair[0] == pair[1]:
         return f"columns {spec.chosen_key!r} and {spec.rejected_key!r} are equal, so that nothing can be learnt"
     columns = [column for column in (spec.prompt_key, spec.chosen_key, spec.rejected_key) if column in row]
-    for column in columns:
-        value = row[column]
-        if not ((isinstance(value, str) and value) or is_conversation(value)):
-            return f"column {column!r} is neither a text nor a list of {{role, content}} messages"
-        if isinstance(value, list) and not spec.apply_chat_template:
-            return f"column {column!r} is a list of messages, which needs data.apply_chat_template=true"
-    return _find_turn_problem(row, spec, pair)
+    problems = (_find_value_problem(row, column, spec) for column in columns)
+    return next(filter(None, problems), None) or _find_turn_problem(row, spec, pair)
+
+
+def _find_value_problem(row: Mapping[str, Any], column: str, spec: TaskDataSpec) -> str | None:
+    value = row[column]
+    if not ((isinstance(value, str) and value) or is_conversation(value)):
+        return f"column {column!r} is neither a text nor a list of {{role, content}} messages"
+    if isinstance(value, list) and not spec.apply_chat_template:
+        return f"column {column!r} is a list of messages, which needs data.apply_chat_template=true"
+    return None
 
 
 def _find_turn_problem(row: Mapping[str, Any], spec: TaskDataSpec, responses: list[Any]) -> str | None:

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import ray
-from ray import cloudpickle
 
 from megatron_grpo.batch.environment_metrics import name_reported_metrics
 from megatron_grpo.cluster.futures import wrap_for_pickling
@@ -36,6 +35,7 @@ from megatron_grpo.environments.interface import STARTUP_S, EnvironmentSettings,
 from megatron_grpo.environments.process_guard import start_guard
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_model import RewardModelClient
+from megatron_grpo.environments.states import pack_state, unpack_state
 from megatron_grpo.environments.user_functions import find_place
 
 Value = TypeVar("Value")
@@ -98,15 +98,15 @@ class EnvironmentWorker:
         return wrap_for_pickling(method(self, *arguments))
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> bytes | str:
-        """Return a rollout's first state, pickled, or an error message."""
-        return self._catch_errors(lambda: cloudpickle.dumps(self._environment.reset(prompt, extra_env_info)))
+        """Return a rollout's first state, packed, or an error message."""
+        return self._catch_errors(lambda: pack_state(self._environment.reset(prompt, extra_env_info)))
 
     def step(self, state: bytes, response: str, last_token: int) -> Turn | ResponseFault | str:
         """Answer a response that ends with `last_token`; the observation is tokens."""
         return self._catch_faults(partial(self._make_turn, state, response, last_token))
 
     def _make_turn(self, state: bytes, response: str, last_token: int) -> Turn:
-        turn = self._environment.step(cloudpickle.loads(state), response)
+        turn = self._environment.step(unpack_state(state), response)
         observation = np.asarray(turn.observation, dtype=np.int32)  # an environment may return a list
         # With a chat template an empty text (such as the output of a program) is a message too: without it the model
         # would continue after the end of its own message.
@@ -121,20 +121,20 @@ class EnvironmentWorker:
             name = type(self._environment).__name__
             text = f"{name}.step returned the reward {reward}; None says that a turn has no reward of its own"
             raise InvalidScoresError(text)
-        return Turn(done=turn.done, state=cloudpickle.dumps(turn.state), reward=reward, observation=observation)
+        return Turn(done=turn.done, state=pack_state(turn.state), reward=reward, observation=observation)
 
     def act(
         self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess
     ) -> bytes | ResponseFault | str:
         """Run the agent; returns the rollout's state as `reset` does."""
-        return self._catch_faults(lambda: cloudpickle.dumps(self._environment.act(prompt, extra_env_info, access)))
+        return self._catch_faults(lambda: pack_state(self._environment.act(prompt, extra_env_info, access)))
 
     def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError] | ResponseFault | str:
         """Score a prompt's samples together, or return an error message."""
         return self._catch_faults(partial(self._score, requests))
 
     def _score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
-        requests = [replace(request, state=request.state and cloudpickle.loads(request.state)) for request in requests]
+        requests = [replace(request, state=request.state and unpack_state(request.state)) for request in requests]
         scores = self._environment.score(requests)
         name, count = f"{type(self._environment).__name__}.score", len(requests)
         if not isinstance(scores, Sequence) or isinstance(scores, str):

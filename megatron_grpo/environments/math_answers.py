@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-import os
 import re
-import resource
 import signal
-import socket
-import subprocess
-import sys
-import time
 import unicodedata
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -24,7 +15,7 @@ from math_verify.errors import TimeoutException
 from sympy import Expr, FiniteSet, Interval, MatrixBase, N, Tuple
 from sympy.core.relational import Relational
 
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.cluster.limited_calls import LimitedCalls, LimitError
 from megatron_grpo.data.math_text import (
     find_chosen_letter,
     find_marked_answer,
@@ -35,14 +26,11 @@ from megatron_grpo.data.math_text import (
     rewrite_answer,
     rewrite_tail,
 )
-from megatron_grpo.environments.sandbox.kernel import die_with_parent
 
 # Limits count the time on a processor: on a loaded machine an answer waits for its turn, and is no worse for that.
 ANSWER_CPU_S = 5  # for parsing one answer, and again for each comparison; an answer that takes longer is wrong
-PROCESS_CPU_S = 20  # for an answer whose computation cannot be interrupted; then the kernel ends the process
-VERIFY_TIMEOUT_S = 300.0  # seconds until a process that no longer runs is killed
-STARTUP_TIMEOUT_S = 120.0  # for the process to import math-verify
-MEMORY_BYTES = 4 * 2**30  # most that the process may grow after its start; an answer that needs more is wrong
+PROCESS_CPU_S = 20.0  # for an answer whose computation cannot be interrupted; then the system ends the process
+MEMORY_MIB = 4096  # most that the process may grow after its start; an answer that needs more is wrong
 TAIL_CHARACTERS = 2000  # length of a response's end in which the answer is searched without a box
 
 T = TypeVar("T")
@@ -52,7 +40,6 @@ _BOX = "\\boxed{"
 # A blank between two letters or digits: "2 1/2" is not "21/2", and "1 2 3" not "123".
 _NEEDED_BLANK = re.compile(r"(?<=[\w.,])\s+(?=[\w.,])")
 _LEAD = re.compile(r"(?:(?:so|thus|therefore|hence),? )?(?:the )?(?:final )?answer(?: is)?:? *", re.IGNORECASE)
-_READY = b"r"
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a traceback for every answer it cannot read
 
@@ -60,7 +47,7 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a traceba
 def is_correct(response: str, answer: str) -> bool:
     """Compare the response's final answer with the reference answer by value.
 
-    Main thread only: its time is limited with SIGPROF, which Python delivers there. `answer` is a number, expression
+    Main thread only: its time is limited with SIGVTALRM, which Python delivers there. `answer` is a number, expression
     or LaTeX, without a box. Both are brought to one form first (`data.math_text`). An answer that math-verify cannot
     parse is compared as text.
     """
@@ -149,14 +136,15 @@ def _parse(text: str) -> list[Any]:
 
 def _limit_cpu(function: Callable[[], T], late: T) -> T:
     """Call a function of math-verify, which counts what the signal interrupts as "not equal"."""
-    signal.signal(signal.SIGPROF, _end_computation)
-    signal.setitimer(signal.ITIMER_PROF, ANSWER_CPU_S, ANSWER_CPU_S)
+    # `LimitedCalls` has the timer of SIGPROF.
+    signal.signal(signal.SIGVTALRM, _end_computation)
+    signal.setitimer(signal.ITIMER_VIRTUAL, ANSWER_CPU_S, ANSWER_CPU_S)
     try:
         return function()
     except TimeoutException:  # outside of the computations of which math-verify catches it
         return late
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 def _end_computation(*_: object) -> None:
@@ -164,71 +152,33 @@ def _end_computation(*_: object) -> None:
 
 
 class Verifier:
-    """A process that compares answers; not safe for several threads."""
+    """Compares answers in a process with limits."""
 
-    def __init__(self, timeout_s: float = VERIFY_TIMEOUT_S, cpu_s: int = PROCESS_CPU_S) -> None:
-        self._timeout_s, self._cpu_s = timeout_s, cpu_s
-        self._start()
+    def __init__(self, cpu_s: float = PROCESS_CPU_S) -> None:
+        """Start the process; RunError if it does not start."""
+        self._calls = LimitedCalls(_load, cpu_s=cpu_s, memory_mib=MEMORY_MIB)
 
     def verify(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
         """Call `is_correct` in the process for (response, reference answer) pairs.
 
-        An answer on which the process hangs or dies is wrong. RunError if the process does not start.
+        An answer on which the process hangs or dies is wrong.
         """
-        results: list[bool] = []
-        for pair in pairs:
-            try:
-                self._connection.sendall(json.dumps(pair).encode() + b"\n")
-                answer = self._connection.recv(1)
-            except OSError:  # a timeout, or a closed connection
-                answer = b""
-            if not answer:
-                self._end()
-                self._start()
-            results.append(answer == b"1")
-        return results
+        return [self._compare(*pair) for pair in pairs]
 
-    def _start(self) -> None:
-        self._connection, process_end = socket.socketpair()
-        command = [sys.executable, "-P", "-c", f"from {__name__} import main; main({self._cpu_s})"]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
-        with process_end:
-            pipe = process_end.fileno()
-            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
-        self._end = weakref.finalize(self, _end, process, self._connection)
-        self._connection.settimeout(STARTUP_TIMEOUT_S)
+    def _compare(self, response: str, answer: str) -> bool:
         try:
-            ready = self._connection.recv(1)
-        except OSError:
-            ready = b""
-        if ready != _READY:
-            self._end()
-            raise RunError(f"the process that compares answers did not start within {STARTUP_TIMEOUT_S:g} s")
-        self._connection.settimeout(self._timeout_s)
+            return self._calls.call(_is_correct, response, answer)
+        except LimitError:
+            return False
 
 
-def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    process.kill()
-    process.wait()
-    connection.close()
-
-
-def main(cpu_s: int) -> None:
-    """Answer each line of standard input, JSON [response, answer], with one byte."""
-    die_with_parent(9)
-    answers = os.dup(1)
-    os.dup2(2, 1)  # standard output goes to standard error, so that it is not read as answers
+def _load() -> None:
     # A first comparison loads the parsers and sympy, so that loading does not count in an answer's time limit.
     verify(parse("\\boxed{\\frac{1}{2}}", parsing_timeout=0), parse("$0.5$", parsing_timeout=0), timeout_seconds=0)
-    with open("/proc/self/statm", encoding="ascii") as file:
-        size = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, size + MEMORY_BYTES))
-    os.write(answers, _READY)
-    for line in sys.stdin.buffer:
-        response, answer = json.loads(line)
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + cpu_s, resource.RLIM_INFINITY))
-        try:
-            is_right = is_correct(response, answer)
-        except (MemoryError, RecursionError):
-            is_right = False
-        os.write(answers, b"1" if is_right else b"0")
+
+
+def _is_correct(_: None, response: str, answer: str) -> bool:
+    try:
+        return is_correct(response, answer)
+    except RecursionError:
+        return False

@@ -12,6 +12,7 @@ from megatron_grpo.config.command_line import parse_arguments
 from megatron_grpo.config.compose import compose_typed
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, to_text
+from megatron_grpo.config.overrides import is_composition
 from megatron_grpo.config.passthrough import check_owned_fields, select_passed_fields
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.secret_values import find_secret_problems
@@ -36,7 +37,7 @@ from megatron_grpo.preflight.reward_checks import check_environments, check_syst
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 from megatron_grpo.preflight.sampling_checks import check_requests, check_servers
 from megatron_grpo.run.checkpoints import resolve_checkpoint
-from megatron_grpo.run.directory import POLICY_FOLDER, is_composition, load_run_config
+from megatron_grpo.run.directory import POLICY_FOLDER, load_run_config
 
 DATA_KEY = "data.val_path"
 

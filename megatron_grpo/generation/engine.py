@@ -37,7 +37,12 @@ from megatron_grpo.generation.engine_processes import (
 )
 from megatron_grpo.generation.engine_statistics import EngineStatistics
 from megatron_grpo.generation.gate import Gate
-from megatron_grpo.generation.vllm_plugin import ENGINE_MARKER, load_engine_tokenizer, require_same_tokenizer
+from megatron_grpo.generation.vllm_plugin import (
+    ENGINE_MARKER,
+    load_engine_tokenizer,
+    require_same_tokenizer,
+    wake_paused,
+)
 from megatron_grpo.models.source import require_folder
 from megatron_grpo.platform.device import detect_platform, require_gpus
 from megatron_grpo.platform.hooks import check_hooks
@@ -129,7 +134,7 @@ class VllmEngine(Engine):
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(**make_engine_arguments(self._settings)), stat_loggers=[self._statistics]
         )
-        self._statistics.attach(self._llm)
+        self._statistics.attach(self._llm, has_prometheus=self._settings.has_prometheus)
         self._tokenizer = load_engine_tokenizer(self._settings.model_path)
         require_same_tokenizer(self._llm.get_tokenizer(), self._tokenizer)
         await self._llm.update_weight_version("0")  # the weights of the model folder
@@ -278,17 +283,27 @@ class VllmEngine(Engine):
         return await self._call_workers(EngineWorker.fingerprint_weights)
 
     @phase("sleep")
-    async def sleep(self) -> None:
-        """Free device memory, and keep requests out; with vLLM's CPU build it frees nothing."""
+    async def sleep(self, keep_weights: bool = True) -> None:
+        """Free device memory, and keep requests out; with vLLM's CPU build it frees nothing.
+
+        Without `keep_weights` the engine needs a refit before it samples again. An engine with a slot for an adapter
+        always keeps the base model.
+        """
         if self._settings.in_flight is None:
             await self._gate.wait_paused()  # or stay awake
         await self._gate.close("memory", "the engine sleeps while models train on its devices")
         llm = await self._gate.wait_paused()
         self._statistics.set_in_flight(0)  # a sleeping engine is not busy
-        if self._settings.sleeps:
-            # Level 1 keeps weights in host memory and loses only the cache; after level 2 only parameters and buffers
-            # would come back. vLLM computes the cache of requests in flight again.
-            await await_alive(llm, llm.sleep(level=1, mode="keep"))
+        if not self._settings.sleeps:
+            return
+        # Level 1 copies all weights to host memory, which vLLM pins for it, and unpins when the engine wakes: seconds
+        # for a large model. Level 2 gives them up, but for buffers and what the workers keep. vLLM computes the cache
+        # of requests in flight again.
+        level = 1 if keep_weights or not self._settings.awaits_refit else 2
+        if level == 2:
+            await self._gate.close("weights", "the engine has given its weights up, and no refit has brought others")
+            await self._call_workers(EngineWorker.keep_unsent)
+        await await_alive(llm, llm.sleep(level=level, mode="keep"))
 
     @phase("wake")
     async def wake(self, part: EngineMemory) -> None:
@@ -297,10 +312,9 @@ class VllmEngine(Engine):
             return
         llm = await self._gate.wait_paused()
         if self._settings.sleeps:
-            await await_alive(llm, llm.wake_up([part]))
+            # `vllm_plugin.wake_paused`: after vLLM's own call, responses in flight would go on before the canary.
+            await await_alive(llm, llm.engine_core.call_utility_async(wake_paused.__name__, [part]))
         if part == "kv_cache":
-            if self._settings.sleeps:  # waking resumes the scheduler
-                self._gate.pause()
             await self._gate.open("memory")
             self._statistics.set_in_flight(self._gate.in_flight)
 

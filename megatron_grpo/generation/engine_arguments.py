@@ -41,6 +41,7 @@ class VllmSettings:
     in_flight: AsyncGRPOConfig | None = None  # weight changes while responses are in flight; None: only between
     awaits_refit: bool = False  # whether a refit brings all weights before the first request
     adapter: AdapterSlot | None = None  # kept beside the base model; None: refits send weights
+    has_prometheus: bool = False  # whether vLLM's own figures go to Ray's Prometheus exporters
     token: str | None = field(default_factory=paths.read_token, repr=False)
     """Bearer token of an external server (generation.server); None: the server requires none."""
 
@@ -94,7 +95,8 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         arguments["max_num_batched_tokens"] = max(GPU_BATCH_TOKENS, config.sequences_per_engine, longest)
         arguments["gpu_memory_utilization"] = config.engine.gpu_memory_utilization
         arguments["enable_sleep_mode"] = config.is_colocated
-    _set_batch_limits(arguments, settings)
+        # No refit sends the layers that propose tokens.
+        arguments["sleep_preserve_parameter_names"] = ["draft.*"] if config.is_colocated else []
     passed = {name: _convert_argument(name, value) for name, value in config.engine_args.items()}
     add_model_settings(passed, settings.model_path)
     # The policy's logits are float32, and vLLM's are the model's dtype unless told otherwise. In bfloat16, logits
@@ -105,7 +107,9 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         # vLLM would make quantized layers, which no refit fills. So it makes plain ones for the first refit to fill.
         passed["hf_overrides"] = partial(_override_quantized, passed.get("hf_overrides") or {})
         passed["load_format"] = "megatron_grpo"
-    return arguments | passed
+    arguments |= passed
+    _set_batch_limits(arguments, settings)  # last, so that nothing that is passed on exceeds them
+    return arguments
 
 
 def _set_batch_limits(arguments: dict[str, Any], settings: VllmSettings) -> None:

@@ -22,11 +22,18 @@ class EngineStatistics:
     def __call__(self, _config: Any, _engine: int) -> EngineStatistics:
         return self  # vLLM expects a factory of loggers
 
-    def attach(self, llm: AsyncLLM) -> None:
-        """Become the only logger; vLLM's Prometheus logger costs time."""
+    def attach(self, llm: AsyncLLM, *, has_prometheus: bool = False) -> None:
+        """Become the only logger, beside Ray's with `has_prometheus`.
+
+        vLLM's own Prometheus logger costs time, and nothing scrapes it here.
+        """
         manager = llm.logger_manager
         assert manager is not None, "an engine with loggers has a manager of them"
         manager.stat_loggers = [self]
+        if has_prometheus:
+            from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+
+            manager.stat_loggers.append(RayPrometheusStatLogger(llm.vllm_config, manager.engine_indexes))
 
     def record(self, scheduler_stats: SchedulerStats | None, *_: Any, **__: Any) -> None:
         stats, counts = scheduler_stats, self._counts

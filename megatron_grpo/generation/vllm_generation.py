@@ -24,6 +24,7 @@ from megatron_grpo.generation.server import ServerEngine
 
 SLEEP_S = 60.0  # for the other engines to go to sleep when one has failed to
 SHUTDOWN_S = 10.0
+RESTART_RATIO, LEAST_RESTART_S = 2.0, 120.0  # of a new engine's deadline, by the seconds that starts have taken
 
 logger = logging.getLogger(__name__)
 
@@ -78,12 +79,25 @@ class VllmGeneration:
             self.restarts[index] += 1
             self.engines[index] = self._make_actor(self._settings[index])
         calls = self.submit_to(lost_engines, Engine.start)
-        names, timeout_s = [*map(ENGINE_NAME, calls)], self._startup_timeout_s
+        names = [*map(ENGINE_NAME, calls)]
         starts = gather(
-            [*calls.values()], deadline_s=timeout_s, phase_name="generation restart", name=names.__getitem__
+            [*calls.values()],
+            deadline_s=self.restart_timeout_s,
+            phase_name="generation restart",
+            name=names.__getitem__,
         )
         for index, start in zip(calls, starts, strict=True):
             self.starts[index] = start
+
+    @property
+    def restart_timeout_s(self) -> float:
+        """Seconds that a new engine may take to start.
+
+        They are a multiple of those of the slowest engine so far: the whole run waits for it, and one whose GPU or
+        machine is gone never starts.
+        """
+        slowest_s = max(sum(start.seconds.values()) for start in self.starts)
+        return min(self._startup_timeout_s, max(LEAST_RESTART_S, RESTART_RATIO * slowest_s))
 
     def submit(
         self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
@@ -95,9 +109,9 @@ class VllmGeneration:
     ) -> dict[int, ray.ObjectRef]:
         return {number: call_actor(self.engines[number], method, *args, **kwargs) for number in numbers}
 
-    def sleep(self) -> None:
+    def sleep(self, *, keep_weights: bool = True) -> None:
         """Put all engines to sleep; RunError if one does not."""
-        calls = self.submit(VllmEngine.sleep)
+        calls = self.submit(VllmEngine.sleep, keep_weights)
         try:
             self._gather(calls, "engines going to sleep")
         except RunError:

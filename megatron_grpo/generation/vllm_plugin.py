@@ -8,10 +8,11 @@ import os
 import socket
 import threading
 import time
+from concurrent.futures import Future
 from functools import cache
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -22,6 +23,9 @@ from megatron_grpo.cluster.process_log import OncePerMessage, begin_process_log
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.tokenizer import find_difference, load_tokenizer, make_sample_texts
 from megatron_grpo.platform.hooks import check_hooks
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
 
 # Environment variables that mark vLLM's processes: those of an engine of ours, by its name, and those of a server
 # (`megatron_grpo.serve`).
@@ -69,7 +73,25 @@ def register() -> None:
 
         check_hooks("cuda")
         shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = RECHECK_MS
+        if _is_core():
+            from vllm.v1.engine.core import EngineCore
+
+            EngineCore.wake_paused = wake_paused
     begin_process()
+
+
+def _is_core() -> bool:
+    return multiprocessing.current_process().name.startswith("EngineCore")
+
+
+def wake_paused(core: EngineCore, tags: list[str]) -> Future[Any] | None:
+    """Take back memory, and leave the scheduler paused; a method of vLLM's core.
+
+    vLLM resumes the scheduler once all memory is back. The core handles a call between two forward passes, so none
+    comes between the two parts of this one.
+    """
+    core.wake_up(tags)
+    return core.pause_scheduler(mode="keep", clear_cache=False)
 
 
 def begin_process() -> None:
@@ -77,7 +99,7 @@ def begin_process() -> None:
     # Each process of an engine calls this, because a fork does not copy threads.
     vllm_name = multiprocessing.current_process().name
     role = f"worker {vllm_name.removeprefix('VllmWorker-')}"
-    if vllm_name.startswith("EngineCore"):
+    if _is_core():
         role = "core"
     elif not vllm_name.startswith("VllmWorker-"):  # a process of the Ray executor has no rank yet
         role = f"worker {socket.gethostname()} {os.getpid()}"

@@ -29,7 +29,7 @@ class DistillationLossFn(ClippedPGLossFn):
         config = replace(config, environment_nll_weight=0.0)
         if not self.weight:  # terms of the other loss that need fields of their own
             config = replace(config, reference_policy_kl_penalty=0.0, entropy_coef=0.0, positive_example_nll_weight=0.0)
-            config = replace(config, objective="clipped", objective_options={})
+            config = replace(config, objective="clipped", objective_options={}, corrections=[])
         super().__init__(config, folders)
 
     def __call__(

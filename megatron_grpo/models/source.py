@@ -136,12 +136,7 @@ def adopt_families(config: Config, sections: Sequence[str] = ("",), run_dir: Pat
 def find_model_shape(config: Config) -> ModelShape | None:
     """Find the policy's sizes; None: no readable model here yet."""
     head = POLICY_HEADS[config.method.head]
-    if is_made_before_run(config, config.policy.model.path):
-        assert config.prepare.name is not None
-        shape: ModelShape | None = parse_model_shape(PREPARED_MODELS[config.prepare.name])
-    else:
-        path = config.policy.model.path
-        shape = None if path == MISSING else _read_local_shape(path, reward_models=head.is_scalar)
+    shape = find_folder_shape(config, config.policy.model.path, reward_models=head.is_scalar)
     return None if shape is None else exchange_head(shape, head)
 
 
@@ -151,28 +146,24 @@ def read_policy_shape(config: Config, folder: Path) -> ModelShape:
     return exchange_head(read_model_shape(folder, reward_models=head.is_scalar), head)
 
 
-def find_value_shape(config: Config) -> ModelShape | None:
-    """Find the sizes of value.model.path; None: no readable model here yet."""
-    assert config.value.model.path is not None
-    return _read_local_shape(config.value.model.path, reward_models=True)
-
-
-def find_teacher_shape(config: Config, path: str) -> ModelShape | None:
-    """Find the sizes of a teacher; None: no readable model here yet."""
+def find_folder_shape(config: Config, path: str, *, reward_models: bool = False) -> ModelShape | None:
+    """Find the sizes of a model; None: no readable model here yet."""
     if path == MISSING:
         return None
     if is_made_before_run(config, path):
         assert config.prepare.name is not None
         return parse_model_shape(PREPARED_MODELS[config.prepare.name])
-    return _read_local_shape(path)
-
-
-def _read_local_shape(path: str, *, reward_models: bool = False) -> ModelShape | None:
     try:
         folder = find_local_folder(path)
         return None if folder is None else read_model_shape(folder, reward_models=reward_models)
     except ValueError:
         return None  # preflight reports what is wrong with the files
+
+
+def find_value_shape(config: Config) -> ModelShape | None:
+    """Find the sizes of value.model.path; None: no readable model here yet."""
+    assert config.value.model.path is not None
+    return find_folder_shape(config, config.value.model.path, reward_models=True)
 
 
 def is_prepared(config: Config) -> bool:

@@ -20,19 +20,14 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.config.started_values import list_code_folders
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.observability import run_files
+from megatron_grpo.observability.alarms import ALARMS_FILE, Alarm, AlarmWatch, cut_alarms, make_row
 from megatron_grpo.observability.page.trajectories import TokenBytes, compute_mean_advantage, load_token_bytes
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.progress import ProgressDisplay, format_duration
 from megatron_grpo.observability.run_files import TOTAL
+from megatron_grpo.observability.step_traces import StepTraces
 from megatron_grpo.observability.summary import COMPLETED, RunEnd, describe_change, write_summary
-from megatron_grpo.observability.trackers import (
-    MlflowTracker,
-    SwanlabTracker,
-    TensorBoardTracker,
-    Tracker,
-    WandbTracker,
-    list_settings,
-)
+from megatron_grpo.observability.trackers import Tracker, list_settings, open_trackers
 from megatron_grpo.observability.user_tracker import make_tracker, open_tracker
 
 logger = logging.getLogger(__name__)
@@ -99,20 +94,13 @@ class RunLogger:
                 (self.run_dir / name).unlink(missing_ok=True)
             else:
                 run_files.cut_lines(self.run_dir / name, last_step)
+        cut_alarms(self.run_dir, last_step)
         self._metrics = open_to_append(self.run_dir / run_files.METRICS_FILE)
         self._validations = open_to_append(self.run_dir / run_files.VALIDATION_FILE)
         drop_rollouts_after(self.run_dir, last_step)
         if resume_step is None:
             (self.run_dir / run_files.STARTS_FILE).unlink(missing_ok=True)
-        self._trackers: dict[str, Tracker] = {}
-        if config.logger.tensorboard:
-            self._trackers["TensorBoard"] = TensorBoardTracker(self.run_dir, resume_step)
-        if config.logger.wandb.enabled:
-            self._trackers["Wandb"] = WandbTracker(self.run_dir, config)
-        if config.logger.mlflow.enabled:
-            self._trackers["Mlflow"] = MlflowTracker(self.run_dir, config)
-        if config.logger.swanlab.enabled:
-            self._trackers["Swanlab"] = SwanlabTracker(self.run_dir, config)
+        self._trackers = open_trackers(self.run_dir, config, resume_step)
         if (maker := make_tracker(config.logger, list_code_folders(config))) is not None:
             settings = list_settings(config)
             tracker = open_tracker(maker, run_dir=self.run_dir, settings=settings, resume_step=resume_step)
@@ -129,7 +117,13 @@ class RunLogger:
         self._end = COMPLETED
         self._begin = time.monotonic()
         self._earlier_s = 0.0
-        for row in run_files.read_metrics(self.run_dir):
+        self._traces = StepTraces(self.run_dir, config.logger.trace_steps, config.logger.otlp_endpoint)
+        self._alarm_watch = AlarmWatch(config.samples_per_step, config.logger.alarms_off)
+        self.alarms: list[Alarm] = []  # those that began with the last step
+        self.stop_reason: str | None = None  # the first alarm of logger.alarms_stop
+        rows = run_files.read_metrics(self.run_dir)
+        self._alarm_watch.restore(rows, run_files.read_steps(self.run_dir / run_files.VALIDATION_FILE))
+        for row in rows:
             self._earlier_s += row["timing"][TOTAL]
             self._environment_figures.update(filter(is_environment_metric, row))
         self._resume_step = resume_step
@@ -149,7 +143,7 @@ class RunLogger:
             start = {"time": now, "resumed_after": self._resume_step, "changes": list(changes), "code": describe_code()}
             file.write(run_files.format_json_line(start))
         self.note(f"run directory {self.run_dir}, up after {startup_s:.1f} s")
-        self.note(f"its page while it runs: python -m megatron_grpo.report {self.run_dir} follow=true")
+        self.note(f"its page while it runs: python -m megatron_grpo.watch {self.run_dir}")
         if self._resume_step is not None:
             self.note(f"resumed after step {self._resume_step}")
         for change in changes:
@@ -177,7 +171,20 @@ class RunLogger:
         self._notices.restart(self._usual_s)
         self._progress.show_step(step, metrics, timing)
         logger.info("step %d took %.3f s", step, timing[TOTAL])
+        self._raise_alarms(step, metrics)
+        self._traces.end_step(step, timing[TOTAL])
         self._logging_s += time.perf_counter() - begin
+
+    def _raise_alarms(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.alarms = self._alarm_watch.observe_step({"step": step, **metrics})
+        for alarm in self.alarms:
+            with open_to_append(self.run_dir / ALARMS_FILE) as file:
+                file.write(run_files.format_json_line(make_row(alarm)))
+            self.note(f"alarm {alarm.name} in step {step}: {alarm.text}; docs/operations.md says what to do")
+            if alarm.name in self.config.logger.alarms_stop and self.stop_reason is None:
+                self.stop_reason = f"alarm {alarm.name} (logger.alarms_stop): {alarm.text}"
+        if self.alarms:
+            self._track(step, "alarm", {alarm.name: 1.0 for alarm in self.alarms})
 
     def _drop_excess_figures(self, metrics: Mapping[str, float]) -> dict[str, float]:
         # An environment may make up a new name in each step, which trackers would keep for the whole run.
@@ -195,6 +202,7 @@ class RunLogger:
     def log_validation(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
         """Report a validation after `step` training steps."""
         self._validations.write(run_files.format_json_line({"step": step, **metrics, "timing": dict(timing)}))
+        self._alarm_watch.observe_validation({"step": step, **metrics})
         self._track(step, "validation", metrics)
         self._track(step, "validation/timing", timing)
         figures = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())
@@ -275,6 +283,7 @@ class RunLogger:
         for file in (self._metrics, self._validations):
             with suppress(OSError):  # a full disk, which has ended the run, refuses the last line
                 file.close()
+        self._traces.close()
         self._call_trackers(lambda tracker: tracker.close(failed))
         self._trackers.clear()
 

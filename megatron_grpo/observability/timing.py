@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from megatron_grpo.cluster.phases import THIS_PROCESS
 from megatron_grpo.models.flops import count_forward_flops
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.observability.run_files import TOTAL
@@ -25,12 +26,14 @@ class StepTimer:
         # Phases do not nest, so that they add up.
         assert self._current is None, f"phase {name} inside phase {self._current}"
         self._current = name
+        token = THIS_PROCESS.enter(name)
         start = time.perf_counter()
         try:
             yield
         finally:
             self._phases[name] = self._phases.get(name, 0.0) + time.perf_counter() - start
             self._current = None
+            THIS_PROCESS.leave(token)
 
     @property
     def seconds(self) -> dict[str, float]:

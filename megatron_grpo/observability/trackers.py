@@ -1,4 +1,4 @@
-"""Experiment trackers: TensorBoard, Weights & Biases, MLflow, SwanLab."""
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow, SwanLab, RL-Insight."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import html
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.hiding import hide_values
 from megatron_grpo.config.keys import build_values, flatten
 from megatron_grpo.config.schema import Config
+from megatron_grpo.observability.prometheus import PrometheusTracker
 
 Row = Mapping[str, Any]  # a row of a table: values by name of the column
 STEP = "step"  # figure of W&B that holds the number of the training step
@@ -42,6 +43,7 @@ class TensorBoardTracker:
         self._writer.add_text(name, "\n".join(lines), step)
 
     def close(self, failed: bool) -> None:
+        self._writer.add_text("run/outcome", "failed" if failed else "completed")
         self._writer.close()
 
 
@@ -168,11 +170,58 @@ class SwanlabTracker:
         self._swanlab.finish("crashed" if failed else "success")
 
 
-Tracker = TensorBoardTracker | WandbTracker | MlflowTracker | SwanlabTracker
+class RlInsightTracker:
+    """Gauges of an RL-Insight server; Ray has to run."""
+
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        try:
+            import rl_insight
+        except ImportError:
+            raise _make_missing_error("rl_insight") from None
+        settings = config.logger.rl_insight
+        self._client: Any = rl_insight
+        server = {} if settings.server_url is None else {"server": {"url": settings.server_url}}
+        name = settings.name or run_dir.resolve().name
+        try:
+            rl_insight.init(project=settings.project, experiment_name=name, config=server)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise RunError(f"logger.rl_insight.enabled=true, and RL-Insight does not start: {error}") from error
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in {**values, STEP: float(step)}.items():
+            self._client.metric_gauge(re.sub(r"[^a-zA-Z0-9_]", "_", name), value)
+
+    def log_table(self, step: int, name: str, rows: Sequence[Row]) -> None:
+        """Do nothing: RL-Insight has no texts."""
+
+    def close(self, failed: bool) -> None:
+        self._client.metric_gauge("run_failed", float(failed))
+        self._client.finish()
+
+
+Tracker = TensorBoardTracker | WandbTracker | MlflowTracker | SwanlabTracker | RlInsightTracker | PrometheusTracker
+
+
+def open_trackers(run_dir: Path, config: Config, resume_step: int | None) -> dict[str, Tracker]:
+    """Open the trackers that are enabled, by name.
+
+    Raises RunError if the package of one is missing, or it does not start.
+    """
+    settings = config.logger
+    makers: dict[str, tuple[bool, Callable[[], Tracker]]] = {
+        "TensorBoard": (settings.tensorboard, lambda: TensorBoardTracker(run_dir, resume_step)),
+        "Wandb": (settings.wandb.enabled, lambda: WandbTracker(run_dir, config)),
+        "Mlflow": (settings.mlflow.enabled, lambda: MlflowTracker(run_dir, config)),
+        "Swanlab": (settings.swanlab.enabled, lambda: SwanlabTracker(run_dir, config)),
+        "RL-Insight": (settings.rl_insight.enabled, lambda: RlInsightTracker(run_dir, config)),
+        "Prometheus": (settings.prometheus, lambda: PrometheusTracker(run_dir)),
+    }
+    return {name: make() for name, (is_enabled, make) in makers.items() if is_enabled}
 
 
 def _make_missing_error(name: str) -> RunError:
-    return RunError(f"logger.{name}.enabled=true needs the {name} package: pip install {name}, or set it to false")
+    package = name.replace("_", "-")
+    return RunError(f"logger.{name}.enabled=true needs the {name} package: pip install {package}, or set it to false")
 
 
 def list_settings(config: Config) -> dict[str, Any]:

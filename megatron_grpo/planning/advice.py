@@ -26,9 +26,10 @@ from megatron_grpo.planning.device_memory import GIB, RankMemory
 from megatron_grpo.planning.elsewhere import find_least_gib, iterate_node_counts, iterate_run_layouts
 from megatron_grpo.planning.engine_layouts import find_room_problems
 from megatron_grpo.planning.estimates import count_static_bytes, estimate_activation_bytes
+from megatron_grpo.planning.operation import compare_host
 from megatron_grpo.planning.policy_layouts import has_own_engines
 from megatron_grpo.planning.trace import LateError
-from megatron_grpo.planning.whole import Advice, Plan, count_host_gib, find_host_memory, submit_plan
+from megatron_grpo.planning.whole import Advice, Plan, submit_plan
 from megatron_grpo.preflight.config_checks import find_problems
 
 _COMPUTING = ("train", "logprobs", "reference", "values")  # the phases of brief plans
@@ -114,7 +115,7 @@ class _Trials:
 
     def _is_refused_by_arithmetic(self, config: Config) -> bool:
         """True if hosts or engines lack memory, without a dry run."""
-        needed, available = count_host_gib(config, self.plan.shape), find_host_memory(config, self.plan.hardware)
+        needed, available = compare_host(config, self.plan.shape, self.plan.hardware)
         lacks_room = has_own_engines(config) and find_room_problems(config, self.plan.shape, self.plan.hardware)
         return (available is not None and needed > available) or bool(lacks_room)
 

@@ -19,6 +19,7 @@ from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.planning.advice import with_advice
 from megatron_grpo.planning.calibrate import fit_hardware, read_measurements, write_profile
 from megatron_grpo.planning.device_memory import GIB
+from megatron_grpo.planning.operation import describe_checkpoints, describe_start
 from megatron_grpo.planning.page import write_page
 from megatron_grpo.planning.policy_layouts import list_overrides, name_layout
 from megatron_grpo.planning.search import Search, compose_for_search, search_layouts
@@ -87,6 +88,9 @@ def _format_plan(plan: Plan) -> Iterator[str]:
         yield f"a step: {plan.times.step_s:.1f} s{alternative}, {speed}"
         yield f"  seconds by phase: {phases}"
         yield from (f"  {limit}" for limit in plan.times.limits)
+        if plan.checkpoints is not None:
+            yield from describe_checkpoints(config, plan.checkpoints)
+        yield describe_start(config, plan.shape)
         yield ""
     yield from (f"assumed: {assumption}" for assumption in plan.assumptions)
     yield f"planned in {plan.planned_s:.0f} s"

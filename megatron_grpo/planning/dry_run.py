@@ -23,7 +23,7 @@ from megatron_grpo.losses.loss import GlobalCounts, make_loss
 from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.models.megatron_names import iterate_layers
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.source import find_teacher_shape
+from megatron_grpo.models.source import find_folder_shape
 from megatron_grpo.models.weight_layouts import RankShard, split_policy
 from megatron_grpo.planning.dry.kernels import ShapedLogprobs, replaced_names
 from megatron_grpo.planning.dry.stand_in_layers import Quantizable, ShapedModules
@@ -74,7 +74,7 @@ def list_phases(config: Config) -> frozenset[str]:
     sleeps = config.generation.is_colocated and config.needs_generation
     phases = {
         "train": True,
-        "logprobs": config.needs_prev_logprobs or config.teaches_itself or config.logger.replay_every is not None,
+        "logprobs": config.policy_passes > 0 or config.teaches_itself or config.logger.replay_every is not None,
         "reference": config.uses_reference,
         "offload": sleeps,
         "onload": sleeps,
@@ -310,7 +310,7 @@ def _build_rank(config: Config, shape: ModelShape, platform: Platform, *, is_tea
 
 
 def _describe_distillation(config: Config, shape: ModelShape) -> PolicyDistillation:
-    shapes = [find_teacher_shape(config, teacher.model.path) for teacher in config.teacher_models.values()]
+    shapes = [find_folder_shape(config, teacher.model.path) for teacher in config.teacher_models.values()]
     heads = [TeacherHead("", teacher) for teacher in shapes if teacher is not None]
     return PolicyDistillation(
         vocab=min([shape.vocab, *(head.shape.vocab for head in heads)]),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from megatron_grpo.config.schema import Config, PolicyConfig
+from megatron_grpo.models.adapter_names import measure_adapters
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.planning import generation_cost
@@ -14,6 +15,8 @@ from megatron_grpo.platform.hardware import Hardware
 from megatron_grpo.preflight.refit_memory import count_routed_bytes, count_token_bytes
 
 _CHUNK_TOKENS = 64  # of a chunk of Mamba's states, as in `trainer.model.mamba`
+_FILE_WIDTH = 2  # bytes of a number in the model's files
+_TOKEN_BYTES = 40  # of a token in the object store: its number, log-probabilities, masks, and fields of the loss
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}  # bytes
 
 
@@ -70,10 +73,7 @@ def count_parameter_bytes(policy: PolicyConfig, *, is_vocabulary: bool = False) 
 def count_host_bytes(config: Config, shape: ModelShape) -> float:
     """Count bytes of tensors in host memory, over all nodes."""
     policy, parallel, engines = config.policy, config.policy.parallel, config.generation.parallel
-    parameters = (
-        sum(count_layer_parameters(shape, range(shape.layers)))
-        + _count_vocabulary_matrices(True, True, shape) * shape.vocab * shape.hidden
-    )
+    parameters = _count_parameters(shape)
     weight, _, state = count_parameter_bytes(policy)
     # Replicas of dense matrices; those of experts are split over more ranks, and have as many replicas or fewer.
     copies = parallel.data * parallel.context
@@ -93,8 +93,54 @@ def count_host_bytes(config: Config, shape: ModelShape) -> float:
         total += copied_parameters * weight + trained * parameters * split * state * (1 - offload)
         total += parameters * _WIDTH[config.engine_dtype] * engines.data
     if config.has_checkpoints and config.checkpointing.async_save:  # copies weights and optimizer state
-        total += parameters * (weight + trained * state)
+        total += count_checkpoint_bytes(config, shape)
     return total + count_replayed_bytes(config, shape)
+
+
+def count_checkpoint_bytes(config: Config, shape: ModelShape) -> int:
+    """Count bytes of a checkpoint: weights and optimizer state.
+
+    They are those of adapters alone where there are some. A value model counts as one of the policy's sizes.
+    """
+    models = [config.policy, *([config.value_model] if config.value_model is not None else [])]
+    parameters, total = _count_parameters(shape), 0.0
+    for policy in models:
+        weight, _, state = count_parameter_bytes(policy)
+        adapters = measure_adapters(shape, policy.lora).values() if policy.lora.rank else ()
+        trained = sum(rows * columns for rows, columns in adapters) if policy.lora.rank else parameters
+        total += trained * (weight + state)
+    return int(total)
+
+
+def count_loaded_bytes(config: Config, shape: ModelShape) -> int:
+    """Count bytes of the model's files that ranks read.
+
+    Each replica reads its copy of dense matrices.
+    """
+    parallel, parameters = config.policy.parallel, _count_parameters(shape)
+    dense = parameters - count_layer_parameters(shape, range(shape.layers))[1]
+    return int(_FILE_WIDTH * (parameters - dense + dense * parallel.data * parallel.context))
+
+
+def count_store_bytes(config: Config, shape: ModelShape) -> float:
+    """Count bytes in Ray's object stores, over all nodes.
+
+    Recorded experts are left out. Tokens are where they were sampled and where they are learnt, as are a teacher's
+    outputs.
+    """
+    if config.plan.workload != "rl":
+        return 0.0
+    age = config.async_sampling.max_trajectory_age_steps if config.async_sampling.enabled else 0
+    tokens, outputs = float(find_lengths(config).totals.mean()) * config.samples_per_step, 0
+    if config.named_teachers or config.teaches_itself:
+        top = config.distillation.topk_logits_k
+        outputs = 2 * shape.hidden if top is None else 4 * (2 * top + 1)
+    return 2 * tokens * (_TOKEN_BYTES * (2 + age) + outputs)
+
+
+def _count_parameters(shape: ModelShape) -> float:
+    layers = sum(count_layer_parameters(shape, range(shape.layers)))
+    return layers + _count_vocabulary_matrices(True, True, shape) * shape.vocab * shape.hidden
 
 
 def count_replayed_bytes(config: Config, shape: ModelShape) -> float:

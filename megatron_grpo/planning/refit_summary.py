@@ -53,6 +53,8 @@ class RefitSummary:
     relayed_bytes: int
     """Most that a rank of the policy sends to another node, or receives from there, beside engines on its GPUs."""
     pieces: int
+    pieces_of_rank: int
+    """Most slices that one rank packs or unpacks."""
     messages: int
     turns: int
     """Most messages of a rank, one after the other."""
@@ -158,6 +160,7 @@ def summarize_refit(
         bytes=int(scheduled["bytes"].sum()),
         relayed_bytes=int(max(loads.max() for loads in far)),
         pieces=len(scheduled),
+        pieces_of_rank=max(int(np.bincount(scheduled[side]).max()) for side in ("source", "target")),
         messages=len(np.unique(message_keys)),
         turns=int(scheduled["turn"].max()) + 1,
         links=links,
@@ -184,25 +187,35 @@ def _load(scheduled: Pieces, side: str, ranks: int, of_links: np.ndarray) -> Ran
 
 def time_refit(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[float, int]:
     """Compute the seconds and bytes of a refit from its transfer plan."""
-    policy, generation, efficiency = config.policy, config.generation, hardware.efficiency
-    bucket = int(config.refit.bucket_mib * 2**20)
-    summary = summarize_refit(
+    summary = summarize_run(config, shape, hardware)
+    return time_transfer(config, summary, hardware), summary.bytes
+
+
+def summarize_run(config: Config, shape: ModelShape, hardware: Hardware) -> RefitSummary:
+    """Plan the refit of a run on this hardware and count what it moves."""
+    policy, generation = config.policy, config.generation
+    return summarize_refit(
         shape,
         policy.parallel,
         generation.parallel,
         policy.precision,
-        bucket,
+        int(config.refit.bucket_mib * 2**20),
         config.refit.fp8_blocks,
         by_layer=needs_conversion(config, shape, hardware),
         devices_per_node=(config.cluster.gpus or policy.parallel.world_size) if generation.is_colocated else None,
         adapters=find_lone_adapters(config, shape),
     )
+
+
+def time_transfer(config: Config, summary: RefitSummary, hardware: Hardware) -> float:
+    """Compute the seconds of a planned refit.
+
+    Calls and commit come before and after the messages. Hosts pack and unpack slices while others travel.
+    """
+    policy, generation, efficiency = config.policy, config.generation, hardware.efficiency
     engines = generation.parallel.data * generation.parallel.ranks_per_engine
     together = generation.is_colocated or policy.parallel.world_size + engines <= hardware.gpus_per_domain
-    speed = (
-        hardware.local_bytes_per_s * efficiency.nvlink
-        if together
-        else hardware.network_bytes_per_s * efficiency.network
-    )
-    over_nodes = summary.relayed_bytes / (hardware.network_bytes_per_s * efficiency.network)
-    return summary.compute_seconds(speed) + over_nodes, summary.bytes
+    port = hardware.network_bytes_per_s * efficiency.network * efficiency.refit
+    messages_s = summary.compute_seconds(hardware.local_bytes_per_s * efficiency.nvlink if together else port)
+    host_s = summary.pieces_of_rank * efficiency.refit_piece_s
+    return efficiency.refit_s + max(messages_s, host_s) + summary.relayed_bytes / port

@@ -214,7 +214,8 @@ def _time_rl_step(
 ) -> StepTimes:
     config, hardware, totals = model.config, model.hardware, lengths.totals
     steps = config.optimizer_steps_per_step
-    train, learning_s = _time_learning(model, _take_share(totals, steps // config.passes_per_step), steps)
+    learnt = _add_demonstrations(model, totals)
+    train, learning_s = _time_learning(model, _take_share(learnt, steps // config.passes_per_step), steps)
     has_engines = config.needs_generation and not config.generation.server.urls
     refit_s, refit_bytes = time_refit(config, shape, hardware) if config.needs_generation else (0.0, 0)
     if config.needs_generation and not has_engines:
@@ -279,6 +280,15 @@ def _time_learning(model: _Model, totals: NDArray[np.float64], steps: int) -> tu
     }
 
 
+def _add_demonstrations(model: _Model, totals: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Add the rows that CHORD learns beside its samples, [samples + rows]."""
+    if model.config.demonstration_config is None:
+        return totals
+    rows = model.config.chord.rows_per_step
+    model.assumptions.append(f"{rows} demonstrations a step, as long as the samples")
+    return np.append(totals, np.quantile(totals, (np.arange(rows) + 0.5) / rows))
+
+
 def _take_share(totals: NDArray[np.float64], shares: int) -> NDArray[np.float64]:
     """Take one of equal shares of samples, with all lengths in their proportion."""
     # Samples are listed by length, but a run's optimizer steps get them in an order that lengths do not decide.
@@ -288,10 +298,10 @@ def _take_share(totals: NDArray[np.float64], shares: int) -> NDArray[np.float64]
 def _time_logprobs(model: _Model, totals: NDArray[np.float64]) -> dict[str, float]:
     config = model.config
     outputs = POLICY_HEADS[config.method.head].field.removeprefix("prev_")
-    needed = {outputs: config.needs_prev_logprobs, "reference": config.uses_reference}
-    # KTO also computes the log-probabilities of as many responses to other prompts.
-    passes = 2 if isinstance(config.loop, KTOConfig) else 1
-    seconds = {name: passes * model.time_forward(name, totals) for name, is_needed in needed.items() if is_needed}
+    # The reference has as many responses as the policy: KTO's also those to other prompts.
+    reference_passes = config.uses_reference * (2 if isinstance(config.loop, KTOConfig) else 1)
+    passes = {outputs: config.policy_passes, "reference": reference_passes}
+    seconds = {name: count * model.time_forward(name, totals) for name, count in passes.items() if count}
     return seconds | ({"teacher": model.time_forward(outputs, totals)} if config.teaches_itself else {})
 
 
@@ -395,7 +405,8 @@ def _time_moves(config: Config, shape: ModelShape, ranks: Sequence[RankTrace], h
     """Seconds of moves to the host and back, if colocated."""
     if not config.generation.is_colocated:
         return {}
-    # One side goes to the host, then the other one comes back: engines keep their weights there while they sleep.
+    # The policy goes to the host and comes back. Engines give up weights that the next refit brings; those that get
+    # adapters alone keep the base model on the host.
     moved = max(rank.report.end_bytes["train"] - rank.report.end_bytes.get("offload", 0) for rank in ranks)
-    moved += size_engine(config, shape, hardware).weight_bytes
+    moved += size_engine(config, shape, hardware).weight_bytes if config.refit.adapters == "alone" else 0
     return {"offload": moved / hardware.host_bytes_per_s, "onload": moved / hardware.host_bytes_per_s}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -14,16 +13,24 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.models.families import exchange_head
 from megatron_grpo.models.heads import VALUE
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.source import find_teacher_shape, find_value_shape
+from megatron_grpo.models.source import find_folder_shape, find_value_shape
 from megatron_grpo.planning.device_memory import GIB, RankMemory, build_rank_memory, list_reserve_parts
 from megatron_grpo.planning.engine_layouts import find_room_problems
-from megatron_grpo.planning.estimates import count_host_bytes, count_replayed_bytes
+from megatron_grpo.planning.estimates import count_replayed_bytes
 from megatron_grpo.planning.generation_cost import EngineSize, find_lengths, size_engine
+from megatron_grpo.planning.operation import (
+    RAY_SHARE,
+    CheckpointPlan,
+    compare_host,
+    find_host_memory,
+    list_host_parts,
+    plan_checkpoints,
+    time_start,
+)
 from megatron_grpo.planning.policy_layouts import count_idle_gpus, has_own_engines
 from megatron_grpo.planning.step import StepTimes, build_step_times
 from megatron_grpo.planning.trace import PendingTrace, RankTrace, submit_traces
 from megatron_grpo.platform.hardware import Hardware, find_hardware, list_profiles
-from megatron_grpo.preflight.layout_checks import count_gpus
 from megatron_grpo.preflight.refit_memory import count_token_bytes, estimate_open_bytes, list_refit_parts
 
 
@@ -129,8 +136,8 @@ class Plan:
             shortages.insert(0, f"rank {worst.rank}{of} (pipeline stage {worst.stage}) takes {usage}")
         needed, available = self.host
         if available is not None and needed > available:
-            keeps = f"keeps {needed:.0f} GiB of tensors, and has {available:.0f} GiB"
-            shortages.append(f"a node's host {keeps} (plan.host_memory_gib)")
+            keeps = f"keeps {needed:.0f} GiB ({self._describe_host()}), and Ray lets processes have {available:.0f} GiB"
+            shortages.append(f"a node's host {keeps} ({RAY_SHARE:.0%} of plan.host_memory_gib)")
         return shortages
 
     @property
@@ -167,21 +174,32 @@ class Plan:
 
     @property
     def host(self) -> tuple[float, float | None]:
-        """GiB of a node's host memory: needed, and present (None: unknown)."""
-        return count_host_gib(self.config, self.shape), find_host_memory(self.config, self.hardware)
+        """GiB of a node's host memory: needed, and usable (None: unknown)."""
+        return compare_host(self.config, self.shape, self.hardware)
+
+    def _describe_host(self) -> str:
+        parts = list_host_parts(self.config, self.shape).items()
+        return ", ".join(f"{name} {size:.0f}" for name, size in parts if size >= 0.5)
+
+    @property
+    def checkpoints(self) -> CheckpointPlan | None:
+        """Checkpoints; None: the run writes none, or its steps are not planned."""
+        if self.times is None:
+            return None
+        return plan_checkpoints(self.config, self.shape, self.hardware, self.times.step_s)
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to JSON; figures are null where engines have no room."""
-        times = self.times
-        needed, available = self.host
+        times, checkpoints = self.times, self.checkpoints
         return {
             "fits": not self.problems,
             "problems": self.problems,
             "advice": None if self.advice is None else self.advice.as_dict(),
             "gpus": self.gpus,
             "idle_gpus": self.idle,
-            "host_gib": round(needed, 1),
-            "host_memory_gib": available,
+            "host_gib": round(self.host[0], 1),
+            "host_parts_gib": {name: round(size, 1) for name, size in list_host_parts(self.config, self.shape).items()},
+            "host_memory_gib": find_host_memory(self.config, self.hardware),
             "routed_bytes_per_token": count_token_bytes(self.config, self.shape),
             "routed_gib": round(count_replayed_bytes(self.config, self.shape) / GIB, 3),
             "peak_gib": round(self.fullest.peak / GIB, 3),
@@ -191,6 +209,8 @@ class Plan:
             "tokens_per_s_per_gpu": None if times is None else round(times.tokens_per_s_per_gpu, 1),
             "refit_s": None if times is None else round(times.refit_s, 4),
             "refit_bytes": None if times is None else times.refit_bytes,
+            "checkpoints": checkpoints and checkpoints.as_dict(),
+            "start_s": round(time_start(self.config, self.shape), 1),
             "assumptions": self.assumptions,
         }
 
@@ -222,9 +242,8 @@ class Plan:
                 f"{self.hardware.name} has no NVLink: GPUs of a node exchange messages over PCIe, {speed:g} GB/s"
             )
         needed, available = self.host
-        if needed >= 1:
-            of = "host memory not known, plan.host_memory_gib" if available is None else f"of {available:.0f} GiB"
-            assumptions.append(f"tensors in host memory: {needed:.0f} GiB a node, {of}")
+        of = "host memory not known, plan.host_memory_gib" if available is None else f"of {available:.0f} GiB"
+        assumptions.append(f"host memory, in GiB of a node: {self._describe_host()}; {needed:.0f} {of}")
         if token_bytes := count_token_bytes(self.config, self.shape):
             total = count_replayed_bytes(self.config, self.shape) / GIB
             assumptions.append(
@@ -271,17 +290,6 @@ def find_fp8_problems(config: Config, gpu: Hardware) -> Iterator[Problem]:
             f"recipe={fp8.recipe} needs GPUs of compute capability {least}, and {gpu.name} has {gpu.capability:.1f}; "
         )
         yield Problem(f"policy.fp8.format={fp8.format}", f"{text}use {fix}")
-
-
-def find_host_memory(config: Config, gpu: Hardware) -> float | None:
-    """Find GiB of a node's host memory: plan.host_memory_gib, else the profile's."""
-    return config.plan.host_memory_gib or gpu.host_memory_gib * config.cluster.gpus or None
-
-
-def count_host_gib(config: Config, shape: ModelShape) -> float:
-    """Count GiB of tensors on a node's host, over equal nodes."""
-    used = math.ceil(sum(count_gpus(config).values()) / max(config.cluster.gpus, 1))
-    return count_host_bytes(config, shape) / GIB / max(1, used)
 
 
 def as_planned(config: Config) -> Config:
@@ -400,7 +408,7 @@ def submit_plan(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *,
 def _list_teachers(config: Config) -> Iterator[tuple[Config, ModelShape]]:
     """Iterate over configurations with a teacher as the policy, and its sizes."""
     for section, teacher in config.teacher_models.items():
-        shape = find_teacher_shape(config, teacher.model.path)
+        shape = find_folder_shape(config, teacher.model.path)
         if shape is None:
             text = "is not on this machine; give a folder with its config.json"
             raise ConfigError([Problem(f"{section}.model.path={teacher.model.path}", text)])

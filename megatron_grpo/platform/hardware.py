@@ -38,6 +38,14 @@ class Efficiency:
     """Of NVLink's speed, by collectives within a domain; without NVLink, of PCIe's."""
     network: float = 0.75
     """Of a port's speed, by collectives between domains."""
+    refit: float = 0.53
+    """Speed of a refit's messages between many pairs of ranks on several nodes, relative to collectives. Chosen on a
+    row of benchmarks/plan_rows.yaml with `fitted`."""
+    refit_s: float = 0.2
+    """Seconds of a refit besides its messages: calls to all processes, pauses of engines, the commit. Chosen on a row
+    of benchmarks/plan_rows.yaml with `fitted`."""
+    refit_piece_s: float = 20e-6
+    """Seconds of the host for each slice that a rank packs or unpacks, measured on a CPU core (15 and 20 us)."""
     kernel_s: float = 3e-6
     """Seconds of the smallest kernel."""
     launch_s: float = 13.5e-6

@@ -43,7 +43,7 @@ def find_distillation_problems(config: Config, shape: ModelShape | None) -> Iter
     yield from _check_shares(config)
     longest = config.policy.max_total_sequence_length
     for section, teacher in config.teacher_models.items():
-        teacher_shape = source.find_teacher_shape(config, teacher.model.path)
+        teacher_shape = source.find_folder_shape(config, teacher.model.path)
         if teacher_shape is None:
             continue
         yield from check_split(f"{section}.parallel", teacher.parallel, teacher_shape)

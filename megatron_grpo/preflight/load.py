@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,19 +15,22 @@ from megatron_grpo.config.errors import ConfigError, Problem, format_count
 from megatron_grpo.config.job import Job
 from megatron_grpo.config.keys import build_values
 from megatron_grpo.config.loop_names import translate_key
+from megatron_grpo.config.overrides import is_composition
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.config.started_values import split_trust
 from megatron_grpo.models.source import adopt_families, find_model_shape
 from megatron_grpo.platform.hardware import find_hardware
 from megatron_grpo.preflight.config_checks import find_problems
 from megatron_grpo.preflight.data_checks import count_training_rows, read_recorded_max_num_steps
-from megatron_grpo.preflight.machine_checks import examine_machine
+from megatron_grpo.preflight.machine_checks import Reach, examine_machine
 from megatron_grpo.preflight.refit_memory import find_refit_remarks, find_routed_remarks
 from megatron_grpo.preflight.remarks import find_remarks
 from megatron_grpo.run.checkpoints import Checkpointer, resolve_checkpoint
-from megatron_grpo.run.directory import CONFIG_FILE, is_composition, load_run_config
+from megatron_grpo.run.directory import CONFIG_FILE, load_run_config
 
 RUN_DIR = "run_dir="
+# Sections of the configuration that a run reads.
+_RUN_SECTIONS = tuple(field.name for field in dataclasses.fields(Config) if field.name != "launch")
 # Placeholder for max_num_steps=-1 until the rows are counted: more steps than any run has.
 _UNCOUNTED_STEPS = 2**31 - 1
 
@@ -70,22 +74,23 @@ def _describe_ranks(parallel: ParallelConfig) -> str:
 
 
 def check_overrides(
-    overrides: Sequence[str], rewards: Mapping[str, Callable[..., Any]] | None = None
+    overrides: Sequence[str], rewards: Mapping[str, Callable[..., Any]] | None = None, reach: Reach = "machine"
 ) -> ComposedConfig:
     """Check the configuration of a command line, and this machine.
 
     Args:
         overrides: as on the command line, "+exp=quickstart", "grpo.max_num_steps=3" or "job=FILE".
         rewards: reward functions passed by a script, by their entry in reward_funcs.
+        reach: what of this machine the run will meet.
     """
     if (run_dir := find_recorded_run(overrides)) is not None:
-        return _check_resume(run_dir, overrides)
+        return _check_resume(run_dir, overrides, reach)
     composed = _compose(overrides)
     # After a wrong name or value, settings are not what was meant, and their files are not examined.
     is_as_meant = not composed.problems
-    _check_settings(composed)
-    if is_as_meant:
-        _check_machine(composed, rewards or {})
+    _check_settings(composed, reach)
+    if is_as_meant and reach != "nothing":
+        _check_machine(composed, rewards or {}, reach)
     return composed
 
 
@@ -100,29 +105,32 @@ def find_recorded_run(overrides: Sequence[str]) -> Path | None:
     return folders[-1] if folders and os.path.isfile(folders[-1] / CONFIG_FILE) else None
 
 
-def _check_resume(run_dir: Path, overrides: Sequence[str]) -> ComposedConfig:
+def _check_resume(run_dir: Path, overrides: Sequence[str], reach: Reach) -> ComposedConfig:
     """Check the configuration of a run's last start, with changes."""
     changes = [override for override in overrides if not override.startswith(RUN_DIR)]
     try:
         is_trusted, changes = split_trust(changes)
-        config = load_run_config(run_dir, changes, is_trusted=is_trusted)
+        # Only jobs elsewhere read what was recorded of a launch.
+        sections = _RUN_SECTIONS if reach == "machine" else ("",)
+        config = load_run_config(run_dir, changes, is_trusted=is_trusted, sections=sections)
     except ValueError as error:
         return ComposedConfig(Job(), problems=_list_problems(error, f"{RUN_DIR}{run_dir}"))
     config.run_dir = str(run_dir)
     # Remarks are about the new changes alone: the last start printed those about the recorded keys.
-    checked = check_config(config, {translate_key("grpo", change.partition("=")[0]) for change in changes})
+    checked = check_config(config, {translate_key("grpo", change.partition("=")[0]) for change in changes}, reach)
     text = f"resumes with the configuration of its last start, {run_dir / CONFIG_FILE}"
     changed = f", and {' '.join(changes)}" if changes else ", unchanged"
     checked.remarks.insert(0, Problem(f"{RUN_DIR}{run_dir}", text + changed))
     return checked
 
 
-def check_config(config: Config, user_keys: set[str] | None = None) -> ComposedConfig:
+def check_config(config: Config, user_keys: set[str] | None = None, reach: Reach = "machine") -> ComposedConfig:
     """Check a configuration that a script made, and this machine."""
     checked = ComposedConfig(Job(), config, build_values(config), adopt_families(config), user_keys=user_keys)
     if not checked.problems:
-        _check_settings(checked)
-        _check_machine(checked, {})
+        _check_settings(checked, reach)
+        if reach != "nothing":
+            _check_machine(checked, {}, reach)
     return checked
 
 
@@ -156,12 +164,13 @@ def _compose(overrides: Sequence[str]) -> ComposedConfig:
     return composed
 
 
-def _check_settings(composed: ComposedConfig) -> None:
+def _check_settings(composed: ComposedConfig, reach: Reach = "machine") -> None:
     """Add problems of settings beside each other and the model."""
     config = composed.config
     if config is not None:
-        fill_in_address(config.cluster)
-        fill_in_gpus(config.cluster)
+        if reach == "machine":
+            fill_in_address(config.cluster)
+            fill_in_gpus(config.cluster)
         if config.loop.max_num_steps == -1:
             config.loop.max_num_steps = _UNCOUNTED_STEPS
         # A wrong value has been replaced by its default, whose problems are not the user's.
@@ -174,7 +183,7 @@ def _check_settings(composed: ComposedConfig) -> None:
     composed.problems = composed.rename_problems(composed.problems)
 
 
-def _check_machine(checked: ComposedConfig, rewards: Mapping[str, Callable[..., Any]]) -> None:
+def _check_machine(checked: ComposedConfig, rewards: Mapping[str, Callable[..., Any]], reach: Reach) -> None:
     """Add problems and remarks of the machine; settles max_num_steps=-1.
 
     The steps follow from max_num_epochs, or from the recorded run.
@@ -183,7 +192,7 @@ def _check_machine(checked: ComposedConfig, rewards: Mapping[str, Callable[..., 
     assert config is not None
     # Wrong settings of the rows would show again in each row.
     reads_rows = not any(key.startswith(("data.", "env.")) for key in checked.conflicts)
-    problems, remarks = examine_machine(config, reads_rows=reads_rows)
+    problems, remarks = examine_machine(config, reads_rows=reads_rows, reach=reach)
     checked.add_problems(problems)
     if checked.problems and reads_rows:
         # Without other problems the start looks for these; it takes longer, and imports the user's code.

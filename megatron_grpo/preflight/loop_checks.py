@@ -61,8 +61,14 @@ def _check_sampling(config: Config, loop: SampledLoopConfig) -> Iterator[Rule]:
     yield loop.use_dynamic_sampling and loop.num_generations_per_prompt < 2, "LOOP.use_dynamic_sampling=", text
     text = "moves a reference policy that the loss does not use; needs loss_fn.reference_policy_kl_penalty > 0"
     yield loop.sync_ref_model and config.loss_fn.reference_policy_kl_penalty == 0, "LOOP.sync_ref_model=", text
+    text = "keeps rollouts for a run that goes on from a checkpoint; needs checkpointing.enabled=true"
+    keeps = config.rollouts.keep_finished
+    yield keeps and not config.has_checkpoints, "rollouts.keep_finished=", text
     if not asynchrony.enabled:
         return
+    text = "keeps nothing that a resume could take: LOOP.async_grpo.oversampling_factor draws waiting prompts with new"
+    text += " seeds; use false"
+    yield keeps and asynchrony.oversampling_factor is not None, "rollouts.keep_finished=", text
     text = "gives prompts back to the data, which a stream does not take; use data.streaming=false"
     is_streamed = asynchrony.oversampling_factor is not None and config.data.streaming
     yield is_streamed, "LOOP.async_grpo.oversampling_factor=", text
@@ -83,6 +89,8 @@ def _check_data(config: Config) -> Iterator[Rule]:
         yield config.method.has_value_model, "logger.replay_every=", text
         text = "does not record the likelihood of the environment's tokens; use loss_fn.environment_nll_weight=0"
         yield config.imitates_environment, "logger.replay_every=", text
+        text = "does not record entropies, by which high-entropy chooses; leave it out of loss_fn.corrections"
+        yield config.needs_entropies, "logger.replay_every=", text
         text = "cannot record the experts that engines choose; use policy.moe.replay_routing=false"
         yield config.policy.moe.replay_routing, "logger.replay_every=", text
     if data.curriculum.column is not None:

@@ -7,13 +7,12 @@ import json
 import netrc
 import os
 import re
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from megatron_grpo.cluster.machines import (
@@ -29,78 +28,18 @@ from megatron_grpo.config.paths import check_readable, check_writable
 from megatron_grpo.config.run_schema import ADDRESS_VARIABLE
 from megatron_grpo.config.schema import Config, PPOConfig
 from megatron_grpo.environments.sandbox.sandbox import SandboxUnavailableError, open_sandbox
+from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.platform.hooks import find_untried_versions
 from megatron_grpo.preflight.data_checks import check_prompt_files, check_recording
 from megatron_grpo.preflight.distillation_checks import find_teacher_tokenizer_problems
 from megatron_grpo.preflight.model_file_checks import find_model_problems, list_unused_tensors
+from megatron_grpo.preflight.node_checks import find_delta_problems, find_fp8_machine_problems, find_node_remarks
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 from megatron_grpo.run.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, compare_with_last_start, is_in_use
+from megatron_grpo.run.uploads import explain_unusable_storage
 
-# The first driver for each release of CUDA (CUDA Toolkit Release Notes, "CUDA Driver").
-DRIVERS = {12: 525, 13: 580}
-OPEN_FILES = 65_535  # NCCL, Ray and vLLM have a socket for many pairs of processes
-SHARED_MEMORY = 8 * 2**30  # bytes of /dev/shm: Ray's object store, vLLM's queues, NCCL within a machine
-
-
-def query_gpus(field: str) -> list[str]:
-    """Ask nvidia-smi for a field of each GPU of this machine; empty: unknown."""
-    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in process.stdout.splitlines() if line.strip()]
-
-
-def read_gpu_capability() -> tuple[int, int] | None:
-    """Read the lowest compute capability of this machine; None: unknown."""
-    try:
-        pairs = [value.split(".") for value in query_gpus("compute_cap")]
-        return min(((int(major), int(minor)) for major, minor in pairs), default=None)
-    except ValueError:
-        return None
-
-
-def read_cuda_release() -> int | None:
-    """Read the major release of CUDA that torch was built with; None: unknown."""
-    spec = importlib.util.find_spec("torch")
-    file = None if spec is None or spec.origin is None else Path(spec.origin).with_name("version.py")
-    match = None if file is None or not file.exists() else re.search(r"^cuda\b.*= '(\d+)", file.read_text(), re.M)
-    return int(match[1]) if match else None
-
-
-def find_node_remarks(config: Config) -> Iterator[Problem]:
-    """Find what NCCL, Ray and vLLM may lack on this machine."""
-    if config.cluster.gpus == 0:
-        return
-    release = read_cuda_release()
-    least = DRIVERS.get(release or 0, 0)
-    drivers = {int(match[0]) for match in (re.match(r"\d+", value) for value in query_gpus("driver_version")) if match}
-    if drivers and min(drivers) < least:
-        text = f"the installed torch has CUDA {release}, which needs driver {least} or newer on the machine itself, or"
-        text += " NVIDIA's forward compatibility in the container"
-        yield Problem(f"NVIDIA driver {min(drivers)}", text)
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= files < OPEN_FILES:
-        text = f"may be too few for sockets; ulimit -n {OPEN_FILES}, or docker run --ulimit nofile={OPEN_FILES}"
-        yield Problem(f"open files {files}", text)
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if config.cluster.num_nodes > 1 and locked != resource.RLIM_INFINITY:
-        text = "may be too few for NCCL over InfiniBand; ulimit -l unlimited, or docker run --ulimit memlock=-1"
-        yield Problem(f"locked memory {locked} bytes", text)
-    shared = _measure_shared_memory()
-    if shared is not None and shared < SHARED_MEMORY:
-        text = "may be too small for NCCL, vLLM's queues and Ray's objects; docker run --ipc=host, or --shm-size=16g"
-        yield Problem(f"/dev/shm {shared / 2**30:.1f} GiB", text)
-
-
-def _measure_shared_memory() -> int | None:
-    try:
-        stat = os.statvfs("/dev/shm")
-    except OSError:
-        return None
-    return stat.f_blocks * stat.f_frsize
-
+# What of this machine a run will meet: all of it, its files, as under Slurm, or nothing.
+Reach = Literal["machine", "files", "nothing"]
 
 # By prefix of the section: the library that receives the fields, its package, and our module that checks them.
 _LIBRARIES = {
@@ -184,12 +123,18 @@ def find_sandbox_problems(config: Config) -> Iterator[Problem]:
         yield Problem(subject, str(error).removeprefix(subject).strip())
 
 
-def examine_machine(config: Config, *, reads_rows: bool = True) -> tuple[list[Problem], list[Problem]]:
+def examine_machine(
+    config: Config, *, reads_rows: bool = True, reach: Reach = "machine"
+) -> tuple[list[Problem], list[Problem]]:
     """Check what a run needs of this machine; returns problems and remarks.
 
-    `reads_rows`: whether rows and recorded rollouts are read.
+    Args:
+        config: its configuration.
+        reads_rows: whether rows and recorded rollouts are read.
+        reach: what of this machine the run will meet; with "files" its GPUs, network and packages are not examined.
     """
-    problems = list(_find_launcher_problems())
+    is_here = reach == "machine"
+    problems = list(_find_launcher_problems()) if is_here else []
     if problems:
         return problems, []
     # The checks below are independent of each other, so that one message has all their problems.
@@ -197,12 +142,12 @@ def examine_machine(config: Config, *, reads_rows: bool = True) -> tuple[list[Pr
     remarks: list[Problem] = []
     if reads_rows:
         files, remarks = check_prompt_files(config) if config.reads_prompts else check_recording(config)
-    lacking_gpus, lacking_models = list(find_gpu_problems(config)), list(find_model_problems(config))
+    lacking_gpus, lacking_models = list(find_gpu_problems(config)) if is_here else [], list(find_model_problems(config))
     problems = [
         *lacking_gpus,
-        *find_cluster_problems(config),
+        *(find_cluster_problems(config) if is_here else ()),
         # Nodes with GPUs may have other packages than a machine without them.
-        *(() if lacking_gpus else _find_installation_problems(config)),
+        *(_find_installation_problems(config) if is_here and not lacking_gpus else ()),
         *find_login_problems(config),
         *(lacking_models or find_teacher_tokenizer_problems(config)),
         *files,
@@ -210,6 +155,8 @@ def examine_machine(config: Config, *, reads_rows: bool = True) -> tuple[list[Pr
     ]
     if not problems:  # the weights can be read
         remarks += list_unused_tensors(config)
+    if not is_here:
+        return problems, remarks
     remarks += find_node_remarks(config)
     address = read_environment_address()
     if address is not None and config.cluster.ray_address == address:
@@ -226,6 +173,7 @@ def _find_installation_problems(config: Config) -> Iterator[Problem]:
     if config.cluster.ray_address is None:
         has_engines = config.needs_generation and not config.generation.server.urls
         yield from find_missing_libraries(trains=config.debug.train, samples=has_engines)
+        yield from find_delta_problems(config, find_model_shape(config))
     yield from find_package_problems(config)
     yield from find_fp8_machine_problems(config)
     if config.needs_generation:
@@ -274,12 +222,15 @@ def find_package_problems(config: Config) -> Iterator[Rule]:
     policy, logger, has_gpus = config.policy, config.logger, config.cluster.gpus > 0
     is_local, uses_triton = config.cluster.ray_address is None, policy.logprob_kernel == "fused"
     te, te_advice = "transformer_engine", "pip install 'transformer-engine[pytorch]', or use off"
+    otlp, otlp_advice = "opentelemetry.exporter.otlp", "pip install opentelemetry-exporter-otlp, or use null"
     muon, muon_advice = "emerging_optimizers", "pip install emerging-optimizers, or use adamw"
     packages: list[tuple[str, object, str, str]] = [
         ("policy.fp8.format", policy.fp8.is_on_device and has_gpus, te, te_advice),
         ("logger.wandb.enabled", logger.wandb.enabled, "wandb", "pip install wandb, or set it to false"),
         ("logger.mlflow.enabled", logger.mlflow.enabled, "mlflow", "pip install mlflow, or set it to false"),
         ("logger.swanlab.enabled", logger.swanlab.enabled, "swanlab", "pip install swanlab, or set it to false"),
+        ("logger.rl_insight.enabled", logger.rl_insight.enabled, "rl_insight", "pip install rl-insight, or use false"),
+        ("logger.otlp_endpoint", logger.otlp_endpoint is not None, otlp, otlp_advice),
     ]
     if is_local:
         fusion = policy.gradient_accumulation_fusion
@@ -292,6 +243,9 @@ def find_package_problems(config: Config) -> Iterator[Rule]:
             ("policy.quantization", policy.quantization, "modelopt", "pip install nvidia-modelopt, or use null"),
             ("policy.logprob_kernel", uses_triton, "triton", "pip install triton, or use chunked or auto"),
         ]
+    storage = config.checkpointing.upload_to
+    reason = explain_unusable_storage(storage) if storage is not None else None
+    yield reason, "checkpointing.upload_to=", f"{reason}"
     for key, is_needed, package, advice in packages:
         text = f"needs the package {package}, which is not installed here: {advice}"
         yield is_needed and not _is_installed(package), f"{key}=", text
@@ -303,21 +257,6 @@ def find_package_problems(config: Config) -> Iterator[Rule]:
     loop = config.loop
     is_on_gpu = isinstance(loop, PPOConfig) and loop.calculate_advantages_on_gpu
     yield is_on_gpu and not count_visible_gpus(), "ppo.calculate_advantages_on_gpu=", text
-
-
-@evaluate_rules
-def find_fp8_machine_problems(config: Config) -> Iterator[Rule]:
-    """Check that the GPUs of this machine support the recipe of FP8."""
-    fp8 = config.policy.fp8
-    if not fp8.is_on_device or config.cluster.gpus == 0:
-        return
-    capability = read_gpu_capability()
-    if capability is not None and capability < fp8.least_capability:
-        least, lowest = (".".join(map(str, pair)) for pair in (fp8.least_capability, capability))
-        advice = "off" if capability < (8, 9) else "recipe=tensorwise"
-        text = f"recipe={fp8.recipe} needs GPUs of compute capability {least}, and this machine has {lowest};"
-        text += f" use {advice}"
-        yield True, "policy.fp8.format=", text
 
 
 @evaluate_rules

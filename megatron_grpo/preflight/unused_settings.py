@@ -96,10 +96,14 @@ def _list_of_loop(config: Config) -> Iterator[Rule]:
 
 def _list_of_files(config: Config) -> Iterator[Rule]:
     checkpointing, data, logger = config.checkpointing, config.data, config.logger
-    keys = "checkpointing.save_period checkpointing.async_save"
+    keys = "checkpointing.save_period checkpointing.save_minutes checkpointing.async_save checkpointing.upload_to"
+    keys += " checkpointing.push_to_hub checkpointing.upload_timeout_s"
     ranking_keys = "checkpointing.keep_top_k checkpointing.metric_name checkpointing.higher_is_better"
+    ranking_keys += " checkpointing.keep_newest"
     yield not checkpointing.enabled, f"{keys} {ranking_keys}", "needs checkpointing.enabled=true"
     yield checkpointing.keep_top_k is None, ranking_keys, "needs checkpointing.keep_top_k"
+    sends = checkpointing.upload_to is not None or checkpointing.push_to_hub is not None
+    yield not sends, "checkpointing.upload_timeout_s", "needs checkpointing.upload_to or checkpointing.push_to_hub"
     yield checkpointing.metric_name is None, "checkpointing.higher_is_better", "needs checkpointing.metric_name"
     yield not data.streaming, "data.shuffle_buffer", "needs data.streaming=true"
     yield data.from_rollouts is None, "data.min_reward data.best_of_group", "needs data.from_rollouts"
@@ -108,7 +112,8 @@ def _list_of_files(config: Config) -> Iterator[Rule]:
     yield data.val_path is None, "data.val_split", "needs data.val_path"
     yield logger.rollouts != "sample", "logger.rollouts_sample", "needs logger.rollouts=sample"
     yield not logger.log_completions, "logger.num_completions_to_print", "needs logger.log_completions=true"
-    for name, tracker in (("wandb", logger.wandb), ("mlflow", logger.mlflow), ("swanlab", logger.swanlab)):
+    for name in ("wandb", "mlflow", "swanlab", "rl_insight"):
+        tracker = getattr(logger, name)
         yield not tracker.enabled, f"logger.{name}.", f"needs logger.{name}.enabled=true"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -22,42 +21,56 @@ from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.rollouts.call_prompts import BadCallError
 
+Arguments = TypeVarTuple("Arguments")
+Answer = TypeVar("Answer")
+
 _HARMONY = {"openai", "openai_gptoss"}  # parsers of gpt-oss, which vLLM replaces by one that reads its channels
 
 
-class OutputParser:
-    """Makes messages of responses.
+class TextReader:
+    """Tokenizer, renderers and vLLM's parsers, which calls need.
 
     Made once: vLLM takes seconds to import.
     """
 
-    def __init__(self, tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None) -> None:
-        """Load the parsers; SamplingError if they do not fit the tokenizer."""
+    def __init__(
+        self, tokenizer: Any = None, tool_parser: str | None = None, reasoning_parser: str | None = None
+    ) -> None:
+        """Load tokenizer and parsers; SamplingError if they do not fit."""
+        self._tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self._renderers: dict[str, PromptRenderer] = {}
+        self._parser_class: Any = None
+        if tool_parser is None and reasoning_parser is None:
+            return
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.parser.parser_manager import ParserManager
         from vllm.tokenizers.hf import get_cached_tokenizer
 
         logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it logs a traceback for every malformed call of a model
         self._request_class = ChatCompletionRequest
-        self._has_reasoning = reasoning_parser is not None
-        self._tokenizer = get_cached_tokenizer(tokenizer)
+        self._parsed_tokenizer = get_cached_tokenizer(self._tokenizer)
         try:
-            self._parser_class: Any = ParserManager.get_parser(
+            self._parser_class = ParserManager.get_parser(
                 tool_parser_name=tool_parser,
                 reasoning_parser_name=reasoning_parser,
                 enable_auto_tools=tool_parser is not None,
                 is_harmony=bool({tool_parser, reasoning_parser} & _HARMONY),
             )
-            self._make_reader([], {})
+            self._prepare_parser([], {})
         except Exception as error:  # parsers raise anything about the vocabulary of another model
             keys = f"tool_parser={tool_parser} and reasoning_parser={reasoning_parser}"
             text = f"generation.endpoint: {keys} do not fit the model's tokenizer: {error}"
             raise SamplingError(f"{text}; give the model's, by their names in vllm serve") from error
 
+    def encode(self, function: Callable[..., Answer], prompts: PromptFormat, arguments: tuple[Any, ...]) -> Answer:
+        """Call a function of `call_prompts.py` with the renderer of a task."""
+        renderer = self._renderers.setdefault(repr(prompts), PromptRenderer(self._tokenizer, prompts))
+        return function(renderer, *arguments)
+
     def check_tools(self, tools: Sequence[ChatMessage] | None, variables: Mapping[str, Any]) -> None:
         """Raise BadCallError about malformed tools."""
         try:
-            self._make_reader(tools or [], variables)
+            self._prepare_parser(tools or [], variables)
         except Exception as error:  # noqa: BLE001 - pydantic's, and parsers raise anything about malformed tools
             raise BadCallError(f"tools: {error}") from None
 
@@ -70,7 +83,7 @@ class OutputParser:
         number: int,
     ) -> dict[str, Any]:
         """Read the message of a conversation's response; malformed ones are plain texts."""
-        request, parser = self._make_reader(tools or [], variables)  # parsers have the state of one response
+        request, parser = self._prepare_parser(tools or [], variables)  # parsers have the state of one response
         try:
             parsed = parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=token_ids.tolist())
             reasoning, content, calls = parsed
@@ -79,10 +92,10 @@ class OutputParser:
         message: dict[str, Any] = clean_json(_make_message(reasoning, content, calls or [], text, number))
         return message
 
-    def _make_reader(self, tools: Sequence[ChatMessage], variables: Mapping[str, Any]) -> tuple[Any, Any]:
+    def _prepare_parser(self, tools: Sequence[ChatMessage], variables: Mapping[str, Any]) -> tuple[Any, Any]:
         definitions = [dict(tool) for tool in tools] or None
         request = self._request_class(messages=[{"role": "user", "content": "."}], model="", tools=definitions)
-        return request, self._parser_class(self._tokenizer, request.tools, chat_template_kwargs=dict(variables))
+        return request, self._parser_class(self._parsed_tokenizer, request.tools, chat_template_kwargs=dict(variables))
 
 
 def read_plain_message(text: str) -> dict[str, Any]:
@@ -109,53 +122,11 @@ def _make_message(
     return message
 
 
-Arguments = TypeVarTuple("Arguments")
-Answer = TypeVar("Answer")
-
 ReadMessage = Callable[[GenerationOutput, str, int], Awaitable[dict[str, Any]]]
 """From a response, its text before a stop of the call, and its number, to the message that the agent gets."""
 
 PROCESSES = 4  # most texts that a rollout worker reads at the same time
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class TextReader:
-    """Tokenizer, parser and renderers, which calls need."""
-
-    tokenizer: Any = None
-    parser: OutputParser | None = None
-    _renderers: dict[str, PromptRenderer] = field(default_factory=dict)
-
-    def encode(self, function: Callable[..., Answer], prompts: PromptFormat, arguments: tuple[Any, ...]) -> Answer:
-        """Call a function of `call_prompts.py` with the renderer of a task."""
-        renderer = self._renderers.setdefault(repr(prompts), PromptRenderer(self.tokenizer, prompts))
-        return function(renderer, *arguments)
-
-    def check_tools(self, tools: Sequence[ChatMessage] | None, variables: Mapping[str, Any]) -> None:
-        """Raise BadCallError about malformed tools."""
-        if self.parser is not None:
-            self.parser.check_tools(tools, variables)
-
-    def read(
-        self,
-        tools: Sequence[ChatMessage] | None,
-        variables: Mapping[str, Any],
-        token_ids: NDArray[np.int32],
-        text: str,
-        number: int,
-    ) -> dict[str, Any]:
-        """Read a response's message."""
-        if self.parser is None:
-            return read_plain_message(text)
-        return self.parser.read(tools, variables, token_ids, text, number)
-
-
-def make_reader(tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None) -> TextReader:
-    """Make a reader; SamplingError if the parsers do not fit the tokenizer."""
-    tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-    parsers = tool_parser, reasoning_parser
-    return TextReader(tokenizer, OutputParser(tokenizer, *parsers) if any(parsers) else None)
 
 
 class CallTexts:
@@ -173,7 +144,7 @@ class CallTexts:
     async def start(self, tokenizer: Any, *, limited: bool) -> None:
         """Load parsers, in processes if `limited`; SamplingError if they do not fit."""
         config = self.config
-        make = partial(make_reader, tokenizer, config.tool_parser, config.reasoning_parser)
+        make = partial(TextReader, tokenizer, config.tool_parser, config.reasoning_parser)
         if limited:
             start = partial(LimitedCalls, make, cpu_s=config.text_cpu_s, memory_mib=config.text_memory_mib)
             self._calls = await asyncio.to_thread(partial(start, processes=PROCESSES))
@@ -196,7 +167,7 @@ class CallTexts:
 
     async def prepare(self, tools: Sequence[ChatMessage] | None, variables: Mapping[str, Any]) -> ReadMessage:
         """Prepare to read a call's responses; BadCallError about malformed tools."""
-        if not self.has_parser:
+        if not (self.config.tool_parser or self.config.reasoning_parser):
             return self.read_plain
         try:
             await self._run(TextReader.check_tools, tools, variables)
@@ -212,10 +183,6 @@ class CallTexts:
                 return read_plain_message(text)
 
         return read
-
-    @property
-    def has_parser(self) -> bool:
-        return self.reader.parser is not None or bool(self.config.tool_parser or self.config.reasoning_parser)
 
     @staticmethod
     async def read_plain(_: GenerationOutput, text: str, number: int) -> dict[str, Any]:

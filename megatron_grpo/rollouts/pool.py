@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain, count, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,6 +83,7 @@ class RolloutPool(TokenStore):
     max_turns: int = 1
     endpoint: EndpointSettings | None = None
     restore: RestoreEngines = refuse_to_restore  # replaces lost engines in `engines` in place, or raises SamplingError
+    finished_folder: Path | None = None  # where workers keep finished samples of training; None: nowhere
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,6 +147,7 @@ class RolloutPool(TokenStore):
     def make_settings(
         self, samples_per_prompt: int, sampling: SamplingSettings, run_seed: int, generation_batch: int
     ) -> RolloutSettings:
+        """Make the settings of a generation batch; validations have the number 0."""
         return RolloutSettings(
             samples_per_prompt=samples_per_prompt,
             sampling=sampling,
@@ -154,6 +157,7 @@ class RolloutPool(TokenStore):
             max_turns=self.max_turns,
             timeout_s=self.config.timeout_s,
             trainer_state=self.trainer_state,
+            finished_folder=self.finished_folder if generation_batch else None,
         )
 
     def collect(self, prompts: Sequence[DatumSpec], settings: RolloutSettings, timer: StepTimer) -> list[SampledGroup]:

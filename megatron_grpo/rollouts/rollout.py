@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import math
 import struct
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_grpo.batch.finished_samples import FinishedSamples, digest_request
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.batch.trajectory import (
     REWARD_REMOVED,
@@ -31,6 +34,7 @@ from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.row_text import describe_row
 from megatron_grpo.data.scores import EnvironmentRequest, ScoreOrError, TrainerState, is_reward
+from megatron_grpo.environments.states import read_plain_state
 from megatron_grpo.rollouts.conversation import Conversation, Segment
 from megatron_grpo.rollouts.endpoint import Endpoint
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
@@ -38,6 +42,7 @@ from megatron_grpo.rollouts.environment_client import PROMPT_WORK, EnvironmentCl
 from megatron_grpo.rollouts.failures import AbandonedCall, ResponseFailure, RolloutFailure, mark_failed, settle_faults
 from megatron_grpo.rollouts.repeated_samples import record_repeated_samples
 
+logger = logging.getLogger(__name__)
 ATTEMPTS = 2  # at a rollout, and at scoring it
 # A rollout's deadline that passes during a step is the response's fault from this share of the deadline in the step:
 # otherwise a slow engine may have taken the time.
@@ -64,6 +69,8 @@ class RolloutSettings:
     max_turns: int = 1  # most responses of one rollout
     timeout_s: float  # deadline of an attempt at a rollout, and of a second attempt at scoring it
     trainer_state: TrainerState = field(default_factory=TrainerState)  # for reward functions
+    finished_folder: Path | None = None  # where finished samples are kept for a later start; None: nowhere
+    max_age_steps: int = 0  # most steps from the weights of a kept sample's tokens to those that the batch begins with
 
 
 def compute_sample_seed(run_seed: int, generation_batch: int, prompt_idx: int, sample: int, turn: int = 0) -> int:
@@ -85,6 +92,7 @@ class GroupRollout:
     engines: Engines
     environment: EnvironmentClient
     endpoint: Endpoint | None = None  # for environments with an agent
+    finished: FinishedSamples | None = None
 
     def __post_init__(self) -> None:
         ids = [token for message in self.datum["message_log"] for token in message["token_ids"]]
@@ -93,6 +101,15 @@ class GroupRollout:
         # Each sample with the state of the environment after the last turn.
         self._sampled: list[tuple[Trajectory, Any]] = []
         self._deadline = 0.0
+        settings = self.settings
+        self._digest = digest_request(
+            settings.run_seed,
+            settings.sampling,
+            settings.max_turns,
+            settings.max_total_sequence_length,
+            self.datum["task_name"],
+            self._prompt_ids.tolist(),
+        )
 
     async def sample(self, engine: EngineClient) -> None:
         """Run every sample, first on this engine, whose load includes them."""
@@ -169,6 +186,8 @@ class GroupRollout:
         """Run one sample; a failed one is retried once with equal seeds."""
         failures = list[RolloutFailure]()
         try:
+            if (kept := self._find_finished(sample)) is not None:
+                return kept
             for attempt in range(ATTEMPTS):
                 if attempt:
                     # The next engine is picked before the failed engine's load is lowered: otherwise a stuck engine
@@ -179,6 +198,7 @@ class GroupRollout:
                     is_repeated = any(isinstance(failure, ResponseFailure) for failure in failures)
                     trajectory, state = await self._attempt(sample, engine, is_repeated=is_repeated)
                     trajectory.engine = engine.number
+                    await self._keep_finished(trajectory, state)
                     return trajectory, state
                 except TimeoutError as error:
                     failures.append(self._explain_delay(error, engine))
@@ -187,6 +207,29 @@ class GroupRollout:
         finally:
             engine.load -= 1
         return await self._judge_failures(sample, failures), None
+
+    def _find_finished(self, sample: int) -> tuple[Trajectory, Any] | None:
+        """Find the sample among those that an earlier start finished."""
+        kept = None if self.finished is None else self.finished.find(self.datum["idx"], sample, self._digest)
+        if kept is None:
+            return None
+        trajectory, state = kept
+        # A run that goes back to a checkpoint first comes to steps before those that drew these tokens. Their weights
+        # are not there yet: the sample is drawn again now, and a later step finds its own.
+        newest = self.settings.trainer_state.global_step
+        if not newest - self.settings.max_age_steps <= trajectory.oldest_version <= trajectory.version <= newest:
+            return None
+        return replace(trajectory, group=self.group), None if state is None else state.encode()
+
+    async def _keep_finished(self, trajectory: Trajectory, state: bytes | None) -> None:
+        if self.finished is None or trajectory.fault is not None:
+            return
+        try:
+            text = read_plain_state(state)
+        except ValueError as error:
+            logger.info("a finished sample of %s is not kept: %s", self.datum["task_name"], error)
+            return
+        await asyncio.to_thread(self.finished.add, trajectory, text, self._digest)
 
     def _explain_delay(self, error: TimeoutError, engine: EngineClient) -> RolloutFailure:
         """Make the failure of an attempt that missed its deadline."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_grpo.batch.finished_samples import FinishedSamples
 from megatron_grpo.batch.rollout_files import StepFacts, StepRecord, read_recorded_rollouts
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Trajectory
@@ -43,6 +44,7 @@ class RolloutWorker:
     ) -> None:
         """Use these engines, by number, and environments, by task name."""
         begin_process_log(WORKER_NAME(index))
+        self._index = index
         self._generation_timeout_s = generation_timeout_s
         self._engines = Engines([EngineClient(actor, number, f"worker{index}") for number, actor in engines.items()])
         clock = self._engines.clock
@@ -80,12 +82,13 @@ class RolloutWorker:
             return await group.score()
 
         pending: dict[asyncio.Task[list[Trajectory]], int] = {}
+        finished_samples = await self._open_finished_samples(settings)
         try:
             engines = self._engines.assign([settings.samples_per_prompt] * len(prompts))
             for (number, datum), engine in zip(prompts, engines, strict=True):
                 environment = self._environments[datum["task_name"]]
                 endpoint = self._endpoint if environment.has_agent else None
-                group = GroupRollout(number, datum, settings, self._engines, environment, endpoint)
+                group = GroupRollout(number, datum, settings, self._engines, environment, endpoint, finished_samples)
                 pending[asyncio.create_task(run_group(group, engine))] = number
             with phase("rollouts"):
                 async for finished in iterate_finished(pending):
@@ -97,6 +100,10 @@ class RolloutWorker:
             sampled.set()
             for task in pending:
                 task.cancel()
+
+    async def _open_finished_samples(self, settings: RolloutSettings) -> FinishedSamples | None:
+        folder, batch = settings.finished_folder, settings.generation_batch
+        return None if folder is None else await asyncio.to_thread(FinishedSamples, folder, batch, self._index)
 
     async def hand_over(self, complete: list[tuple[int, int]]) -> tuple[PackedGroups, list[str]]:
         """Return and forget groups (batch, prompt), and remarks for the log."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
+from megatron_grpo.batch.finished_samples import FINISHED_FOLDER, remove_taken
 from megatron_grpo.config.algorithms import choose_imported
 from megatron_grpo.config.conversion import convert_values
 from megatron_grpo.config.errors import ConfigError, ModelLostError, Problem, RunError
@@ -25,6 +26,7 @@ from megatron_grpo.observability.file_digests import FileRecord, FileRecords
 from megatron_grpo.observability.run_files import VALIDATION_FILE, read_metrics, read_steps, sync
 from megatron_grpo.run import checkpoint_files as files
 from megatron_grpo.run.directory import CONFIG_FILE, DATA_FILE, VALUE_FOLDER, read_config_file
+from megatron_grpo.run.uploads import CheckpointUploads
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.model_ranks import ModelRanks
@@ -66,6 +68,14 @@ class Checkpointer:
         """Called with step and folder of every complete checkpoint; `setup` sets this and `note`."""
         self.note: Callable[[str], None] = lambda text: None  # takes messages for the user about saved checkpoints
         self.pending: PendingSave | None = None
+        self.save_s: dict[int, float] = {}  # seconds of each save of this process, by step
+        self.uploads = CheckpointUploads(config, run_dir)
+        self._last_save = time.monotonic()  # the beginning of the last save, or of the run
+
+    def is_due(self, step: int) -> bool:
+        """True if checkpointing.save_period or save_minutes ask for a save."""
+        minutes, passed_s = self.config.save_minutes, time.monotonic() - self._last_save
+        return step % self.config.save_period == 0 or (minutes is not None and passed_s >= 60 * minutes)
 
     def find_start(self, stop: Event | None = None, read_contents: files.ReadContents | None = None) -> Path | None:
         """Find the checkpoint to start from (checkpointing.resume), and verify its files.
@@ -126,6 +136,7 @@ class Checkpointer:
         # The folder is renamed when all files are on disk, last the manifest with their digests, so every checkpoint
         # with a final name is complete. The temporary one has the process id: writers of a killed run may still work.
         folder, began = self.folder / f".writing_step_{step}_{os.getpid()}", time.monotonic()
+        self._last_save = began
         with self._writing(step, folder):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
@@ -136,7 +147,8 @@ class Checkpointer:
         self.pending = pending
 
     def advance(self) -> None:
-        """Complete the pending checkpoint if its ranks have written."""
+        """Complete the pending checkpoint if its ranks have written; report uploads."""
+        self.uploads.report()
         if self.pending is not None and all(model.is_checkpoint_written() for model in self.pending.writers.values()):
             self.finish()
 
@@ -155,10 +167,12 @@ class Checkpointer:
             self._remove(pending.step)
             pending.folder.rename(self.locate(pending.step))
             sync(self.folder)
+            remove_taken(self.folder.parent / FINISHED_FOLDER, pending.state["save_state"].get("generation_batches", 0))
+            self.uploads.add(self.locate(pending.step))
             self._prune()
             self.on_complete(pending.step, self.locate(pending.step))
         self.pending = None
-        seconds = time.monotonic() - pending.began
+        seconds = self.save_s[pending.step] = time.monotonic() - pending.began
         duration = f"in the background, {seconds:.1f} s after it began" if pending.writers else f"in {seconds:.1f} s"
         self.note(f"saved {self.locate(pending.step)} {duration}")
 
@@ -254,8 +268,8 @@ class Checkpointer:
         if self.config.keep_top_k is None:
             return
         steps = self.list_steps()
-        for step in {*self.rank(steps)[self.config.keep_top_k :]} - {steps[-1]}:
-            if not self.keep_forever(step):
+        for step in {*self.rank(steps)[self.config.keep_top_k :]} - {*steps[-self.config.keep_newest :]}:
+            if not self.keep_forever(step) and not self.uploads.holds(self.locate(step)):
                 self._remove(step)
 
     def rank(self, steps: Sequence[int]) -> list[int]:

@@ -22,7 +22,7 @@ from megatron_grpo.config.keys import build_values, flatten
 from megatron_grpo.config.loop_names import translate_key
 from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.outside_files import open_to_append, parse_yaml, read_json, read_yaml
-from megatron_grpo.config.overrides import OPTION, SEARCH_KEY, list_config_groups
+from megatron_grpo.config.overrides import is_composition
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.config.started_values import find_untrusted_values
 from megatron_grpo.config.suggestions import describe_unknown_key
@@ -40,6 +40,8 @@ FORMAT_FILE = "conversation_format.json"  # settings that the scores of a reward
 ENGINES_FILE = "engines.json"  # settings that each engine reported when it started
 LOCK_FILE = ".lock"
 STOP_FILE = "stop"  # a file that the user puts into a run's folder to end and save training after the current step
+# A file that a run leaves in its folder if it ended because its job's time was nearly up: the job is queued again.
+OUT_OF_TIME_FILE = "out_of_time"
 MODEL_FILE = "model.json"  # path and digest of the model that the run began with
 # Folder of PPO's value model inside a checkpoint, beside POLICY_FOLDER.
 VALUE_FOLDER = "megatron_value"
@@ -74,7 +76,8 @@ def lock_run_directory(path: str) -> Iterator[Path]:
             is_locked = False
         if not is_locked:
             raise RunError(f"run_dir={folder} is in use by another run that is still alive")
-        (folder / STOP_FILE).unlink(missing_ok=True)  # it was for an earlier start
+        for file in (STOP_FILE, OUT_OF_TIME_FILE):  # of an earlier start
+            (folder / file).unlink(missing_ok=True)
         unused_files = {LOCK_FILE}
         try:
             yield folder
@@ -242,11 +245,6 @@ def compare_data(folder: Path, config: Config) -> list[str]:
         raise ConfigError([Problem(subject, text)])
     text = f"{folder / DATA_FILE} is missing: whether the data is that of the earlier start is not known"
     return [text] if now.is_comparable else []
-
-
-def is_composition(name: str) -> bool:
-    """True if an argument composes the configuration from files."""
-    return name == OPTION or name.lstrip("+") in {SEARCH_KEY, *list_config_groups()}
 
 
 def load_run_config(

@@ -115,6 +115,7 @@ def _start_generation(
         in_flight=config.async_sampling if config.async_sampling.enabled else None,
         awaits_refit=awaits_refit and not has_slot,
         adapter=make_policy_slot(config.policy, read_model_shape(folder)) if has_slot else None,
+        has_prometheus=config.logger.prometheus,
     )
     options, timeout_s = cluster.build_engine_options, config.cluster.startup_timeout_s
     generation = VllmGeneration(settings, actor_options=options, startup_timeout_s=timeout_s)

@@ -22,6 +22,7 @@ from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.sources import SourceError, open_source
+from megatron_grpo.observability.alarms import Alarm
 from megatron_grpo.run.directory import CONFIG_FILE, LOCK_FILE, is_in_use, lock_run_directory
 
 DATA_FOLDER = "data"  # subfolder of the run's folder for the datasets of a script
@@ -40,6 +41,9 @@ class Callback:
         writes a checkpoint, for which on_checkpoint is called; python -m megatron_grpo.export makes a model of it.
         """
         return None
+
+    def on_alarm(self, alarm: Alarm) -> None:
+        """Called before `on_step` of its step when an alarm begins (docs/operations.md)."""
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Called after a validation; `metrics` are its figures, as in validation.jsonl."""

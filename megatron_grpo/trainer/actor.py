@@ -20,11 +20,13 @@ from megatron_grpo.cluster.machines import prepare_network
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.cluster.ray_cluster import find_node_address, list_assigned_gpus
+from megatron_grpo.platform.cudnn import choose_cudnn, require_one_cudnn
 from megatron_grpo.trainer.messages import ForwardResult, RankReport, RankSettings, RankTrainResult, ReplicaWork
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from megatron_grpo.batch.step_batch import StepBatch
     from megatron_grpo.batch.token_batch import TokenBatch
@@ -40,6 +42,11 @@ def choose_fp8_scales() -> None:
     # Its default is powers of two. Engines and refits have float32 scales, which GPUs before Blackwell can multiply.
     if torch.cuda.get_device_capability() < (10, 0):
         os.environ.setdefault("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
+
+
+def _find_finite(values: Tensor) -> Tensor:
+    """Find rows without infinite or undefined numbers: [rows], bool."""
+    return values.isfinite().flatten(1).all(dim=1) if values.dim() > 1 else values.isfinite()
 
 
 class RankActor:
@@ -88,9 +95,11 @@ class RankActor:
 
             apply_patches()
         else:
+            choose_cudnn()
             choose_fp8_scales()
         importlib.import_module("megatron_grpo.trainer.rank")
         check_hooks(detect_platform().name)
+        require_one_cudnn()
         gc.enable()
         self._imports_s += time.monotonic() - began
 
@@ -177,7 +186,8 @@ class RankActor:
             values = self.model.outputs[field](self.model, tokens, microbatches)
             if values is None:
                 return None
-            is_finite = values.isfinite().flatten(1).all(dim=1) if values.dim() > 1 else values.isfinite()
+            # By sequence, because the flags of all hidden states take half as much memory as these.
+            is_finite = torch.cat([_find_finite(part) for part in values.split(tokens.lengths)])
             is_usable = is_finite.logical_or(require_field(tokens.fields.sampled).logical_not())
             if field == "prev_logprobs" and self.model.settings.token_filter is not None:
                 # The filter of sampling removes these tokens, and the loss leaves them out.

@@ -16,14 +16,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.utils import get_model_config
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field
@@ -149,7 +147,6 @@ class ModelRank(ABC):
                 by_microbatch[0] |= expert_metrics  # on one rank: metrics are summed over microbatches and replicas
         memory_gib = 0.0
         if torch.cuda.is_available():
-            warn_of_unfused_attention()
             memory_gib = torch.cuda.max_memory_allocated() / 2**30
             torch.cuda.reset_peak_memory_stats()
         return RankTrainResult(grad_norm, learning_rate, by_microbatch, gpu_memory_gib=memory_gib)
@@ -205,27 +202,28 @@ class ModelRank(ABC):
         # head adds, in place of the output.
         for chunk in chunks:
             chunk.eval()
+        # The last row takes the outputs of no token (index -1).
+        rows = sum(batch.lengths) + 1
+        result: Tensor | None = None
 
-        def keep(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, tuple[Tensor, NDArray[np.int64]]]:
+        def keep(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, None]:
+            nonlocal result
             # Megatron-Core's schedule wants a loss and a token count; both are 0 here.
             values, fields = self._apply_head(chunks[-1], output, microbatch.tokens)
-            if field is not None:
-                values = getattr(fields, field)
-            if values.dim() > 1 and self.config.parallel.context == 1:
-                values = values.cpu()  # wide outputs of all tokens may not fit the device
-            return values.new_zeros(()), values.new_zeros((), dtype=torch.int), (values, microbatch.token_indices)
+            values = values if field is None else getattr(fields, field)
+            if self._has_loss:
+                if result is None:
+                    # Wide outputs of all tokens may not fit the device, nor the host several times.
+                    on_host = values.dim() > 1 and self.config.parallel.context == 1
+                    result = values.new_zeros(rows, *values.shape[1:], device="cpu" if on_host else None)
+                indices = torch.from_numpy(microbatch.token_indices)
+                result[indices.to(result.device)] = values.to(result.device)
+            return values.new_zeros(()), values.new_zeros((), dtype=torch.int), None
 
-        pieces = self._run_schedule(chunks, batch, microbatches, keep, forward_only=True)
-        if not self._has_loss:
-            return None
-        outputs = torch.cat([values for values, _ in pieces])
-        indices = torch.from_numpy(np.concatenate([indices for _, indices in pieces]))
-        # The last entry takes the rows of no token (index -1).
-        result = outputs.new_zeros(sum(batch.lengths) + 1, *outputs.shape[1:])
-        result[indices.to(result.device)] = outputs
-        if self.config.parallel.context > 1:  # each rank has the values of its own tokens, and 0 elsewhere
+        self._run_schedule(chunks, batch, microbatches, keep, forward_only=True)
+        if result is not None and self.config.parallel.context > 1:  # each rank has its own tokens' values, and 0 else
             result = sum_over_context(result)
-        return result[:-1].cpu() if self.is_output_rank else None
+        return result[:-1].cpu() if result is not None and self.is_output_rank else None
 
     def _run_schedule(
         self,
@@ -272,6 +270,7 @@ class ModelRank(ABC):
         )
         if groups:
             communicator.end()
+        warn_of_unfused_attention()
         return results[: len(microbatches)]
 
     def _count_empty_microbatches(self, count: int) -> int:

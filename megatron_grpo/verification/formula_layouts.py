@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from megatron_grpo.losses.formula_trials import find_advantages_problem, find_ob
 from megatron_grpo.losses.named_formula import NamedFormula, load_formula
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.selections import mark_selected
-from megatron_grpo.verification.problem import SequenceLoss, count_tokens
+from megatron_grpo.verification.problem import SequenceLoss, Truth, compute_truth, count_tokens, make_loss
 
 SAMPLES = 4  # responses of a prompt, of which groups of advantages are made
 SHIFT = 0.3  # standard deviation of log-probabilities from those of the model
@@ -45,9 +46,43 @@ _LIMITS: dict[str, Any] = {
 class FormulaProblem:
     """A loss with the formula, and what else it needs of a step."""
 
+    name: str
     loss: ClippedPGLossFn
     estimator: NamedFormula | None
     """Function from rewards to advantages; None: advantages are drawn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A loss of a batch, with the results of transformers."""
+
+    formula: str = ""
+    """Name of the loss's formula; empty: the loss that shows the model."""
+    batch: TokenBatch
+    loss: ClippedPGLossFn
+    reference: Truth
+
+
+def list_formulas(names: Sequence[str]) -> list[str]:
+    """List the names, with those of all built-in formulas in place of `all`."""
+    built_in = [*OBJECTIVES, *CORRECTIONS, *ADVANTAGES]
+    return [formula for name in names for formula in (built_in if name == "all" else [name])]
+
+
+def make_subjects(model: Path, batch: TokenBatch, problems: Sequence[FormulaProblem], seed: int) -> list[Subject]:
+    """Compute a model's results in transformers: with each problem's loss, or without problems its own.
+
+    RunError: transformers cannot load or compute the model.
+    """
+    reference = compute_truth(model, batch)
+    if not problems:
+        return [Subject(batch=batch, loss=make_loss(), reference=reference)]
+    subjects = []
+    for problem in problems:
+        drawn = draw_fields(problem, batch, reference.logprobs, seed)
+        exact = compute_truth(model, drawn, make_rectangle_loss(problem.loss, drawn))
+        subjects.append(Subject(formula=problem.name, batch=drawn, loss=problem.loss, reference=exact))
+    return subjects
 
 
 def make_formula_problem(name: str, options: Mapping[str, Any]) -> FormulaProblem:
@@ -64,7 +99,7 @@ def make_formula_problem(name: str, options: Mapping[str, Any]) -> FormulaProble
         if name in CORRECTIONS:
             keys: dict[str, Any] = {"corrections": [name], **{key: _LIMITS[key] for key in CORRECTIONS[name].reads}}
             config = replace(config, **keys)
-            return FormulaProblem(loss=ClippedPGLossFn(config), estimator=None)
+            return FormulaProblem(name=name, loss=ClippedPGLossFn(config), estimator=None)
         if name in ADVANTAGES or ("." in name and _takes_rewards(name, folders)):
             settings = AdvantageEstimatorConfig(name=name, options=dict(options))
             estimator = make_estimator(GRPOConfig(adv_estimator=settings), folders)
@@ -78,14 +113,14 @@ def make_formula_problem(name: str, options: Mapping[str, Any]) -> FormulaProble
             loss, estimator = ClippedPGLossFn(config, folders), None
             problem = find_objective_problem(loss.objective)
         else:
-            names = [*OBJECTIVES, *CORRECTIONS, *ADVANTAGES]
+            names = list_formulas(["all"])
             text = suggest_name(name, names, otherwise=f"; it is one of {', '.join(names)}, or module.function")
             raise ValueError(f"loss={name} is not known{text}")
     except RunError as error:
         raise ValueError(f"loss={name}: {error}") from None
     if problem is not None:
         raise RunError(f"loss={name} {problem}")
-    return FormulaProblem(loss=loss, estimator=estimator)
+    return FormulaProblem(name=name, loss=loss, estimator=estimator)
 
 
 def _takes_rewards(path: str, folders: tuple[str, ...]) -> bool:

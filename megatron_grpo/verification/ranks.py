@@ -43,6 +43,8 @@ class Task:
     loss: LossFunction = field(default_factory=make_loss)
     microbatch_tokens: int | None = None
     """Largest microbatch; None: three of the longest sequence."""
+    formula: str = ""
+    """Name of the loss's formula; empty: the loss that shows the model."""
 
 
 @dataclass(slots=True)
@@ -145,10 +147,25 @@ def _join_gradients(rank: PolicyRank) -> dict[str, Tensor]:
     return gradients
 
 
-def run_layout(task: Task) -> list[RankResults]:
-    """Measure every rank of a layout; errors are those of `run_on_ranks`."""
-    results = run_on_ranks(measure, task, task.parallel, seed=task.seed, timeout_s=task.timeout_s)
-    return [RankResults(**result) for result in results]
+def run_layout(tasks: Sequence[Task]) -> list[list[RankResults]]:
+    """Measure tasks of one layout on its ranks; errors are those of `run_on_ranks`.
+
+    The results are those of every rank, by task. The ranks start once, and take the tasks one after the other.
+    """
+    task = tasks[0]
+    by_rank = run_on_ranks(_measure_tasks, tasks, task.parallel, seed=task.seed, timeout_s=task.timeout_s)
+    by_task = zip(*(results["tasks"] for results in by_rank), strict=True)
+    return [[RankResults(**result) for result in results] for results in by_task]
+
+
+def _measure_tasks(tasks: Sequence[Task], enter: Callable[[str], object]) -> dict[str, Any]:
+    """Measure tasks one after the other: {"tasks": results of `measure`}."""
+
+    def measure_task(task: Task) -> dict[str, Any]:
+        of_formula = f" of {task.formula}" if task.formula else ""
+        return measure(task, lambda name: enter(f"{name}{of_formula}"))
+
+    return {"tasks": [measure_task(task) for task in tasks]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +196,8 @@ class Row:
     final_loss: float
     tolerances: dict[str, float]
     """Largest values of the distances that rounding explains, by the names of the fields above."""
+    formula: str = ""
+    """Name of the loss's formula; empty: the loss that shows the model."""
 
     @property
     def faults(self) -> list[str]:

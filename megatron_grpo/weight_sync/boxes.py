@@ -76,6 +76,8 @@ class BoxLayout(NamedTuple):
 
     def arrange(self, values: Tensor) -> Tensor:
         """View values in the tensor's dimensions in those of the parameter."""
+        if self.order == tuple(range(values.dim())):
+            return values
         axes = [axis for axis in self.order if axis >= 0]
         single = [axis for axis in range(values.dim()) if axis not in axes]
         values = values.permute(*single, *axes)[(0,) * len(single)]

@@ -10,6 +10,7 @@ that the layer had before, which CUDA graphs have captured. Whole tensors go thr
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_grpo.platform.device import detect_platform
+from megatron_grpo.weight_sync.boxes import Box, count_elements
 from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
 # Packages whose objects are looked into. Any other object has to stay the same, or be equal.
@@ -334,6 +336,34 @@ def uses_fp8_blocks(layer: nn.Module) -> bool:
     method: Any = getattr(layer, "quant_method", None)
     size = getattr(method, "weight_block_size", None)
     return size is not None and tuple(size) == (BLOCK, BLOCK)
+
+
+def list_unsent(model: nn.Module, boxes: Iterable[Box]) -> list[Tensor]:
+    """List the tensors of a model that no refit fills, buffers apart.
+
+    Those are parameters with elements outside of boxes, such as the padding of an embedding, and tensors that layers
+    and their kernels hold beside parameters, such as strides and workspaces. vLLM itself keeps buffers while an engine
+    sleeps.
+    """
+    filled, tensors, excluded = Counter[str](), list[Tensor](), set[int]()
+    for box in boxes:
+        if box.constant is None:  # else the loader fills it once
+            filled[box.parameter] += count_elements(box.layout.parameter)
+    for module, layer in model.named_modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            count = filled[f"{module}.{name}"]
+            if count == parameter.numel() or (count and is_derived(layer)):  # a conversion makes all elements
+                excluded.add(parameter.untyped_storage().data_ptr())
+            else:
+                tensors.append(parameter.data)
+        tensors += [value for _, value in _walk("", layer, lambda _: None) if isinstance(value, Tensor)]
+    excluded |= {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
+    device, unsent = next(model.parameters()).device, {}
+    for tensor in tensors:
+        address = tensor.untyped_storage().data_ptr()
+        if tensor.device == device and address not in excluded:
+            unsent.setdefault((address, tensor.storage_offset(), tensor.shape, tensor.stride()), tensor)
+    return list(unsent.values())
 
 
 def finish_model(model: torch.nn.Module, dtype: torch.dtype) -> None:

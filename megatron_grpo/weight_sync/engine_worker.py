@@ -73,6 +73,8 @@ class RefitWorker(Worker):
     # Once the refit is connected:
     receiver: Receiver | None = None
     boxes: Sequence[Box] = ()
+    unsent_copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    """While the engine sleeps without weights: tensors that no refit fills, and their copies in host memory."""
 
     @phase("trace loaders")
     def trace_weights(self, mode: RefitMode, tensors: TensorShapes, needs_boxes: bool) -> LoaderTrace | str:
@@ -118,6 +120,9 @@ class RefitWorker(Worker):
         self.received = None
         try:
             assert self.receiver is not None, "connect_refit() comes first"
+            for tensor, copy in self.unsent_copies:
+                tensor.copy_(copy)
+            self.unsent_copies = ()
             with set_current_vllm_config(self.vllm_config):  # vLLM's layers read it when they convert weights
                 self.receiver.receive(version)
             torch.accelerator.synchronize()
@@ -128,6 +133,18 @@ class RefitWorker(Worker):
                 self.receiver.abandon()
             return self._describe_failure(error)
         self.received = version
+        return None
+
+    @phase("keep unsent tensors")
+    def keep_unsent(self) -> str | None:
+        """Copy what no refit fills to host memory, until the next refit."""
+        from megatron_grpo.weight_sync.engine_layers import list_unsent
+
+        try:
+            unsent = list_unsent(self.model_runner.get_model(), self.boxes)
+            self.unsent_copies = [(tensor, tensor.cpu()) for tensor in unsent]
+        except Exception as error:  # noqa: BLE001 - see the class
+            return self._describe_failure(error)
         return None
 
     def confirm_refit(self, version: int) -> str | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.weight_sync.pieces import PIECE, TRAILER_BYTES, align, lay_out_pieces, split_messages
-from megatron_grpo.weight_sync.refit_group import Rendezvous, Transfer, TransferGroup, Watch, join_group
+from megatron_grpo.weight_sync.refit_group import Rendezvous, Transfer, TransferGroup, Watch, join_group, list_members
 from megatron_grpo.weight_sync.shared_memory import choose_shared_memory
 
 Side = Literal["source", "target"]  # ranks of the policy; ranks of the engines
@@ -54,10 +54,15 @@ class Links(ABC):
         self.packed_pieces = [packed for packed, _ in layouts]
         self.sizes = [size + TRAILER_BYTES for _, size in layouts]
         # The kind of shared memory that links may use. With one, tensors that go through the group are on the CPU.
-        self._memory = choose_shared_memory(device, in_hosts=plan["shared_memory"], on_gpus=rendezvous.same_gpus)
+        shares_devices = rendezvous.devices_per_node is not None
+        self._memory = choose_shared_memory(device, in_hosts=plan["shared_memory"], on_gpus=shares_devices)
         self._group_device = device if self._memory is None else torch.device("cpu")
         self._has_relays: bool = plan["relays"]
-        self._first_members = {"source": 0, "target": plan["sources"]}  # rank in the group of each side's rank 0
+        self._sources: int = plan["sources"]
+        # Only ranks of one node hand messages over in memory, and a group connects all of its members.
+        per_node = rendezvous.devices_per_node if self._memory is not None else None
+        self._node = None if per_node is None else rank // per_node
+        self._members = list_members(rendezvous, self._sources, self._node)
         self._group: TransferGroup | None = None
         self._watch = Watch(store, rendezvous.timeout_s)
         self._shared: dict[int, Tensor] = {}  # the source's buffers in shared memory, by peer; others get messages sent
@@ -68,10 +73,15 @@ class Links(ABC):
 
     def _connect(self, rendezvous: Rendezvous) -> None:
         with self._fail_together():
-            size = self._first_members["target"] + rendezvous.receivers
-            member = self._first_members[self.side] + self._rank
-            self._group = self._watch.call(join_group, rendezvous, member, size, self._group_device)
+            name = "group" if self._node is None else f"group of node {self._node}"
+            member, size = self._find_member(self.side, self._rank), sum(map(len, self._members))
+            self._group = self._watch.call(join_group, rendezvous, member, size, self._group_device, name)
             self._open_links()
+
+    def _find_member(self, side: Side, rank: int) -> int:
+        """Find the rank in the group of a rank of one side."""
+        sources, targets = self._members
+        return sources.index(rank) if side == "source" else len(sources) + targets.index(rank)
 
     @abstractmethod
     def _find_peer(self, piece: Any) -> int:
@@ -132,7 +142,7 @@ class Links(ABC):
         if self._group is None:
             raise RuntimeError("the links of this rank failed before and were not made anew")
         start = self._group.send if sends else self._group.recv
-        return start([tensor.reshape(-1).view(torch.uint8)], self._first_members[self.peer_side] + peer, 0)
+        return start([tensor.reshape(-1).view(torch.uint8)], self._find_member(self.peer_side, peer), 0)
 
     def _open_links(self) -> None:
         """Exchange a first notice over every link, which tests it."""

@@ -36,10 +36,9 @@ class _Region(NamedTuple):
     ranges: Ranges
     layout: BoxLayout
     has_scales: bool  # the piece comes in FP8, with scales
-
-    @property
-    def size(self) -> int:
-        return count_elements(self.ranges)
+    # Of `ranges`, computed once: a rank writes tens of thousands of pieces, and the host's time for them is a refit's.
+    indices: tuple[slice, ...]
+    size: int
 
     @property
     def blocks(self) -> tuple[slice, ...]:
@@ -117,7 +116,7 @@ class ModelWriter:
             for box in self._constants[region.module]:
                 parameter = getattr(layer, box.parameter.rpartition(".")[2])
                 parameter.data[to_slices(box.layout.parameter)] = box.constant
-        getattr(layer, region.name).data[to_slices(region.ranges)].copy_(region.layout.compute(values))
+        getattr(layer, region.name).data[region.indices].copy_(region.layout.compute(values))
         if scales is not None:
             getattr(layer, name_scales(region.name)).data[region.blocks].copy_(region.layout.arrange(scales))
         self._written[region.module] += region.size
@@ -164,4 +163,6 @@ class ModelWriter:
 def _find_region(boxes: Sequence[Box], piece: Any, scaled: Collection[int]) -> _Region:
     box = boxes[piece["box"]]
     module, _, name = box.parameter.rpartition(".")
-    return _Region(module, name, box.layout.locate(read_ranges(piece)), box.layout, int(piece["entry"]) in scaled)
+    ranges = box.layout.locate(read_ranges(piece))
+    has_scales = int(piece["entry"]) in scaled
+    return _Region(module, name, ranges, box.layout, has_scales, to_slices(ranges), count_elements(ranges))

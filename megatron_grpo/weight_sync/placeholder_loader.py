@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
@@ -53,8 +54,10 @@ class PlaceholderLoader(DefaultModelLoader):
         text = f"no refit sends {', '.join(unsent[:3])} ({len(unsent)} parameters), which the model's folder has"
         if is_quantized:  # the model was made without the layers that such weights are read into
             raise ValueError(f"{text}, and its quantized weights are never read by engines of a run that trains")
-        logger.warning("the engine reads all weights from the model's folder, since %s", text)
-        return super().get_all_weights(model_config, model)
+        names = find_read_names(model, stored, model_config.dtype)
+        logger.warning("the engine reads %d of %d tensors of the model's folder: %s", len(names), len(stored), text)
+        self.counter_before_loading_weights = time.perf_counter()
+        return read_tensors(Path(model_config.model), names)
 
 
 def measure_folder(folder: Path) -> tuple[Shapes, Shapes, bool]:
@@ -93,6 +96,31 @@ def find_unsent(model: nn.Module, sent: Shapes, stored: Shapes, dtype: torch.dty
         counts[box.parameter] += count_elements(box.layout.parameter)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return sorted(name for name in filled if counts[name] != tensors[name].numel() and name not in trace.unexplained)
+
+
+def find_read_names(model: nn.Module, stored: Shapes, dtype: torch.dtype) -> list[str]:
+    """Name the tensors of a folder that the model's loaders read.
+
+    Those of layers that propose tokens are a hundredth of the folder, which every worker would read whole.
+    """
+    with _use_plain_loaders(model):
+        trace = trace_weights(model, {name: (shape, dtype) for name, shape in stored.items()})
+    filling = {box.tensor for box in trace.boxes}
+    # Loading that is no copy of boxes does not tell which tensors it reads.
+    return [name for name in stored if name in filling or trace.unexplained]
+
+
+def read_tensors(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Read tensors of a folder by name, file by file."""
+    from megatron_grpo.models.stored_tensors import list_stored_tensors
+
+    stored, by_file = list_stored_tensors(folder), defaultdict[Path, list[str]](list)
+    for name in names:
+        by_file[stored[name].file].append(name)
+    for file, inside in by_file.items():
+        with safe_open(file, framework="pt") as opened:
+            for name in inside:
+                yield name, opened.get_tensor(name)
 
 
 def make_placeholders(sent: Shapes, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -52,8 +52,8 @@ class Rendezvous:
     port: int
     receivers: int  # number of workers of all engines
     timeout_s: float  # limit of making the group, and of each use of it
-    same_gpus: bool = False
-    """Whether both sides compute on the same GPUs, which excludes NCCL: it allows one rank per GPU."""
+    devices_per_node: int | None = None
+    """Devices of a node on which both sides compute, rank n of each on the same one; None: they have their own."""
 
     def connect(self) -> Store:
         """Connect to the store; RuntimeError: none listens there within CONNECT_STORE_S."""
@@ -129,6 +129,20 @@ class Watch:
     def report_failure(self, reason: str) -> None:
         with contextlib.suppress(RuntimeError):  # the driver has closed the store, so it has given up already
             record_failure(self._store, reason)
+
+
+def list_members(rendezvous: Rendezvous, sources: int, node: int | None) -> tuple[range, range]:
+    """List the ranks of policy and engines in a group.
+
+    `node`: only those of this node; None: all.
+    """
+    members = range(sources), range(rendezvous.receivers)
+    if node is None:
+        return members
+    assert rendezvous.devices_per_node is not None, "sides with devices of their own are not matched by node"
+    begin = node * rendezvous.devices_per_node
+    part = slice(begin, begin + rendezvous.devices_per_node)
+    return members[0][part], members[1][part]
 
 
 def record_failure(store: Store, reason: str) -> None:

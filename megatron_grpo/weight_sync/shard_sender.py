@@ -43,8 +43,7 @@ class SourceLinks(Links):
         self._connect(rendezvous)
         if self._has_relays:
             with self._fail_together():
-                size = self._first_members["target"]
-                self._relays = self._watch.call(join_group, rendezvous, rank, size, device, "relays")
+                self._relays = self._watch.call(join_group, rendezvous, rank, self._sources, device, "relays")
 
     def send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
         """Send one version: `fill` writes a payload while the previous one is sent.

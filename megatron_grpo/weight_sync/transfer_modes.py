@@ -157,7 +157,7 @@ class LinkMode(TransferMode):
         except (OSError, RuntimeError, RayError) as error:  # torch's errors of a store are RuntimeErrors
             reason = str(error).partition("\n")[0]  # torch adds a stack of calls in C++
             raise AttemptError(f"the store of the refit failed: {type(error).__name__}: {reason}", {}) from error
-        rendezvous = Rendezvous(store.host, store.port, receivers, config.timeout_s, generation.is_colocated)
+        rendezvous = Rendezvous(store.host, store.port, receivers, config.timeout_s, self.devices_per_node)
         sends = self.calls.policy.submit(self.connect_rank, rendezvous)
         self.connect_engines(sends, engines, {"rendezvous": asdict(rendezvous)})
 

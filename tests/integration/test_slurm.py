@@ -1,11 +1,7 @@
 """The Slurm launcher on a real Slurm of one node that is started for the test; containers are left out."""
 
 import json
-import os
 import re
-import shutil
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,89 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs import read_programs
+from tests.support.slurm import NEEDS_SLURM, Slurm, start_slurm
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.skipif(shutil.which("slurmctld") is None, reason="Slurm is not installed (Debian: slurm-wlm, munge)"),
-    pytest.mark.skipif(os.geteuid() != 0, reason="a Slurm of one's own needs root"),
-]
-
-SLURM_CONF = read_programs("slurm")["slurm_conf"]
-
-
-class Slurm:
-    """A running Slurm and how to talk to it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
-
-    def call(self, *command: str) -> str:
-        """Output of a Slurm command."""
-        process = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60)
-        assert process.returncode == 0, f"{' '.join(command)}: {process.stderr}"
-        return process.stdout.strip()
-
-    def state(self, job: str) -> str:
-        """State of a job, "COMPLETED" for example."""
-        return self.call("scontrol", "show", "job", job).split("JobState=")[1].split()[0]
-
-    def wait(self, job: str) -> str:
-        """State of a job once it has ended, for which a busy machine has five minutes."""
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline:
-            state = self.state(job)
-            if state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
-                return state
-            time.sleep(1)
-        return self.state(job)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+pytestmark = NEEDS_SLURM
 
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    folder = tmp_path_factory.mktemp("slurm")
-    folder.chmod(0o755)
-    for name in ("state", "spool"):
-        (folder / name).mkdir()
-    key = folder / "munge.key"
-    key.write_bytes(os.urandom(1024))
-    key.chmod(0o400)
-    conf = SLURM_CONF.format(
-        host=socket.gethostname(),
-        folder=folder,
-        cpus=os.cpu_count(),
-        controller_port=free_port(),
-        node_port=free_port(),
-    )
-    (folder / "slurm.conf").write_text(conf)
-    munged = ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket"]
-    munged += [f"--{name}-file={folder}/munged.{name}" for name in ("pid", "log", "seed")]
-    daemons: list[subprocess.Popen[bytes]] = []
-    slurm = Slurm(folder)
-    log = (folder / "daemons.log").open("wb")
-    try:
-        for command in (munged, ["slurmctld", "-D"], ["slurmd", "-D"]):
-            daemons.append(subprocess.Popen(command, env=slurm.env, stdout=log, stderr=log))
-            time.sleep(1)
-        deadline = time.monotonic() + 60
-        while slurm.call("sinfo", "--noheader", "--format=%T") != "idle":
-            assert time.monotonic() < deadline, "the node did not come up"
-            assert all(daemon.poll() is None for daemon in daemons), (folder / "daemons.log").read_text()
-            time.sleep(0.5)
+    with start_slurm(tmp_path_factory.mktemp("slurm")) as slurm:
         yield slurm
-    finally:
-        for daemon in reversed(daemons):
-            daemon.terminate()
-        for daemon in reversed(daemons):
-            daemon.wait(timeout=20)
-        log.close()
 
 
 def submit(slurm: Slurm, folder: Path, *overrides: str) -> str:

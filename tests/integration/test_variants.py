@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,13 @@ from megatron_grpo.batch.rollout_files import read_rollouts
 from megatron_grpo.config.overrides import list_config_groups
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.prepare.models import prepare
+from tests.integration.preset_steps import ON_RATIOS, STEPS
 from tests.integration.runs import TrainingRun, without_timing
 from tests.integration.whole_runs import complete, read_options
 
 pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
 
 GROUPS = read_options("variants")
 
@@ -68,16 +73,28 @@ def three_steps(run: TrainingRun) -> list[dict[str, float]]:
     return rows
 
 
+@pytest.fixture(scope="module")
+def preset_metrics(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
+    """Metrics of two steps by preset: one run trains them all, on the same ranks and engine."""
+    folder = tmp_path_factory.mktemp("presets")
+    command = [sys.executable, "-m", "tests.integration.preset_steps", str(folder)]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900.0, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    metrics: dict[str, list[dict[str, float]]] = json.loads((folder / "metrics.json").read_text())
+    return metrics
+
+
 @pytest.mark.parametrize("variant", list_config_groups()["variant"])
-def test_every_preset_trains(variant: str, tmp_path: Path) -> None:
-    about_the_ratio = variant in ("cispo", "gspo", "sapo", "gmpo", "luspo", "fipo", "kl_cov")
-    minibatches = ("policy.train_global_batch_samples=32",) if about_the_ratio else ()
-    rows = three_steps(TrainingRun(tmp_path / variant, f"+variant={variant}", *SHORT, *ALONE, *minibatches))
-    with_reference = variant in ("rloo", "reinforce_plus_plus")
+def test_every_preset_trains(variant: str, preset_metrics: dict[str, list[dict[str, float]]]) -> None:
+    rows, with_reference = preset_metrics[variant], variant in ("rloo", "reinforce_plus_plus")
+    assert len(rows) == STEPS
     for row in rows:
+        assert math.isfinite(row["loss"])
+        assert row["grad_norm"] > 0
+        assert row["token_mult_prob_error_max"] < 1.01
         assert ("kl_penalty" in row) == with_reference
         clipped = row["clip_fraction_low"] + row["clip_fraction_high"]
-        if about_the_ratio:
+        if variant in ON_RATIOS:
             assert row["probs_ratio_max"] > 1, "else the variants are all the same"
         if variant in ("gspo", "luspo"):
             assert clipped > 0.05, "its limits are below 1e-3"
@@ -86,6 +103,8 @@ def test_every_preset_trains(variant: str, tmp_path: Path) -> None:
         if variant == "sapo":
             assert clipped == 0
             assert row["probs_ratio_clamped"] == row["probs_ratio"]
+        if variant == "high_entropy":
+            assert row["is_oob_ratio"] == pytest.approx(0.8, abs=0.1), "a fifth of the tokens is learnt"
 
 
 @pytest.mark.parametrize("name", OPTIONS)

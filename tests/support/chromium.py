@@ -19,7 +19,7 @@ DEADLINE_S = 60.0
 OPTIONS = (
     "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --disable-extensions "
     "--disable-background-networking --disable-component-update --hide-scrollbars "
-    "--host-resolver-rules='MAP * ~NOTFOUND' --remote-debugging-pipe"
+    "--host-resolver-rules='MAP * ~NOTFOUND, EXCLUDE 127.0.0.1' --remote-debugging-pipe"
 )
 
 
@@ -58,7 +58,7 @@ class Page:
 
     def open(self, file: Path) -> float:
         """Open a file and wait until it has drawn a picture; seconds from the navigation to that picture."""
-        self.call("Page.navigate", url=file.absolute().as_uri())
+        self.navigate(file.absolute().as_uri())
         self.wait("document.readyState === 'complete'")
         painted = "performance.getEntriesByName('first-contentful-paint')"
         self.wait(f"{painted}.length > 0")
@@ -67,6 +67,10 @@ class Page:
         loaded = "performance.getEntriesByType('navigation')[0].loadEventEnd"
         first = self.evaluate(f"Math.max({painted}[0].startTime, {loaded})")
         return min(float(drawn), float(first)) / 1000
+
+    def navigate(self, url: str) -> None:
+        """Open an address without waiting for it."""
+        self.call("Page.navigate", url=url)
 
     def evaluate(self, expression: str) -> Any:
         """The value of JavaScript, of a promise what it is resolved to; AssertionError if it raises."""

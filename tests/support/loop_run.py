@@ -50,6 +50,8 @@ class Run:
             note_once=lambda about, text: self.notes.setdefault(about, text),
             log_step=lambda step, *_: self.logged.append(f"step {step}"),
             log_validation=lambda step, *_: self.logged.append(f"validation {step}"),
+            alarms=[],
+            stop_reason=None,
         )
         self.dumps: Any = FakeDumps(self.logged)
         self.checkpointer = Checkpointer(folder, CHECKPOINTING)

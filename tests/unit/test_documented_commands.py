@@ -16,6 +16,7 @@ SHOWN = [command for document in DOCUMENTS for command in commands(document)]
 OF_THE_READER = re.compile(r"\.\.\.|\b[A-Z]{2,}\b|<\w+>|recipes|exp=mine|\bsums")
 """What stands for something that the reader has."""
 RECIPES_ALONE = {"--cfg", "job", "--check", "--help", "--version", "--json", "--search", "--html", "plan.html"}
+RECIPES_ALONE |= {"--dry-run", "slurm", "kubernetes", "ray", "local"}
 
 
 def of_module(*names: str) -> list[Command]:
@@ -30,7 +31,7 @@ def test_commands_are_found() -> None:
     assert {"make", "sbatch"} <= {word for command in SHOWN for word in command.words}
 
 
-@pytest.mark.parametrize("command", of_module("train", "refit_plan", "plan"), ids=str)
+@pytest.mark.parametrize("command", of_module("train", "refit_plan", "plan", "launch"), ids=str)
 def test_recipes_and_keys_compose(command: Command) -> None:
     words = [word for word in command.words[1:] if word not in RECIPES_ALONE and not OF_THE_READER.search(word)]
     if any("exp=" in word for word in words):
@@ -47,7 +48,11 @@ def test_jobs_of_slurm_compose(command: Command) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [command for command in SHOWN if re.match(r"megatron_grpo\.(?!train$|refit_plan$|plan$)", command.words[0])],
+    [
+        command
+        for command in SHOWN
+        if re.match(r"megatron_grpo\.(?!train$|refit_plan$|plan$|launch$)", command.words[0])
+    ],
     ids=str,
 )
 def test_other_programs_know_their_options(command: Command, capsys: pytest.CaptureFixture[str]) -> None:

@@ -163,6 +163,23 @@ def test_a_later_call_goes_on_with_what_is_missing(call: Call, tmp_path: Path) -
     assert {name: file.read_text() for name, file in counts.items()} == {"right": "ran ", "wrong": "ran ran "}
 
 
+def test_chosen_checks_run_alone_in_their_order(call: Call, tmp_path: Path) -> None:
+    """Where a machine is there for minutes; a later call goes on with the others."""
+    names = ("first", "second", "third")
+    record = tmp_path / "record"
+    text = "from pathlib import Path\n\ndef test_it():\n    with Path({!r}).open('a') as file: file.write('{} ')\n"
+    rows = ", ".join(row(tmp_path / f"test_{name}.py", text.format(str(record), name)) for name in names)
+    assert call(rows, "--only", "third", "first")[0] == 0
+    assert record.read_text() == "third first "
+    assert call(rows, "--only", "first")[0] == 0, "again, although the file has its verdict"
+    code, result, _ = call(rows)
+    assert (code, record.read_text()) == (0, "third first first second ")
+    assert result["checks"].keys() == {*names}
+    code, _, output = call(rows, "--only", "failed")
+    assert code == 2
+    assert "--only failed: no such check; there are first, second, third" in output
+
+
 def test_a_result_of_another_machine_is_left_alone(call: Call, tmp_path: Path) -> None:
     rows = row(tmp_path / "test_two.py", RIGHT, "gpus=2")
     assert call(rows)[0] == 0

@@ -54,31 +54,32 @@ def test_the_slurm_script_raises_the_limits_of_nodes() -> None:
         process = subprocess.run(["bash", "-euc", limit], capture_output=True, text=True)
         assert (process.stdout, process.stderr) == (f"{expected}\n", "")
     for call in ('head_node \\"', 'worker_node \\"'):
-        assert f"$(declare -f raise_limits {call.split()[0]})" in text
+        assert f"$(declare -f raise_limits open_cache close_cache {call.split()[0]})" in text
 
 
-def test_kernels_that_a_container_compiles_outlive_the_job(tmp_path: Path) -> None:
-    tools, log = tmp_path / "tools", tmp_path / "log"
-    tools.mkdir()
-    for name, text in (("scontrol", "echo node0"), ("srun", f'(printf "%s\\n" "$@"; env) >>{log}')):
-        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tools / name).chmod(0o755)
-    cache = tmp_path / "cache"
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TRITON_", "VLLM_"))}
-    env |= {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node0"}
-    (tmp_path / "submitted").mkdir()
-    env |= {"SLURM_SUBMIT_DIR": str(tmp_path / "submitted"), "HF_HOME": str(tmp_path / "hf"), "CACHE_DIR": str(cache)}
-    env |= {"CONTAINER_IMAGE": "image.sqsh", "RUN_DIR": str(tmp_path / "run"), "VLLM_CACHE_ROOT": "/mine"}
-    script = [str(ROOT / "launchers" / "slurm_pyxis.sbatch"), "+exp=quickstart"]
-    process = subprocess.run(script, env=env, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    lines = log.read_text().splitlines()
-    (mounts,) = [line for line in lines if line.startswith("--container-mounts=")]
-    assert cache.is_dir()
-    assert f",{cache}:{cache}" in mounts
-    assert {"VLLM_CACHE_ROOT=/mine", f"TRITON_CACHE_DIR={cache}/triton", f"FLASHINFER_WORKSPACE_BASE={cache}"} <= {
-        *lines
-    }
+def test_kernels_are_compiled_on_the_node_and_outlive_the_job(tmp_path: Path) -> None:
+    text = (ROOT / "launchers" / "slurm_pyxis.sbatch").read_text()
+    functions = text[text.index("open_cache() {") : text.index("\n}\n", text.index("close_cache() {")) + 3]
+    # The folder on the node's disk is that of the user; the test has another one.
+    functions = functions.replace("/tmp/megatron_grpo_$UID", str(tmp_path / "node"))
+    names = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+    env = {name: value for name, value in os.environ.items() if name not in names}
+    env |= {"CACHE_DIR": str(tmp_path / "shared"), "SLURM_JOB_ID": "7", "VLLM_CACHE_ROOT": "/mine"}
+    (tmp_path / "shared").mkdir()
+
+    def run_node(role: str, commands: str) -> str:
+        script = f"{functions}open_cache; {commands}; close_cache {role!r}"
+        process = subprocess.run(["bash", "-euc", script], env=env, capture_output=True, text=True)
+        assert (process.returncode, process.stderr) == (0, "")
+        assert not (tmp_path / "node").exists(), "nothing is left on the node"
+        return process.stdout
+
+    folders = run_node("first", 'mkdir "$TRITON_CACHE_DIR"; echo one >"$TRITON_CACHE_DIR/a"; echo "$VLLM_CACHE_ROOT"')
+    assert folders == "/mine\n"
+    run_node("last", 'mkdir -p "$TORCHINDUCTOR_CACHE_DIR"; echo two >"$TORCHINDUCTOR_CACHE_DIR/b"')
+    run_node("", 'echo of no use >"$TRITON_CACHE_DIR/a"')
+    assert run_node("", 'cat "$TRITON_CACHE_DIR/a" "$TORCHINDUCTOR_CACHE_DIR/b"') == "one\ntwo\n"
+    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["kernels_first.tar", "kernels_last.tar"]
 
 
 def test_the_wheel_carries_the_configuration_and_works_in_any_folder(tmp_path: Path) -> None:
@@ -127,24 +128,38 @@ def tool(name: str) -> str:
     return path
 
 
-def job(tmp_path: Path, *arguments: str, nodes: int, driver: str = "exit 0", **variables: str) -> subprocess.Popen[str]:
-    """The Slurm script in a job whose srun only records its commands, and runs `driver` in place of the driver."""
+def job(
+    tmp_path: Path,
+    *arguments: str,
+    nodes: int,
+    driver: str = "exit 0",
+    check: str = "echo 0 links; exit",
+    **variables: str,
+) -> subprocess.Popen[str]:
+    """The Slurm script in a job whose srun only records its commands, but runs `driver` and the `check` of $host."""
     folder, tools = tmp_path / "submit", tmp_path / "tools"
     for subfolder in (folder, tools):
         subfolder.mkdir(exist_ok=True)
-    record = tmp_path / "commands"
+    record, workers = tmp_path / "commands", tmp_path / "workers"
+    workers.touch()
     names = "\n".join(f"node{number}" for number in range(nodes))
     scripts = {
         # The driver's end ends the other nodes, so it waits until they are recorded.
         "srun": f"""
+if [[ "$*" == *check_node* ]]; then
+    for word in "$@"; do [[ $word == --nodelist=* ]] && host=${{word#*=}}; done
+    {check}
+fi
 for _ in {{1..200}}; do
-    [[ "$*" != *--nodelist=node0* || {nodes} = 1 || -s {record} ]] && break
+    [[ "$*" != *--nodelist=node0* || $(wc -l <{workers}) -ge ${{WORKERS:-{min(nodes - 1, 1)}}} ]] && break
     sleep 0.05
 done
 {{ flock 9; printf '%s\\0' "$@" >&9; printf '\\n\\0' >&9; }} 9>>{record}
-[[ "$*" != *--nodelist=node0* ]] && exit
+[[ "$*" != *--nodelist=node0* ]] && echo >>{workers} && exit
 {driver}""",
-        "scontrol": f"[[ $1 = show ]] && echo '{names}' || echo \"$@\" >>{tmp_path / 'requeued'}",
+        "scontrol": f"""
+[[ $3 = engine* ]] && echo engine0 && exit
+[[ $1 = show ]] && echo '{names}' || echo "$@" >>{tmp_path / "requeued"}""",
     }
     for name, text in scripts.items():
         (tools / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -156,9 +171,11 @@ done
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def submit_job(tmp_path: Path, *arguments: str, nodes: int = 2, **variables: str) -> list[list[str]]:
+def submit_job(
+    tmp_path: Path, *arguments: str, nodes: int = 2, check: str = "echo 0 links; exit", **variables: str
+) -> list[list[str]]:
     """The commands that the Slurm script gives to srun."""
-    with job(tmp_path, *arguments, nodes=nodes, **variables) as script:
+    with job(tmp_path, *arguments, nodes=nodes, check=check, **variables) as script:
         _, errors = script.communicate(timeout=60)
     assert script.returncode == 0, errors
     record = (tmp_path / "commands").read_text()
@@ -206,7 +223,69 @@ def test_a_run_folder_that_would_not_be_mounted_is_refused(tmp_path: Path) -> No
     assert "give RUN_DIR=/scratch/one, which is mounted and resumed, and not run_dir=/scratch/one" in errors
 
 
+FAILING = """
+case $host in
+node1) echo starting; echo 7 of 8 GPUs answer; exit 1 ;;
+node2) sleep 60 ;;
+node3) echo 3 links; exit ;;
+*) echo 4 links; exit ;;
+esac"""
+
+
+def read_hosts(command: list[str]) -> list[str]:
+    (hosts,) = [word.partition("=")[2].split(",") for word in command if word.startswith("--nodelist=")]
+    return hosts
+
+
+def test_spares_replace_nodes_that_fail_their_check(tmp_path: Path) -> None:
+    variables = {"PYTHON": sys.executable, "SPARES": "3", "CHECK_TIME": "2"}
+    with job(tmp_path, nodes=6, check=FAILING, **variables) as script:
+        output, errors = script.communicate(timeout=60)
+    assert script.returncode == 0, errors
+    commands = [command.split("\0")[:-1] for command in (tmp_path / "commands").read_text().split("\n\0")[:-1]]
+    assert sorted(host for command in commands for host in read_hosts(command)) == ["node0", "node4", "node5"]
+    assert "node node1 fails: 7 of 8 GPUs answer" in output
+    assert "node node2 fails: did not answer within 2 s" in output
+    assert "node node3 fails: 3 links of the network are up, and 4 on others" in output
+
+
+def test_too_few_fit_nodes_end_the_job(tmp_path: Path) -> None:
+    with job(tmp_path, nodes=6, check=FAILING, PYTHON=sys.executable, SPARES="2", CHECK_TIME="2") as script:
+        _, errors = script.communicate(timeout=60)
+    assert script.returncode == 1
+    assert errors == "3 of 6 nodes are fit, and the run needs 4\n"
+    assert not (tmp_path / "commands").exists()
+
+
+def test_groups_of_a_heterogeneous_job_have_labels(tmp_path: Path) -> None:
+    groups = {"SLURM_JOB_NODELIST_HET_GROUP_0": "node[0-1]", "SLURM_JOB_NODELIST_HET_GROUP_1": "engine[0-0]"}
+    commands = submit_job(tmp_path, "+exp=quickstart", PYTHON=sys.executable, WORKERS="2", **groups)
+    roles: dict[str, set[str]] = {}
+    for command in commands:
+        (group,) = [word for word in command if word.startswith("--het-group=")]
+        roles.setdefault(group, set()).update(word for word in command if word.startswith("--labels="))
+    label = "--labels=megatron-grpo-role"
+    assert roles == {"--het-group=0": {f"{label}=training"}, "--het-group=1": {f"{label}=generation"}}
+
+
+def test_each_job_of_an_array_has_a_seed_and_a_folder(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    variables = {"RUN_DIR": str(run), "SEEDS": "7 11", "SLURM_ARRAY_TASK_ID": "1", "SEED_KEY": "ppo.seed"}
+    (command,) = submit_job(tmp_path, "+exp=quickstart", nodes=1, PYTHON=sys.executable, **variables)
+    assert command[-3:] == [f"run_dir={run}/seed_11", "+exp=quickstart", "ppo.seed=11"]
+
+
 REQUEUED = "requeue 7\n"
+
+
+def test_a_job_is_requeued_for_a_run_that_ended_for_lack_of_time(tmp_path: Path) -> None:
+    """Before Slurm's signal, because its steps and saves take longer than the signal leaves."""
+    run, record = tmp_path / "run", tmp_path / "requeued"
+    driver = f"mkdir -p {run}; touch {run}/out_of_time"
+    with job(tmp_path, nodes=1, driver=driver, PYTHON=sys.executable, RUN_DIR=str(run)) as script:
+        script.communicate(timeout=60)
+    assert script.returncode == 0
+    assert record.read_text() == REQUEUED
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ KEYS = {
     "gpus",
     "idle_gpus",
     "host_gib",
+    "host_parts_gib",
     "host_memory_gib",
     "routed_bytes_per_token",
     "routed_gib",
@@ -36,6 +37,8 @@ KEYS = {
     "tokens_per_s_per_gpu",
     "refit_s",
     "refit_bytes",
+    "checkpoints",
+    "start_s",
     "assumptions",
 }
 

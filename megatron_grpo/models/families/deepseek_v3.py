@@ -81,11 +81,23 @@ def read_latent(
     scale = (latent.plain_dim + latent.rope_dim) ** -0.5
     if rope.get("mscale_all_dim"):
         scale *= compute_yarn_scale(read_number(rope, "factor", 1.0), read_number(rope, "mscale_all_dim", 1.0)) ** 2
-    return replace(shape, latent=latent, softmax_scale=scale, experts=_read_experts(raw, shape.layers, groups))
+    return replace(shape, latent=latent, softmax_scale=scale, experts=read_sigmoid_experts(raw, shape.layers, groups))
 
 
-def _read_experts(raw: Mapping[str, Any], layers: int, default_groups: tuple[int, int]) -> ExpertShape:
-    count = read_expert_count(raw, "num_local_experts", "n_routed_experts", 256)
+def read_sigmoid_experts(
+    raw: Mapping[str, Any],
+    layers: int,
+    default_groups: tuple[int, int],
+    *,
+    count: int = 256,
+    scaling: float = 2.5,
+    dense: int = 3,
+) -> ExpertShape:
+    """Read experts that are chosen by sigmoid scores and a bias.
+
+    Defaults: `default_groups` of n_group and topk_group, `count` experts, their `scaling`, `dense` layers without.
+    """
+    count = read_expert_count(raw, "num_local_experts", "n_routed_experts", count)
     width, top_k = read_size(raw, "moe_intermediate_size"), read_top_k(raw, count)
     # transformers' default of 8 groups needs 16 experts.
     default = default_groups if count >= 16 or "n_group" in raw else (1, 1)
@@ -94,10 +106,10 @@ def _read_experts(raw: Mapping[str, Any], layers: int, default_groups: tuple[int
         count=count,
         ffn_hidden=width,
         top_k=top_k,
-        layers=read_sparse_layers(raw, layers, default=3),
+        layers=read_sparse_layers(raw, layers, default=dense),
         shared_ffn_hidden=width * read_size(raw, "n_shared_experts", 1),
         score="sigmoid",
-        scaling=read_number(raw, "routed_scaling_factor", 2.5),
+        scaling=read_number(raw, "routed_scaling_factor", scaling),
         selection_bias=True,
         groups=groups,
         top_groups=top_groups,

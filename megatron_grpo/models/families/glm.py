@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.models.families.deepseek_v3 import EXPERT_BIAS, SHARED_EXPERTS, read_groups, read_sparse_layers
+from megatron_grpo.models.families.deepseek_v3 import EXPERT_BIAS, SHARED_EXPERTS, read_sigmoid_experts
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.llama import (
     ATTENTION,
@@ -18,9 +18,9 @@ from megatron_grpo.models.families.llama import (
     QKV_BIAS,
     read_dense,
 )
-from megatron_grpo.models.families.mixtures import EXPERTS, read_expert_count, read_top_k
+from megatron_grpo.models.families.mixtures import EXPERTS
 from megatron_grpo.models.families.options import WINDOW
-from megatron_grpo.models.shape import ExpertShape, ModelShape, read_flag, read_number, read_size
+from megatron_grpo.models.shape import ModelShape, read_flag
 
 _POST_NORMS = """
     mixer: self_attention.linear_proj.post_norm.weight [hidden] = post_self_attn_layernorm.weight
@@ -59,25 +59,8 @@ def _read_mixture(raw: dict[str, Any]) -> ModelShape:
         qk_norm=read_flag(raw, "use_qk_norm", default=False),
         rotated=_ROTATED,
     )
-    count, width = (
-        read_expert_count(raw, "num_local_experts", "n_routed_experts", 128),
-        read_size(raw, "moe_intermediate_size", 1408),
-    )
-    top_k = read_top_k({"num_experts_per_tok": 8, **raw}, count)
-    groups, top_groups = read_groups({"n_group": 1, "topk_group": 1, **raw}, count, top_k)
-    experts = ExpertShape(
-        count=count,
-        ffn_hidden=width,
-        top_k=top_k,
-        layers=read_sparse_layers(raw, shape.layers, default=1),
-        shared_ffn_hidden=width * read_size(raw, "n_shared_experts", 1),
-        score="sigmoid",
-        scaling=read_number(raw, "routed_scaling_factor", 1.0),
-        selection_bias=True,
-        groups=groups,
-        top_groups=top_groups,
-    )
-    return replace(shape, experts=experts)
+    sizes = {"num_experts_per_tok": 8, "moe_intermediate_size": 1408, **raw}
+    return replace(shape, experts=read_sigmoid_experts(sizes, shape.layers, (1, 1), count=128, scaling=1.0, dense=1))
 
 
 FAMILIES = (

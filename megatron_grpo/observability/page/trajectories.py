@@ -37,7 +37,7 @@ ANSWER_EXCERPT = 2000  # most characters of an answer
 _KEPT_OF_PREFIX = 24  # characters that all prompts of a step have in common, before those that differ
 EXCERPT = 160  # most characters of a prompt, and of a response that is not shown in full
 MAX_FULL_LENGTH = 1_200_000  # most characters and tokens of a response shown in full; the page says if it is cut
-_COPIED_COLUMNS = ("prompt_idx", "group", "sample", "reward", "correct", "stop_reason", "fault", "failure")
+_COPIED_COLUMNS = ("prompt_idx", "group", "sample", "reward", "correct", "stop_reason", "fault", "failure", "task_name")
 
 
 class TokenBytes:
@@ -99,7 +99,7 @@ def make_step_tables(
     for step, file in files.items():
         try:
             rows = _read_first_rows(step, file, rows=MAX_ROWS // parts, tokens=MAX_READ_TOKENS // parts)
-            table = _make_table(rows, kind, vocabulary, MAX_FULL_TOKENS // parts, MAX_ROW_CHARACTERS // parts)
+            table = make_step_table(rows, kind, vocabulary, MAX_FULL_TOKENS // parts, MAX_ROW_CHARACTERS // parts)
             yield step, count_rollouts(file), table
         except (ValueError, TypeError, LookupError, OSError) as error:
             if str(file) in str(error):
@@ -132,9 +132,13 @@ def make_token_table(vocabulary: TokenBytes | None, token_ids: Iterable[int]) ->
     return table
 
 
-def _make_table(
+def make_step_table(
     rows: Sequence[Mapping[str, Any]], kind: str, vocabulary: TokenBytes | None, tokens: int, characters: int
 ) -> dict[str, Any]:
+    """Make the table of a step's rollouts.
+
+    It has `tokens` tokens of full rollouts, and `characters` of rows of the data.
+    """
     # Each entry is a column, but for `prompts` and `rows` (texts by group) and `full`: all data of some trajectories,
     # by row index.
     full_rows = _choose_full_rows(rows, tokens)

@@ -22,6 +22,7 @@ from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.outside_files import read_json, read_yaml
 from megatron_grpo.config.schema import Config
 from megatron_grpo.observability import run_files
+from megatron_grpo.observability.alarms import read_alarms
 from megatron_grpo.observability.page.trajectories import (
     TokenBytes,
     load_token_bytes,
@@ -35,8 +36,8 @@ STYLE = "report.css"
 SCRIPTS = tuple(
     f"{name}.js"
     for name in (
-        *("elements", "data", "chart", "curves", "tokens", "table", "kinds", "detail", "trajectories"),
-        *("configuration", "refresh", "report"),
+        *("elements", "data", "chart", "alarms", "curves", "tokens", "table", "kinds", "detail"),
+        *("narrowing", "trajectories", "configuration", "refresh", "report"),
     )
 )
 # JSON escapes of HTML's special characters; json.dumps itself escapes all non-ASCII characters.
@@ -61,17 +62,21 @@ def format_escaped_json(value: Any) -> str:
     return text.translate(ESCAPES)
 
 
-def render_page(style: str, script: str, body: str, data: Sequence[str], title: str = "Run report") -> str:
+def render_page(
+    style: str, script: str, body: str, data: Sequence[str], title: str = "Run report", *, asks: bool = False
+) -> str:
     """Render a page whose security policy allows this script alone.
 
-    `body` is HTML of this package, without data of a run; `data` has elements that hold escaped or packed JSON.
+    `asks`: it may ask the server that it comes from for data. `body` is HTML of this package, without data of a run;
+    `data` has elements that hold escaped or packed JSON.
     """
     hashes = []
     for kind, text in (("style", style), ("script", script)):
         assert f"</{kind}" not in text.lower(), f"the {kind} would end its own element"
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         hashes.append(f"{kind}-src 'sha256-{digest}'; ")
-    policy = f"default-src 'none'; {''.join(hashes)}base-uri 'none'; form-action 'none'"
+    asking = "connect-src 'self'; " if asks else ""
+    policy = f"default-src 'none'; {''.join(hashes)}{asking}base-uri 'none'; form-action 'none'"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -87,13 +92,34 @@ def read_run_data(folder: Path) -> dict[str, Any]:
 
     Raises ValueError if the folder is not a run's, or a line of a file is damaged; the message names it.
     """
+    require_run_folder(folder)
+    steps, validations = (
+        run_files.read_steps(folder / name) for name in (run_files.METRICS_FILE, run_files.VALIDATION_FILE)
+    )
+    return describe_run(folder) | {
+        "metrics": collect_columns([_select_metrics(row) for row in steps]),
+        **{
+            group: collect_columns([{"step": row["step"], **row.get(group, {})} for row in steps])
+            for group in run_files.CLOCK_FIGURES
+        },
+        "validation": collect_columns([_select_metrics(row) for row in validations]),
+        "alarms": read_alarms(folder),
+    }
+
+
+def require_run_folder(folder: Path) -> None:
+    """Raise ValueError unless a folder is a run's."""
     if not (folder / run_files.METRICS_FILE).exists() and not (folder / run_files.CONFIG_FILE).exists():
         raise ValueError(
             f"{folder} is not the folder of a run: it has neither {run_files.METRICS_FILE} nor {run_files.CONFIG_FILE}"
         )
-    steps, validations = (
-        run_files.read_steps(folder / name) for name in (run_files.METRICS_FILE, run_files.VALIDATION_FILE)
-    )
+
+
+def describe_run(folder: Path) -> dict[str, Any]:
+    """Describe a run without its figures: name, settings, starts, summary.
+
+    ValueError: a line of its starts is damaged.
+    """
     defaults = dict(flatten(asdict(Config()) | {loop: asdict(section()) for loop, section in LOOPS.items()}))
     # Of each setting: key, value, and the default where it differs.
     recorded = read_config(folder)
@@ -104,20 +130,14 @@ def read_run_data(folder: Path) -> dict[str, Any]:
     starts = run_files.read_lines(folder / run_files.STARTS_FILE)
     return {
         "name": folder.resolve().name,
-        **_describe_run(recorded, starts),
+        **_list_facts(recorded, starts),
         "summary": _read_mapping(folder / run_files.SUMMARY_FILE, read_json),
-        "metrics": collect_columns([_select_metrics(row) for row in steps]),
-        **{
-            group: collect_columns([{"step": row["step"], **row.get(group, {})} for row in steps])
-            for group in run_files.CLOCK_FIGURES
-        },
-        "validation": collect_columns([_select_metrics(row) for row in validations]),
         "config": settings,
         "starts": starts,
     }
 
 
-def _describe_run(recorded: Mapping[str, Any], starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _list_facts(recorded: Mapping[str, Any], starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Describe what ran: recipe, algorithm, model, code; and the metrics to begin with."""
     names = {"recipe": "name", "algorithm": "algorithm", "model": "policy.model.path"}
     about = {name: str(recorded[key]) for name, key in names.items() if recorded.get(key) is not None}
@@ -187,11 +207,20 @@ def render_report(folders: Sequence[Path], refresh_s: float | None = None) -> st
         run["remark"] = None if vocabulary else f"Responses are shown as text, not as tokens: {reason}."
         run["refresh_s"], run["written"] = refresh_s, datetime.now().strftime("%H:%M:%S")
         runs.append(run)
+    data.insert(0, make_runs_element(runs))
+    return render_page(*read_assets(SCRIPTS), data)
+
+
+def make_runs_element(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Make the element with the data of the runs that the page reads first."""
+    return f'<script type="application/json" id="runs">{format_escaped_json(runs)}</script>\n'
+
+
+def read_assets(scripts: Sequence[str]) -> tuple[str, str, str]:
+    """Read the style, these scripts as one, and the body of the page."""
     assets = resources.files("megatron_grpo.observability.page") / "assets"
-    texts = {name: (assets / name).read_text(encoding="utf-8") for name in (STYLE, "body.html", *SCRIPTS)}
-    script = '"use strict";\n' + "\n".join(texts[name] for name in SCRIPTS)
-    data.insert(0, f'<script type="application/json" id="runs">{format_escaped_json(runs)}</script>\n')
-    return render_page(texts[STYLE], script, texts["body.html"], data)
+    texts = {name: (assets / name).read_text(encoding="utf-8") for name in (STYLE, "body.html", *scripts)}
+    return texts[STYLE], '"use strict";\n' + "\n".join(texts[name] for name in scripts), texts["body.html"]
 
 
 def _add_tables(

@@ -20,7 +20,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_grpo.config.schema import Fp8Config
-from megatron_grpo.planning.dry.kernels import Collective, Kernel, Product, TensorSpec, run, run_attention, run_norm
+from megatron_grpo.planning.dry.fused_kernel import Collective, Kernel, Product, TensorSpec, run
+from megatron_grpo.planning.dry.kernels import run_attention, run_norm
 from megatron_grpo.planning.dry.tracker import kind
 from megatron_grpo.planning.dry.work import count_bytes, name_of, note
 from megatron_grpo.trainer.model.latent_attention import ReplicatedLinear

@@ -53,9 +53,9 @@ class WorkLog:
         self._is_backward = False
         self._chunk_of_output: dict[int, int] = {}
 
-    def note(self, kind: WorkKind, name: str, **sizes: Any) -> None:
-        """Count an operator; `sizes` are fields of `Work`."""
-        self.counts[Work(self.phase, self._chunk, self._is_backward, kind, name, **sizes)] += 1
+    def note(self, kind: WorkKind, name: str, times: int = 1, **sizes: Any) -> None:
+        """Count equal operators; `sizes` are fields of `Work`."""
+        self.counts[Work(self.phase, self._chunk, self._is_backward, kind, name, **sizes)] += times
 
     def note_operator(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Count an operator, unless it makes a view or an uninitialized tensor."""
@@ -131,11 +131,11 @@ LOG: ContextVar[WorkLog | None] = ContextVar("work log", default=None)
 """The log of the dry run under way."""
 
 
-def note(kind: WorkKind, name: str, **sizes: Any) -> None:
+def note(kind: WorkKind, name: str, times: int = 1, **sizes: Any) -> None:
     """Count a fused kernel's work in the current dry run, if any."""
     log = LOG.get()
-    if log is not None:
-        log.note(kind, name, **sizes)
+    if log is not None and times:
+        log.note(kind, name, times, **sizes)
 
 
 def note_product(

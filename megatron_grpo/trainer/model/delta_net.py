@@ -12,7 +12,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import fields
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -154,8 +154,8 @@ class DeltaNet(GatedDeltaNet):
 
     def __init__(self, config: TransformerConfig, submodules: GatedDeltaNetSubmodules, **keywords: Any) -> None:
         has_kernels = common.HAVE_FLA and find_spec("fla") is not None and gdn.causal_conv1d is not convolve_packed
-        is_dry = config.platform.name == "dry"  # a dry run stands in for the kernels of its GPU
-        self._uses_torch = not is_dry and (not has_kernels or config.deterministic_mode)
+        is_dry = config.platform.name == "dry"  # a run on GPUs is refused without the kernels
+        self._uses_torch = config.deterministic_mode or not (is_dry or has_kernels)
         if self._uses_torch:
             _use_torch_functions()
         config = copy.copy(config)
@@ -204,7 +204,6 @@ class DeltaNet(GatedDeltaNet):
         return state
 
 
-@cache
 def _use_torch_functions() -> None:
     if not common.HAVE_FLA and torch.cuda.is_available():
         logger.warning("flash-linear-attention is not installed: delta nets fall back to plain torch, which is slower")

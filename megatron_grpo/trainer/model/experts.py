@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
@@ -27,6 +26,7 @@ from torch import Tensor
 from megatron_grpo.config.schema import MoeConfig
 from megatron_grpo.models.megatron_names import count_earlier
 from megatron_grpo.models.routed_experts import RoutedForm
+from megatron_grpo.trainer.model.latent_attention import ReplicatedLinear
 from megatron_grpo.trainer.model.layers import RMSNorm
 from megatron_grpo.trainer.model.packed_sequences import Membership, PackedSequences
 
@@ -175,24 +175,8 @@ class LatentExperts(MoELayer):
 
         super().__init__(without, replace(submodules, experts=build_experts), *arguments, **keywords)
         self.config = config
-        self.fc1_latent_proj = DuplicatedLinear(config, config.hidden_size, config.moe_latent_size)
-        self.fc2_latent_proj = DuplicatedLinear(config, config.moe_latent_size, config.hidden_size)
-
-
-class DuplicatedLinear(torch.nn.Module):
-    """A matrix that every rank has all of, and multiplies with its tokens."""
-
-    def __init__(self, config: Any, columns: int, rows: int) -> None:
-        super().__init__()
-        weight: Any = torch.nn.Parameter(
-            torch.empty(rows, columns, dtype=config.params_dtype, device=config.platform.device)
-        )
-        weight.sequence_parallel = config.sequence_parallel  # Megatron-Core sums gradients over ranks by this mark
-        self.weight = weight
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """Multiply: [..., columns] to [..., rows], and no bias."""
-        return F.linear(hidden, self.weight), None
+        self.fc1_latent_proj = ReplicatedLinear(config.hidden_size, config.moe_latent_size, config=config)
+        self.fc2_latent_proj = ReplicatedLinear(config.moe_latent_size, config.hidden_size, config=config)
 
 
 class DecoderLayer(TransformerLayer):

@@ -104,7 +104,8 @@ def _has_transformer_engine(platform: Literal["cuda", "cpu", "dry"]) -> bool:
 def warn_of_unfused_attention() -> None:
     """Warn if Transformer Engine has no fused kernel for this model's attention.
 
-    It then keeps all scores of a sequence, and says so only where NVTE_DEBUG is set. Called after a step.
+    It then keeps all scores of a sequence, and says so only where NVTE_DEBUG is set. Called after a run's first pass,
+    in which it chooses: that of log-probabilities, which keeps the scores of one layer only.
     """
     package = "transformer_engine.pytorch.attention.dot_product_attention"
     attention = sys.modules.get(f"{package}.dot_product_attention")

@@ -17,6 +17,7 @@ from megatron_grpo.algorithms.stages import combine_results
 from megatron_grpo.batch.replay_files import TensorFigure
 from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, find_token_indices, repeat_per_token, require_field
+from megatron_grpo.config.algorithms import ALGORITHMS
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.losses.divergence import find_inconsistent_sequences
@@ -178,12 +179,19 @@ def _choose_captured_tokens(record: RecordedStep, hidden_tokens: int) -> NDArray
 def _require_replayable(record: RecordedStep, settings: RankSettings) -> None:
     """Require a replayable configuration whose layout fits the model."""
     config, vocab = record.config, settings.shape.vocab
+    has_other_loss = config.method.loss != ALGORITHMS["grpo"].loss
     largest = max(int(trajectory.token_ids.max()) for trajectory in record.trajectories)
     text = "cannot be replayed: the experts that engines chose are not recorded"
     chooses_by_entropy = config.loss_fn.selection == "highest_entropy"
     rules = [
         (chooses_by_entropy, "loss_fn.corrections=", "cannot be replayed: entropies are not recorded"),
         (config.value_model is not None, "algorithm=", "cannot be replayed: values and returns are not recorded"),
+        (has_other_loss, "algorithm=", "cannot be replayed: its loss has more than the samples that are recorded"),
+        (
+            config.imitates_environment,
+            "loss_fn.environment_nll_weight=",
+            "cannot be replayed: the environment's tokens are not recorded as such; use 0",
+        ),
         (config.policy.moe.replay_routing, "policy.moe.replay_routing=", text),
         (largest >= vocab, "policy.model.path=", f"has {vocab} tokens, and the rollouts have token {largest}"),
         *check_split("policy.parallel", config.policy.parallel, settings.shape),

@@ -14,16 +14,19 @@ from typing import Any
 import torch
 import transformer_engine.pytorch.attention.dot_product_attention.utils as selection
 import transformer_engine_torch as tex
+from megatron.core.ssm.gated_delta_net import common, gdn
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
+
+from megatron_grpo.planning.dry import kernels as dry
 
 SELECTIONS: list[Any] = []
 """The parameters of every choice of an attention kernel, and whether the fused one was chosen."""
 
 
 def replace() -> None:
-    """Replace the kernels of fused attention for this process, and cuDNN's in torch."""
+    """Replace the kernels of fused attention and delta nets for this process, and cuDNN's in torch."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     selection._get_fused_attn_backend = _fused_backend
     choose = selection.get_attention_backend
@@ -34,6 +37,9 @@ def replace() -> None:
         return chosen
 
     selection.get_attention_backend = recorded
+    # Those of delta nets are compiled for a device when they are first used.
+    common.l2norm, gdn.causal_conv1d = dry._run_vector_norm, dry._run_convolution
+    gdn.chunk_gated_delta_rule = dry._run_delta_rule
     tex.fused_attn_fwd, tex.fused_attn_bwd = _attention, _attention_backward
 
 

@@ -1,10 +1,15 @@
 """Every module of ours imports on CUDA, and every use of another library fits what is installed."""
 
 import importlib
+import inspect
 import pkgutil
 import types
 
 import pytest
+from fla.modules.convolution import causal_conv1d
+from fla.modules.l2norm import l2norm
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+from megatron.core.ssm.gated_delta_net import common
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.distributed import ProcessGroupNCCL
 
@@ -34,6 +39,16 @@ def test_our_calls_and_overridden_methods_fit_the_installed_libraries() -> None:
         check_module(name, findings)
     assert findings.problems == []
     assert findings.checked >= FEWEST_CALLS
+
+
+def test_delta_nets_have_the_kernels_that_megatron_core_calls() -> None:
+    assert common.HAVE_FLA
+    tensors = dict.fromkeys(("query", "key", "value"))
+    state = {"initial_state": None, "output_final_state": False, "cu_seqlens": None}
+    rule = {"g": None, "beta": None, "use_qk_l2norm_in_kernel": False}
+    inspect.signature(chunk_gated_delta_rule).bind(*tensors, **rule, **state)
+    inspect.signature(causal_conv1d).bind(x=None, weight=None, bias=None, activation="silu", **state)
+    inspect.signature(l2norm).bind(None)
 
 
 OURS = [hook for hook in load_hooks() if hook.platform != "cpu"]

@@ -27,10 +27,9 @@ from megatron_grpo.models.adapter_names import make_policy_slot, measure_adapter
 from megatron_grpo.models.families import FAMILIES, measure_tensors
 from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
-from megatron_grpo.weight_sync import engine_adapters
+from megatron_grpo.weight_sync import engine_adapters, placeholder_loader
 from megatron_grpo.weight_sync.engine_adapters import base_layers
-from megatron_grpo.weight_sync.engine_layers import has_converted_layers
-from megatron_grpo.weight_sync.placeholder_loader import PlaceholderLoader
+from megatron_grpo.weight_sync.engine_layers import has_converted_layers, list_unsent
 from megatron_grpo.weight_sync.weight_trace import trace_model
 from tests.cuda.null.engines import LONGEST, addresses, engine_config, loaded_model, refit, settings_of
 from tests.support import engine_table
@@ -170,7 +169,7 @@ def test_a_refit_fills_every_parameter(
 ) -> None:
     if quantization is None:  # Hopper's kernels compute with weights as they are, those of experts too
         monkeypatch.setattr(layerwise, "materialize_layer", lambda *_: pytest.fail("a second copy of a layer"))
-    monkeypatch.setattr(PlaceholderLoader, "_get_weights_iterator", lambda *_: pytest.fail("the folder was read"))
+    monkeypatch.setattr(placeholder_loader, "read_tensors", lambda *_: pytest.fail("the folder was read"))
     folder = models(family)
     config = engine_config(folder, engine_args={} if quantization is None else {"quantization": quantization})
     model, shape = loaded_model(config), read_model_shape(folder)
@@ -184,3 +183,6 @@ def test_a_refit_fills_every_parameter(
         assert set(trace.boxes) == set(table_boxes(GenerationConfig().parallel, shape)[0])
     refit(model, config, shape, trace.boxes, fp8_blocks=fp8_blocks)  # raises for unfilled parameters
     assert addresses(model) == before, "captured graphs read the old memory"
+    # A sleeping engine keeps little in host memory of what no refit fills.
+    unsent = sum(tensor.nbytes for tensor in list_unsent(model, trace.boxes))
+    assert unsent < 0.2 * sum(parameter.nbytes for parameter in model.parameters())

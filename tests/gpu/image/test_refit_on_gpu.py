@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,12 @@ import torch
 from transformers import Qwen3Config
 
 from megatron_grpo.config.schema import ParallelConfig, RefitConfig
+from megatron_grpo.weight_sync.refit_checks import BOUNDS, Canary, draw_canary
 from megatron_grpo.weight_sync.transport import make_transport
 from tests.integration import test_reshard
 from tests.integration.test_refit import assert_serves, ray_cluster, start_policy
 from tests.integration.test_reshard import REFIT, Case, after, answers
-from tests.integration.vllm_helpers import ON_GPUS, Oracle, engines, make_model
+from tests.integration.vllm_helpers import ON_GPUS, VOCAB, Oracle, engines, make_config, make_model
 
 __all__ = ["ray_cluster"]  # a fixture of every test here
 LAYOUTS = {"one_to_one": Case("dense", ParallelConfig(), {}), **test_reshard.CASES, **test_reshard.RARE}
@@ -53,6 +56,43 @@ def test_an_engine_on_the_gpu_of_a_rank(tmp_path: Path) -> None:
             ray.get(policy.submit(_flip_a_bit))
             assert transport.publish(2).retries == 1
             assert np.array_equal(answers(generation), loaded)
+    finally:
+        policy.shutdown()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["dense", "experts"])
+def test_an_engine_in_fp8(family: str, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    """With the kernels that its GPU takes. vLLM's own rounding of a folder is the oracle, and a canary admits."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs compute capability 9.0")
+
+    def sized(**sizes: Any) -> Any:
+        return make_config(family, {**test_reshard.BLOCKED, "num_experts": 8}, **sizes)
+
+    base = make_model(tmp_path / "base", seed=0, family=sized)
+    trained = test_reshard._in_fp8_exactly(make_model(tmp_path / "trained", seed=1, family=sized))
+    worker = "tests.support.kernel_worker.KernelWorker"
+    in_fp8: dict[str, Any] = {"colocated": True, "precision": "bfloat16"}
+    in_fp8["engine_args"] = {"quantization": "fp8_per_block", "worker_extension_cls": worker}
+    with engines(trained, **in_fp8) as generation:
+        loaded = answers(generation)
+    policy = start_policy(trained, ParallelConfig())
+    policy.wait_ready()
+    try:
+        with engines(base, **in_fp8) as generation:
+            kernels = ray.get(generation.engines[0]._call_workers.remote(SimpleNamespace(__name__="name_kernels")))
+            record_property("kernels", kernels[0])
+            assert not np.allclose(answers(generation), loaded, atol=0.05), "another model"
+            for version, rounded in enumerate((True, False), start=1):
+                config = replace(REFIT, fp8_blocks=rounded)
+                canary = Canary(config, draw_canary(7, VOCAB, 32), BOUNDS["8 bits"])
+                transport = make_transport(policy, generation, config, Path(), canary)
+                transport.connect()
+                report = transport.admit(transport.publish(version))
+                difference = float(np.abs(answers(generation) - loaded).max())
+                record_property(f"differences, fp8_blocks={rounded}", (difference, report.checks))
+                assert difference < 0.05, "as if vLLM had read and rounded the folder"
     finally:
         policy.shutdown()
 

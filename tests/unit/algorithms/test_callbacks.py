@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.observability.alarms import Alarm
 from megatron_grpo.run.directory import STOP_FILE, lock_run_directory
 from megatron_grpo.run.user_objects import Callback, Callbacks
 from tests.support.loop_run import LIMITS, Run, validating
@@ -113,3 +114,33 @@ def test_a_callback_that_fails_ends_the_run_under_its_name(tmp_path: Path) -> No
     run.callbacks = Callbacks([Broken()])
     with pytest.raises(RunError, match=r"callback Broken.on_step raised KeyError: 'missing'"):
         run.train(steps=3)
+
+
+class AlarmKeeper(Callback):
+    """Writes down alarms, and the steps that come after them."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def on_alarm(self, alarm: Alarm) -> None:
+        self.told.append(alarm)
+
+    def on_step(self, step: int, metrics: Any) -> None:
+        self.told.append(step)
+
+
+@pytest.mark.parametrize(("reason", "last"), [(None, 3), ("alarm kl_growth (logger.alarms_stop): too much", 2)])
+def test_an_alarm_is_told_before_its_step_and_may_end_training(tmp_path: Path, reason: str | None, last: int) -> None:
+    keeper, run = AlarmKeeper(), Run(tmp_path, LIMITS)
+    run.callbacks = Callbacks([keeper])
+    alarm = Alarm(2, "kl_growth", "too much")
+
+    def log_step(step: int, *_: object) -> None:
+        run.logger.alarms = [alarm] if step == 2 else []
+        run.logger.stop_reason = reason if step >= 2 else None
+
+    run.logger.log_step = log_step
+    run.train(steps=3)
+    assert keeper.told == [1, alarm, 2, 3][: last + 1]
+    if reason is not None:
+        assert run.ends == [("early_stop", reason)]

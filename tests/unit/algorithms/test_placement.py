@@ -33,7 +33,8 @@ class Events:
         log, self.log = self.log, []
         return log
 
-    def sleep(self) -> None:
+    def sleep(self, *, keep_weights: bool) -> None:
+        self.keeps_weights = keep_weights
         self.happens("engines sleep")
 
     def wake(self, part: str) -> None:
@@ -86,8 +87,9 @@ def test_a_run_in_turns() -> None:
     assert events.take() == REFIT, "the start"
     placement.wake_engines(timer)
     assert events.take() == []
-    placement.offload_engines(timer)
+    placement.offload_engines(timer, keep_weights=False)
     assert events.take() == TO_TRAINING
+    assert not events.keeps_weights, "the step's refit brings others"
     placement.offload_engines(timer)
     assert events.take() == []
     assert publish_with(placement, events, timer) == 7

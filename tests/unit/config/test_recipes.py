@@ -57,6 +57,7 @@ GOES_WITH = {  # options that make sense only beside others
     ("env", "calculator"): ["data.task_name=tools"],
     ("env", "two_tasks"): ["data.task_name=addition"],
     ("checkpointing", "best"): ["data.val_path=val.jsonl"],
+    ("checkpointing", "large"): ["data.val_path=val.jsonl"],
     ("policy", "addition"): ["generation=addition", "data.max_input_seq_length=16"],
     ("generation", "addition_moe"): ["policy=addition_moe", *OF_THE_MIXTURE],
     ("generation", "addition_hybrid"): ["policy=addition_hybrid", *OF_THE_HYBRID],

@@ -23,6 +23,7 @@ from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.generation import engine_statistics
 from megatron_grpo.generation.cpu_worker import localize_choices
 from megatron_grpo.generation.engine_arguments import VllmSettings
+from megatron_grpo.generation.engine_interface import EngineStart
 from megatron_grpo.generation.engine_processes import EngineProcesses, end_processes
 from megatron_grpo.generation.engine_statistics import EngineStatistics
 from megatron_grpo.generation.vllm_generation import VllmGeneration
@@ -168,7 +169,17 @@ def test_the_outputs_of_all_ranks_add_up_to_those_of_all_experts(placement: list
     torch.testing.assert_close(total, expected)
 
 
-def not_started(config: GenerationConfig) -> VllmGeneration:
+@pytest.mark.parametrize(("slowest_s", "expected"), [(89.0, 178.0), (10.0, 120.0), (1700.0, 3000.0)])
+def test_a_new_engine_has_not_the_time_of_a_whole_run_to_start(slowest_s: float, expected: float) -> None:
+    """All else waits for it, and one whose GPU is gone never starts."""
+    generation = not_started(GenerationConfig(), startup_timeout_s=3000.0)
+    processes = EngineProcesses("here", ())
+    starts = [{"imports": 4.0, "processes": 5.0}, {"imports": 9.0, "processes": slowest_s - 9.0}]
+    generation.starts = [EngineStart(seconds, processes, {}) for seconds in starts]
+    assert generation.restart_timeout_s == expected
+
+
+def not_started(config: GenerationConfig, startup_timeout_s: float = 1.0) -> VllmGeneration:
     return VllmGeneration(
         VllmSettings(
             model_path="model",
@@ -177,7 +188,7 @@ def not_started(config: GenerationConfig) -> VllmGeneration:
             max_total_sequence_length=8,
         ),
         actor_options=lambda _: {},
-        startup_timeout_s=1.0,
+        startup_timeout_s=startup_timeout_s,
     )
 
 
@@ -216,7 +227,7 @@ def test_engines_beside_one_that_fails_are_asleep_before_others_have_their_devic
         asleep.extend(calls)
 
     generation = not_started(GenerationConfig())
-    monkeypatch.setattr(generation, "submit", lambda method: [0, 1, 2])
+    monkeypatch.setattr(generation, "submit", lambda *_: [0, 1, 2])
     monkeypatch.setattr("megatron_grpo.generation.vllm_generation.gather", fails)
     monkeypatch.setattr("megatron_grpo.generation.vllm_generation.ray.wait", wait)
     with pytest.raises(RunError, match="engine 0 is lost"):

@@ -3,7 +3,9 @@
 import asyncio
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -154,6 +156,57 @@ async def test_an_engine_sleeps_under_responses_in_flight_if_weights_may_change_
     await engine.wake("kv_cache")
     assert not engine._gate.is_closed("memory")
     assert engine.take_counts().busy_s < 0.05, "it was not busy while it slept"
+
+
+async def test_responses_in_flight_do_not_go_on_between_waking_and_the_canary(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(VllmSettings, "sleeps", property(lambda _: True))
+    engine._settings = replace(engine._settings, in_flight=AsyncGRPOConfig(enabled=True))
+    llm: Any = start_llm(engine)
+    calls: list[str] = []
+
+    async def record(name: str, *arguments: Any, **_: Any) -> None:
+        calls.append(" ".join([name, *map(str, arguments)]))
+
+    llm.engine_core = SimpleNamespace(call_utility_async=record)
+    llm.sleep = partial(record, "sleep")
+    llm.resume_generation = partial(record, "resume")
+    async with engine._gate.admission(1):
+        pass
+    await engine.sleep()
+    calls.clear()
+    await engine.wake("weights")
+    await engine._gate.close("weights", "version 4 of the weights has not passed the canary")
+    await engine.wake("kv_cache")
+    assert calls == ["wake_paused ['weights']", "wake_paused ['kv_cache']"]
+    await engine._gate.open("weights")
+    assert calls[2:] == ["resume"]
+
+
+@pytest.mark.parametrize(
+    ("keep_weights", "awaits_refit", "level"), [(False, True, 2), (True, True, 1), (False, False, 1)]
+)
+async def test_a_sleeping_engine_keeps_weights_that_no_refit_brings(
+    keep_weights: bool, awaits_refit: bool, level: int, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine without a version of the weights refuses requests until one is committed."""
+    engine._settings = replace(engine._settings, awaits_refit=awaits_refit)
+    monkeypatch.setattr(VllmSettings, "sleeps", True)
+    llm: Any = start_llm(engine)
+    calls: list[Any] = []
+
+    async def sleep(level: int, mode: str) -> None:
+        calls.append((level, mode))
+
+    async def call_workers(method: Any, *_: Any) -> None:
+        calls.append(method.__name__)
+
+    monkeypatch.setattr(llm, "sleep", sleep, raising=False)
+    monkeypatch.setattr(engine, "_call_workers", call_workers)
+    await engine.sleep(keep_weights)
+    assert calls == [*(["keep_unsent"] if level == 2 else []), (level, "keep")]
+    assert engine._gate.is_closed("weights") == (level == 2)
 
 
 async def test_an_engine_sleeps_only_when_nothing_is_in_flight(

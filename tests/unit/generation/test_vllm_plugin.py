@@ -1,8 +1,11 @@
 """vLLM's processes load the run's tokenizer, and its detokenizer finds stop strings with special tokens."""
 
+import queue
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from transformers import AutoTokenizer
 from megatron_grpo.batch.generation_requests import GenerationRequest, SamplingSettings
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.tokenizer import load_tokenizer
-from megatron_grpo.generation.vllm_plugin import require_same_tokenizer
+from megatron_grpo.generation.vllm_plugin import require_same_tokenizer, wake_paused
 from megatron_grpo.generation.vllm_requests import make_sampling_params
 from tests.support.foreign_tokenizers import byte_level, deepseek_r1_distill, save_folder
 
@@ -67,3 +70,29 @@ def test_stop_strings_with_special_tokens_are_found(stop: str, tmp_path: Path) -
     ids = core.encode("a<|im_end|>\nb\nc").ids
     stops = [detokenizer.update([token], stop_terminated=False) for token in ids]
     assert [name for name in stops if name] == [stop]
+
+
+def test_a_core_that_wakes_takes_no_step_before_it_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own call goes on with responses in flight, whose next token the canary has not allowed."""
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
+
+    monkeypatch.setattr(EngineCore, "wake_paused", wake_paused, raising=False)
+    states = [PauseState.PAUSED_ALL]
+    woken: list[str] = []
+    core: Any = EngineCoreProc.__new__(EngineCoreProc)
+    core.scheduler = SimpleNamespace(
+        set_pause_state=states.append, has_requests=lambda: states[-1] is not PauseState.PAUSED_ALL
+    )
+    core.model_executor = SimpleNamespace(wake_up=woken.extend, is_sleeping=False, collective_rpc=lambda _: None)
+    core.engines_running, core.batch_queue, core.output_queue = False, None, queue.Queue()
+    core.shutdown_state = EngineShutdownState.RUNNING
+    core._handle_client_request(EngineCoreRequestType.UTILITY, (0, 1, "wake_up", [["kv_cache"]]))
+    assert core.has_work(), "a forward pass comes next"
+    core._handle_client_request(EngineCoreRequestType.UTILITY, (0, 2, "wake_paused", [["kv_cache"]]))
+    assert not core.has_work()
+    assert states[-2:] == [PauseState.UNPAUSED, PauseState.PAUSED_ALL]
+    assert woken == ["kv_cache"] * 2
+    answers = [core.output_queue.get()[1].utility_output for _ in range(2)]
+    assert [answer.failure_message for answer in answers] == [None, None]

@@ -2,10 +2,13 @@
 
 import html
 import json
+import re
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -324,3 +327,40 @@ def test_the_longest_name_that_fits_counts(
     device: str, precision: str, configured: float | None, expected: float | None
 ) -> None:
     assert find_peak_tflops(device, precision, configured) == expected
+
+
+def test_rl_insight_gets_figures_and_how_a_run_ended(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package needs a running Ray and a server, so its functions are replaced by ones of the same signature."""
+    calls: list[tuple[Any, ...]] = []
+    client = ModuleType("rl_insight")
+
+    def init(project: str | None = None, experiment_name: str | None = None, config: Any = None) -> None:
+        calls.append(("init", project, experiment_name, config))
+
+    def metric_gauge(name: str, value: float, documentation: str = "", **labels: Any) -> None:
+        assert re.fullmatch(r"[a-zA-Z0-9_]+", name), "Prometheus refuses other names"
+        calls.append((name, value))
+
+    vars(client).update(init=init, metric_gauge=metric_gauge, finish=lambda: calls.append(("finish",)))
+    monkeypatch.setitem(sys.modules, "rl_insight", client)
+    config.logger.rl_insight.enabled, config.logger.rl_insight.server_url = True, "http://127.0.0.1:18080"
+    logger = RunLogger(tmp_path / "run", config)
+    log_step(logger, 3)
+    logger.close(failed=True)
+    assert calls[0] == ("init", "megatron_grpo", "run", {"server": {"url": "http://127.0.0.1:18080"}})
+    assert ("train_reward", 1.0) in calls
+    assert ("step", 3.0) in calls
+    assert calls[-2:] == [("run_failed", 1.0), ("finish",)]
+
+
+@pytest.mark.parametrize(("failed", "outcome"), [(False, b"completed"), (True, b"failed")])
+def test_tensorboard_shows_how_a_run_ended(tmp_path: Path, failed: bool, outcome: bytes) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    TensorBoardTracker(tmp_path, None).close(failed)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("run/outcome/text_summary")
+    assert event.tensor_proto.string_val[0] == outcome

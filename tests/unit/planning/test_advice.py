@@ -217,7 +217,7 @@ def test_too_little_memory_for_libraries_is_said() -> None:
 def test_a_host_without_room_takes_less_of_the_optimizer() -> None:
     config = run(data=1)
     config.policy.optimizer.cpu_offload = 1.0
-    config.plan.host_memory_gib = 80.0
+    config.plan.host_memory_gib = 150.0
     plan = make_plan(config, DENSE)
     assert "a node's host keeps" in plan.problems[0]
     advice = with_advice(plan, None).advice  # type: ignore[arg-type]

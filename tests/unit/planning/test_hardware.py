@@ -10,11 +10,12 @@ import pytest
 from megatron_grpo.config.schema import ClusterConfig, Config
 from megatron_grpo.planning.calibrate import Measured, fit_hardware, read_measurements, write_profile
 from megatron_grpo.planning.costs import time_collective
+from megatron_grpo.planning.operation import find_host_memory
 from megatron_grpo.planning.pipeline import Timeline
 from megatron_grpo.planning.step import StepTimes
-from megatron_grpo.planning.whole import find_fp8_problems, find_host_memory, find_profile
+from megatron_grpo.planning.whole import find_fp8_problems, find_profile
 from megatron_grpo.platform.hardware import Hardware, list_profiles, load_hardware
-from megatron_grpo.preflight.machine_checks import find_fp8_machine_problems
+from megatron_grpo.preflight.node_checks import find_fp8_machine_problems
 
 # NVIDIA's data sheets: GB of memory, TB/s, dense TFLOPS in bfloat16 and FP8, GB/s of NVLink in both directions.
 PUBLISHED = {
@@ -67,7 +68,7 @@ def test_fp8_is_refused_on_gpus_without_it_in_the_words_of_a_run(name: str, monk
     config = Config()
     config.cluster.gpus_per_node, config.policy.fp8.format = 8, "hybrid"
     (planned,) = find_fp8_problems(config, load_hardware(name))
-    monkeypatch.setattr("megatron_grpo.preflight.machine_checks.read_gpu_capability", lambda: (8, 0))
+    monkeypatch.setattr("megatron_grpo.preflight.node_checks.read_gpu_capability", lambda: (8, 0))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
     (problem,) = find_fp8_machine_problems(config)
     assert planned.subject == problem.subject

@@ -18,10 +18,12 @@ import yaml
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.families.reading import parse_model_shape, read_model_shape
+from megatron_grpo.planning.dry_run import list_phases
 from megatron_grpo.planning.generation_cost import Lengths, find_lengths, make_log_normal_lengths
 from megatron_grpo.planning.step import StepTimes, _Model, _time_generation, build_step_times, find_overlap
 from megatron_grpo.planning.trace import RankTrace
 from megatron_grpo.platform.hardware import load_hardware
+from megatron_grpo.preflight.load import compose_config
 from tests.unit.planning.test_costs import H100, work
 
 SHAPE = read_model_shape("tests/data/hf_configs/qwen3_0_6b")
@@ -121,6 +123,40 @@ def test_a_pipeline_waits_for_its_slowest_stage() -> None:
     assert times.phase_s["train"] == pytest.approx(60.0 + 2 * 3.0)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "passes"),
+    [
+        ((), 0),
+        (("+variant=high_entropy",), 1),
+        (("+variant=otb",), 2),
+        (("+variant=otb", "loss_fn.corrections=[high-entropy]", "policy.train_global_batch_samples=128"), 4),
+        (("+variant=clip_cov",), 1),
+    ],
+)
+def test_passes_before_learning_are_counted(overrides: tuple[str, ...], passes: int) -> None:
+    """high_entropy needs entropies, otb two passes more, and several optimizer steps log-probabilities."""
+    config = compose_config(["+exp=quickstart", "loss_fn.reference_policy_kl_penalty=0.0", *overrides])
+    small = run_config()
+    config.policy.parallel, config.generation.parallel = small.policy.parallel, small.generation.parallel
+    config.policy.max_total_sequence_length = config.policy.microbatch_tokens = 1000
+    assert ("logprobs" in list_phases(config)) == (passes > 0)
+    lengths = Lengths(100.0, np.full(8, 900.0), "full")
+    phase_s = build_step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths).phase_s
+    assert phase_s.get("logprobs", 0.0) == pytest.approx(passes * 8 * 1.0)
+
+
+def test_demonstrations_are_learnt_beside_samples() -> None:
+    config = compose_config(["+exp=quickstart_chord", "chord.rows_per_step=4"])
+    small = run_config()
+    config.policy.parallel, config.generation.parallel = small.policy.parallel, small.generation.parallel
+    config.policy.max_total_sequence_length = config.policy.microbatch_tokens = 1000
+    lengths = Lengths(100.0, np.full(8, 900.0), "full")
+    times = build_step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths)
+    assert times.phase_s["train"] == pytest.approx((8 + 4) * 3.0)
+    assert times.tokens == 8 * 1000, "throughput counts samples"
+    assert "4 demonstrations a step, as long as the samples" in times.assumptions
+
+
 def test_gradients_are_reduced_behind_the_last_backward_pass() -> None:
     nbytes = 1800 * 10**9  # two seconds of NVLink, half of which each of two ranks sends
     config, ranks = run_config(), [rank(0, 1.0, 1.5, gradients=nbytes)]
@@ -166,7 +202,7 @@ def test_shared_gpus_move_the_policy_to_the_host_and_back() -> None:
     times = build_step_times(
         config, SHAPE, [rank(0, 1.0, 2.0)], H100, make_log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
     )
-    moved = 250e9 + 2 * 0.6e9  # the policy one way, the weights of an engine the other way
+    moved = 250e9  # of the policy; the engines' weights come with the refit
     assert times.phase_s["offload"] == times.phase_s["onload"] == pytest.approx(moved / 50e9, rel=1e-3)
     assert times.gpus == 2
 
@@ -346,10 +382,10 @@ def test_the_optimizers_state_goes_to_pageable_memory(rows: Any) -> None:
     hardware = load_hardware("h100")
     phases = {"train": 1.0, "offload": 10.0, "onload": 10.0}
     times = StepTimes(phases, 21.0, None, 1.0, 8, 0.0, 0, [], None)  # type: ignore[arg-type]
-    state = 12 * 8.03e9 / 8
+    state, engine = 12 * 8.03e9 / 8, 2 * 8.03e9  # engines there keep their weights on the host, with one rank each
     slow = slow_moves(times, config, shape, hardware).phase_s
-    assert slow["offload"] == pytest.approx(10 + state / 1.8e9 - state / 50e9, rel=1e-3)
-    assert slow["onload"] == pytest.approx(10 + state / 16.1e9 - state / 50e9, rel=1e-3)
+    assert slow["offload"] == pytest.approx(10 + state / 1.8e9 - (state - engine) / 50e9, rel=1e-3)
+    assert slow["onload"] == pytest.approx(10 + state / 16.1e9 - (state - engine) / 50e9, rel=1e-3)
     config.generation.placement = "separate"
     assert slow_moves(times, config, shape, hardware) is times
 

@@ -15,10 +15,20 @@ import torch
 
 from megatron_grpo.config.paths import check_readable, check_writable
 from megatron_grpo.config.schema import Config
-from megatron_grpo.preflight import load, machine_checks
+from megatron_grpo.models.families import FAMILIES
+from megatron_grpo.models.families.reading import parse_model_shape
+from megatron_grpo.preflight import load, machine_checks, node_checks
 from megatron_grpo.preflight.load import check_overrides, compose_config, find_recorded_run
-from megatron_grpo.preflight.machine_checks import find_login_problems, find_node_remarks, read_cuda_release
+from megatron_grpo.preflight.machine_checks import find_login_problems
+from megatron_grpo.preflight.node_checks import (
+    examine_node,
+    find_delta_problems,
+    find_node_remarks,
+    read_cuda_release,
+)
 from megatron_grpo.run.directory import record_start
+from megatron_grpo.verification.problem import SMALL as SIZES
+from megatron_grpo.verification.problem import TINY
 from tests.support.config_problems import problems_of
 from tests.support.forked import as_ordinary_user
 
@@ -36,12 +46,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A machine that lacks nothing; the test may take from it."""
     values: dict[str, Any] = {"driver": "580.65.06", "files": 65_535, "locked": UNLIMITED, "shared": 2**34}
     limits = {resource.RLIMIT_NOFILE: "files", resource.RLIMIT_MEMLOCK: "locked"}
-    monkeypatch.setattr(machine_checks.resource, "getrlimit", lambda kind: (values[limits[kind]], UNLIMITED))
+    monkeypatch.setattr(node_checks.resource, "getrlimit", lambda kind: (values[limits[kind]], UNLIMITED))
     monkeypatch.setattr(
-        machine_checks.os, "statvfs", lambda _: SimpleNamespace(f_blocks=values["shared"] // 4096, f_frsize=4096)
+        node_checks.os, "statvfs", lambda _: SimpleNamespace(f_blocks=values["shared"] // 4096, f_frsize=4096)
     )
-    monkeypatch.setattr(machine_checks, "read_cuda_release", lambda: 13)
-    monkeypatch.setattr(machine_checks, "query_gpus", lambda field: [values["driver"]] * (field == "driver_version"))
+    monkeypatch.setattr(node_checks, "read_cuda_release", lambda: 13)
+    monkeypatch.setattr(node_checks, "query_gpus", lambda field: [values["driver"]] * (field == "driver_version"))
     return values
 
 
@@ -65,6 +75,45 @@ def test_a_lack_is_remarked(
     assert [remark.subject for remark in remarks] == [subject] * (subject is not None)
     assert all(text in remark.text for remark in remarks)
     assert list(find_node_remarks(make_config(gpus=0, nodes=nodes))) == []
+
+
+LACKING_GPUS = {"uuid": ["GPU-1", "GPU-2"], "memory.used": ["12 MiB", "9216 MiB"]}
+LACKING_GPUS["ecc.errors.uncorrected.volatile.total"] = ["[N/A]", "3"]
+
+
+def test_a_node_tells_what_it_lacks(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine["files"] = 1024
+    monkeypatch.setattr(node_checks, "query_gpus", lambda field: LACKING_GPUS.get(field, []))
+    problems, remarks = examine_node(make_config(gpus=8), None, [str(tmp_path), "/nowhere/model"])
+    assert [(problem.subject, problem.text.partition(";")[0]) for problem in problems] == [
+        ("/nowhere/model", "is not there"),
+        ("cluster.gpus_per_node=8", "only 2 GPUs answer nvidia-smi"),
+    ]
+    assert [(remark.subject, remark.text.partition(";")[0]) for remark in remarks] == [
+        ("open files 1024", "may be too few for sockets"),
+        ("memory of GPU 1", "9.0 GiB of it is in use before the run starts"),
+        ("memory of GPU 1", "has had 3 uncorrected memory errors since its last reset"),
+    ]
+    assert examine_node(make_config(gpus=2), None, [str(tmp_path)])[0] == []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "deterministic", "installed", "refused"),
+    [(8, False, False, True), (8, False, True, False), (8, True, False, False), (0, False, False, False)],
+)
+def test_delta_nets_on_gpus_need_their_kernels(
+    gpus: int, deterministic: bool, installed: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(gpus=gpus)
+    config.policy.deterministic, config.policy.model.path = deterministic, "qwen"
+    shapes = [
+        parse_model_shape({**SIZES, **TINY[family], "architectures": [FAMILIES[family].architecture]})
+        for family in ("qwen3_next", "qwen3")
+    ]
+    monkeypatch.setattr(node_checks.importlib.util, "find_spec", lambda name: object() if installed else None)
+    problems = [problem for shape in (*shapes, None) for problem in find_delta_problems(config, shape)]
+    assert [problem.subject for problem in problems] == ["policy.model.path=qwen"] * refused
+    assert all("pip install fla-core" in problem.text for problem in problems)
 
 
 def test_the_release_of_cuda_is_torchs() -> None:

@@ -11,9 +11,10 @@ import pytest
 from megatron_grpo.config.schema import Config, Fp8Config, LoraConfig, LossConfig, ParallelConfig
 from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.shape import LatentShape, ModelShape
-from megatron_grpo.preflight import machine_checks as checks
-from megatron_grpo.preflight.machine_checks import find_fp8_machine_problems, find_package_problems, read_gpu_capability
+from megatron_grpo.preflight import node_checks as checks
+from megatron_grpo.preflight.machine_checks import find_package_problems
 from megatron_grpo.preflight.model_checks import find_fp8_problems, find_training_problems
+from megatron_grpo.preflight.node_checks import find_fp8_machine_problems, read_gpu_capability
 from megatron_grpo.preflight.remarks import find_unused_settings
 from tests.support.config_problems import SMALL
 

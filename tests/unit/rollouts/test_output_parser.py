@@ -9,7 +9,7 @@ import pytest
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.rollouts.call_prompts import BadCallError
-from megatron_grpo.rollouts.call_texts import OutputParser
+from megatron_grpo.rollouts.call_texts import TextReader
 from tests.support.released.table import ADD, BY_NAME
 
 
@@ -20,7 +20,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def read(tokenizer: Any, text: str, tools: list[Any] | None, reasoning: str | None = "qwen3") -> dict[str, Any]:
     ids = np.array(tokenizer.encode(text), dtype=np.int32)
-    return OutputParser(tokenizer, "hermes", reasoning).read(tools, {}, ids, text, 7)
+    return TextReader(tokenizer, "hermes", reasoning).read(tools, {}, ids, text, 7)
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -43,6 +43,6 @@ def test_without_tools_or_with_a_malformed_call_the_text_is_the_message(tokenize
 
 def test_parsers_and_tools_that_do_not_fit_are_told(tokenizer: Any) -> None:
     with pytest.raises(SamplingError, match="tool_parser=mistral and reasoning_parser=None do not fit"):
-        OutputParser(tokenizer, "mistral", None)
+        TextReader(tokenizer, "mistral", None)
     with pytest.raises(BadCallError, match="tools: "):
-        OutputParser(tokenizer, "hermes", None).check_tools([{"type": "function"}], {})
+        TextReader(tokenizer, "hermes", None).check_tools([{"type": "function"}], {})

@@ -31,14 +31,15 @@ def draw(lengths: list[int], seed: int = 0) -> tuple[list[Tensor], Tensor]:
 def step_by_step(inputs: list[Tensor], ends: Tensor) -> Tensor:
     """The recurrence token by token, each sequence from a state of zeros: [1, tokens, heads, value_dim]."""
     query, key, value, g, beta = (tensor[0] for tensor in inputs)
+    (heads, key_dim), value_dim = key.shape[1:], value.shape[-1]
     outputs = []
     for begin, end in pairwise(ends.tolist()):
-        state = torch.zeros(HEADS, KEY_DIM, VALUE_DIM, dtype=value.dtype)
+        state = value.new_zeros(heads, key_dim, value_dim)
         for token in range(begin, end):
             state = state * g[token].exp()[:, None, None]
             read = torch.einsum("hkv,hk->hv", state, key[token])
             state = state + torch.einsum("hk,hv->hkv", key[token], beta[token][:, None] * (value[token] - read))
-            outputs.append(torch.einsum("hkv,hk->hv", state, query[token]) / KEY_DIM**0.5)
+            outputs.append(torch.einsum("hkv,hk->hv", state, query[token]) / key_dim**0.5)
     return torch.stack(outputs)[None]
 
 

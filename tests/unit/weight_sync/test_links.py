@@ -102,7 +102,7 @@ def test_messages_of_another_node_come_through_the_rank_beside_the_engine(
     scheduled = plan_messages(SHAPE, *shards, 2, dtypes, 1024, devices_per_node=2)
     assert np.array_equal(scheduled["relay"] != NO_RELAY, scheduled["source"] // 2 != scheduled["target"] // 2)
     write_plan(store, scheduled, 4, 4, dtypes, shared_memory=True)
-    rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=4, timeout_s=60.0, same_gpus=True)
+    rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=4, timeout_s=60.0, devices_per_node=2)
     members: list[tuple[Side, int]] = [(side, number) for side in LINKS for number in range(4)]
     with ThreadPoolExecutor(len(members)) as pool:
         futures = [
@@ -116,6 +116,8 @@ def test_messages_of_another_node_come_through_the_rank_beside_the_engine(
             for member, rank_links in ends.items()
         }
         came = {member[1]: future.result() for member, future in run.items() if member[0] == "target"}
+    sizes = {end._group._group.size() for end in ends.values()} if not one_stream else {4}
+    assert sizes == {4}, "a group of two policy ranks and two engine ranks on each node, not one of eight"
     for target, messages in came.items():
         assert ends["target", target]._buffers is None, "all is handed over in memory"
         for pieces, content in zip(ends["target", target].messages, messages, strict=True):

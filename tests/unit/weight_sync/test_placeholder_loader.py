@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from vllm.config import LoadConfig
 
 from megatron_grpo.config.schema import GenerationConfig, ParallelConfig
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
@@ -16,10 +18,10 @@ from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.weight_sync import placeholder_loader
 from megatron_grpo.weight_sync.boxes import to_slices
-from megatron_grpo.weight_sync.engine_layers import ModelReload
+from megatron_grpo.weight_sync.engine_layers import ModelReload, list_unsent
 from megatron_grpo.weight_sync.model_writer import ModelWriter
 from megatron_grpo.weight_sync.pieces import read_ranges, split_messages
-from megatron_grpo.weight_sync.placeholder_loader import PlaceholderLoader, find_unsent, measure_folder
+from megatron_grpo.weight_sync.placeholder_loader import PlaceholderLoader, find_unsent, measure_folder, read_tensors
 from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_messages
 from megatron_grpo.weight_sync.weight_trace import trace_model
 from tests.support.engine_configs import ENGINE_CONFIGS, write_engine_config
@@ -130,9 +132,19 @@ def test_a_refit_leaves_nothing_of_the_placeholders(
         pytest.importorskip("torchvision")  # vLLM's module of these models imports it
     tensors = write_folder(family, tmp_path)
     expected, _ = build_model(tmp_path, awaits_refit=False)
-    monkeypatch.setattr(PlaceholderLoader, "_get_weights_iterator", lambda *_: pytest.fail("the folder was read"))
+    monkeypatch.setattr(placeholder_loader, "read_tensors", lambda *_: pytest.fail("the folder was read"))
     actual, config = build_model(tmp_path, awaits_refit=True)
     assert find_differences(expected, actual)
+    refit(actual, config, tmp_path, tensors, mode)
+    assert find_differences(expected, actual) == []
+    # An engine that sleeps without weights keeps only what no refit brings; a GPU's memory comes back with any content.
+    boxes = trace_model(actual, measure_tensors(read_model_shape(tmp_path)), torch.bfloat16).boxes
+    copies = [(tensor, tensor.clone()) for tensor in list_unsent(actual, boxes)]
+    for tensor in (*(parameter.data for parameter in actual.parameters()), *(tensor for tensor, _ in copies)):
+        tensor.fill_(7 if tensor.dtype == torch.bool or not tensor.is_floating_point() else torch.nan)
+    assert find_differences(expected, actual)
+    for tensor, copy in copies:
+        tensor.copy_(copy)
     refit(actual, config, tmp_path, tensors, mode)
     assert find_differences(expected, actual) == []
 
@@ -145,7 +157,7 @@ def test_a_tower_that_engines_do_not_build_is_not_read(
     make_vision_model(container, tmp_path)
     sent, stored, _ = measure_folder(tmp_path)
     assert stored.keys() > sent.keys()
-    monkeypatch.setattr(PlaceholderLoader, "_get_weights_iterator", lambda *_: pytest.fail("the folder was read"))
+    monkeypatch.setattr(placeholder_loader, "read_tensors", lambda *_: pytest.fail("the folder was read"))
     build_model(tmp_path, awaits_refit=True)
 
 
@@ -161,6 +173,7 @@ def test_a_folder_with_more_than_a_refit_sends_is_read(
     actual, _ = build_model(tmp_path, awaits_refit=True)
     assert find_differences(expected, actual) == []
     assert "no refit sends model.layers.0.self_attn.qkv_proj.bias" in caplog.text
+    assert f"reads {len(stored)} of {len(stored)} tensors" in caplog.text
     monkeypatch.setattr(placeholder_loader, "measure_folder", lambda _: (less, stored, True))
     with pytest.raises(ValueError, match=r"no refit sends .*qkv_proj.bias.* quantized weights are never read"):
         build_model(tmp_path, awaits_refit=True)
@@ -200,6 +213,23 @@ def test_what_the_folder_alone_fills_is_named(
 ) -> None:
     model = MadeUp(HALVES | ({extra: target} if target is not None else {}))
     assert find_unsent(model, SIZES, SIZES | {extra: size}, torch.float32) == unsent
+
+
+def test_layers_that_propose_tokens_read_their_own_tensors_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every worker of every engine would read the whole folder otherwise."""
+    drafter = MadeUp({"mtp.scale": lambda model: model.scale})
+    values = {name: torch.full(size, 3.0) for name, size in (SIZES | {"mtp.scale": (1,)}).items()}
+    save_file(values, tmp_path / "model.safetensors")
+    stored = {name: tuple(value.shape) for name, value in values.items()}
+    monkeypatch.setattr(placeholder_loader, "measure_folder", lambda _: (SIZES, stored, False))
+    config: Any = SimpleNamespace(model=str(tmp_path), dtype=torch.float32)
+    weights = list(PlaceholderLoader(LoadConfig()).get_all_weights(config, drafter))
+    assert [name for name, _ in weights] == ["mtp.scale"]
+    drafter.load_weights(weights)
+    assert drafter.scale == 3.0
+    assert dict(read_tensors(tmp_path, ["b"]))["b"].tolist() == [[3.0, 3.0]] * 2
 
 
 def test_a_half_that_no_refit_sends_is_named() -> None:

@@ -48,14 +48,14 @@ function pointAt(points, step) {
 }
 
 /**
- * A chart: { title, note, lines, areas, floor, ceiling, log, open }.
+ * A chart: { title, note, lines, areas, marks, floor, ceiling, log, open }.
  * log: the axis is logarithmic, and values of 0 lie on its lower end.
  * lines: { name, points, colour, faint, dotted, dashed, marks }; areas: { name, points, colour } stacked from below;
- * open(step): what a click or Enter does.
+ * marks: { step, title }, which stand at the upper edge; open(step): what a click or Enter does.
  */
 class Chart {
   constructor(settings) {
-    Object.assign(this, { lines: [], areas: [], note: "", open: () => {} }, settings);
+    Object.assign(this, { lines: [], areas: [], marks: [], note: "", open: () => {} }, settings);
     this.readout = el("div", { class: "readout", "aria-hidden": "true" });
     this.drawing = svg("svg", { class: "drawing", height: CHART_HEIGHT, tabindex: 0, role: "img", "aria-label": this.summary() });
     this.element = el("figure", { class: "chart" },
@@ -98,7 +98,7 @@ class Chart {
     this.rule = svg("line", { class: "rule", y1: MARGIN.top, y2: CHART_HEIGHT - MARGIN.bottom, visibility: "hidden" });
     this.dots = svg("g", {});
     this.drawing.setAttribute("width", width);
-    this.drawing.replaceChildren(...this.axes(low, high, steps, width), ...this.stack(), ...this.linePaths(), this.rule, this.dots, ...this.labels());
+    this.drawing.replaceChildren(...this.axes(low, high, steps, width), ...this.stack(), ...this.linePaths(), ...this.markPaths(), this.rule, this.dots, ...this.labels());
   }
 
   /** Whole powers of ten around the values. */
@@ -149,6 +149,14 @@ class Chart {
         return mark;
       }) : [];
       return places.length ? [path, ...marks] : [];
+    });
+  }
+
+  markPaths() {
+    return this.marks.map(({ step, title }) => {
+      const x = this.x(step).toFixed(1), top = MARGIN.top - 8;
+      return svg("g", { class: "alarm" }, svg("title", { text: title }), svg("line", { x1: x, x2: x, y1: MARGIN.top, y2: CHART_HEIGHT - MARGIN.bottom }),
+        svg("path", { d: `M${x},${MARGIN.top}l-5,${top - MARGIN.top}h10Z` }));
     });
   }
 

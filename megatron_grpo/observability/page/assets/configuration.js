@@ -17,7 +17,7 @@ function startsOf(run, number) {
 function keys() {
   const two = runs.length > 1, values = runs.map((run) => new Map(run.config.map(([key, value, before]) => [key, { value, before }])));
   const names = [...new Set(values.flatMap((one) => [...one.keys()]))];
-  const differs = (key) => two ? (values[0].get(key) || {}).value !== (values[1].get(key) || {}).value : (values[0].get(key) || {}).before !== null;
+  const differs = (key) => two ? new Set(values.map((one) => (one.get(key) || {}).value)).size > 1 : (values[0].get(key) || {}).before !== null;
   const only = el("input", { type: "checkbox", id: "only" }), search = el("input", { type: "search", placeholder: "Search keys and values", "aria-label": "Search keys" });
   const body = el("tbody", {}), count = el("span", { class: "count" });
   const draw = () => {

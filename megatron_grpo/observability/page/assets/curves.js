@@ -1,7 +1,7 @@
 // The view of curves: those that tell how a run goes, first those of its algorithm, and below them all other figures.
 
 const SMOOTH_FROM = 30; // points from which a curve is drawn smoothed, with its steps faint behind it
-const RUN_COLOURS = ["var(--a)", "var(--b)"];
+const RUN_COLOURS = ["var(--a)", "var(--b)", "var(--c)", "var(--d)"];
 const PHASE_COLOURS = ["--p1", "--p2", "--p3", "--p4", "--p5", "--p6", "--p7", "--p8", "--p9"];
 
 /** Main charts: title, floor, ceiling, whether the axis is logarithmic, and the curves as [group, metric, name, how]. */
@@ -55,7 +55,7 @@ function linesOf(curves, { shift = 0, log = false } = {}) {
     const present = curves.filter(([group, metric]) => series(run, group, metric).length);
     present.forEach(([group, metric, name, how]) => {
       const points = series(run, group, metric).map(([step, value]) => [step, value + shift]);
-      const colour = how === "second" ? `var(--${run ? "b" : "a"}-soft)` : RUN_COLOURS[run];
+      const colour = how === "second" ? `var(--${"abcd"[run]}-soft)` : RUN_COLOURS[run];
       const two = runs.length > 1, full = two ? `${LETTERS[run]} ${present.length > 1 ? name : ""}`.trim() : name;
       const smooth = points.length >= SMOOTH_FROM && group === "metrics" && !log;
       if (smooth) lines.push({ name: full, points, colour, faint: true });
@@ -83,7 +83,7 @@ function curvesView() {
   const charts = mainCharts().map((one) => {
     one.curves.forEach(([, metric]) => shown.add(metric));
     const lines = linesOf(one.curves, one);
-    return lines.length ? named(new Chart({ ...one, lines, range, open: openStep }), one.title, ...one.curves.filter(has).map(([, metric]) => metric)) : null;
+    return lines.length ? named(new Chart({ ...one, lines, range, marks: alarmMarks(one.curves.map(([, metric]) => metric)), open: openStep }), one.title, ...one.curves.filter(has).map(([, metric]) => metric)) : null;
   }).filter((chart) => chart !== null);
   const phases = runs.map((_, run) => phaseChart(run, range)).filter((chart) => chart !== null);
   if (!charts.length && !phases.length) {
@@ -144,7 +144,7 @@ function others(shown, range) {
     if (body.childElementCount) return;
     for (const [group, name] of found) {
       const settings = settingsOf(name), lines = linesOf([[group, name, "", group === "validation" ? "marked" : "main"]], settings);
-      body.append(named(new Chart({ ...settings, lines, range, open: openStep }), name).element);
+      body.append(named(new Chart({ ...settings, lines, range, marks: alarmMarks([name]), open: openStep }), name).element);
     }
   };
   element.addEventListener("toggle", () => element.open && make());

@@ -1,10 +1,12 @@
 // The data of the page: figures of the runs at once, the trajectories of a step when somebody looks at them.
 
 const runs = JSON.parse(byId("runs").textContent);
-const LETTERS = ["A", "B"];
+const LETTERS = ["A", "B", "C", "D"];
 
-/** Reads an element of gzip in base 64; null: there is none of this name. */
+/** Reads an element of gzip in base 64, in a page that is followed from the server; null: there is none of this name. */
 async function unpack(name) {
+  const [, run, source, step] = /^run(\d)-(training|validation)(\d+)$/.exec(name) || [];
+  if (runs[0].live && source) return fetchTable(Number(run), source, step);
   const element = byId(name);
   if (!element) return null;
   const bytes = Uint8Array.from(atob(element.textContent), (character) => character.charCodeAt(0));
@@ -30,6 +32,7 @@ const tokenTables = new Map();
 
 /** The text, or [bytes in base 64], of each token of a run by its id. */
 function loadTokens(run) {
+  if (runs[0].live) return tokensByRun[run];
   if (!tokenTables.has(run)) tokenTables.set(run, unpack(`run${run}-tokens`));
   return tokenTables.get(run);
 }

@@ -51,7 +51,7 @@ function rowsOf(step, table, kind) {
       step, place, reward, full: table.full[place] || null, prompt: table.prompts[table.group[place]] || `row ${table.prompt_idx[place]}`,
       promptIdx: table.prompt_idx[place], group: table.group[place], sample: table.sample[place], correct: table.correct[place],
       stop: table.stop_reason[place], failure: table.failure[place] ?? null, fault: table.fault?.[place] ?? null, tokens: table.tokens[place], advantage: table.advantage[place],
-      suspect: table.suspect[place], response: table.response[place], characters: table.characters[place], answer: row.answer, columns: row.columns,
+      environment: table.task_name?.[place] || "", suspect: table.suspect[place], response: table.response[place], characters: table.characters[place], answer: row.answer, columns: row.columns,
     };
   });
   if (kind !== "pairs") return rows;

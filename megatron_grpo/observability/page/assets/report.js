@@ -1,11 +1,11 @@
 // The page: its head, its views, and the keys that move between them.
 
 const SHORTCUTS = [
-  ["1 2 3", "curves, trajectories, configuration"], ["[ ]", "step before, next step"], ["/", "search"],
+  ["1 2 3", `curves, trajectories, configuration${runs[0].live ? "; 4: processes" : ""}`], ["[ ]", "step before, next step"], ["/", "search"],
   ["↑ ↓", "in a table: the row before, the next"], ["← →", "on a chart: move the crosshair (with Shift: ten steps); in a text: token by token"],
   ["Enter", "on a chart: the trajectories of that step"], ["?", "these keys"],
 ];
-const VIEWS = ["Curves", "Trajectories", "Configuration"];
+const VIEWS = ["Curves", "Trajectories", "Configuration", ...(runs[0].live ? ["Processes"] : [])];
 let trajectories = null;
 
 function tile(name, value, note) {
@@ -33,7 +33,7 @@ function aboutOf(run) {
 
 function headOf(run, number) {
   const { summary } = run, metrics = run.metrics.step || [], total = runs.length > 1;
-  const outcome = (summary.outcome || (run.refresh_s ? "running" : "no end recorded")).replaceAll("_", " ");
+  const outcome = (summary.outcome || (run.refresh_s || run.is_live ? "running" : "no end recorded")).replaceAll("_", " ");
   const leading = run.leading.map((name) => changeOf(number, TILES[name] || name, groupOf(name), name));
   const tiles = [
     ...leading.filter((one) => one !== null).slice(0, MOST_TILES),
@@ -43,7 +43,7 @@ function headOf(run, number) {
   ];
   return el("section", { class: `run-head run-${number}` },
     el("h1", {}, total ? el("span", { class: "letter", text: LETTERS[number] }) : null, isolated(run.name), el("span", { class: `outcome ${outcome.replaceAll(" ", "_")}`, text: outcome })),
-    aboutOf(run), summary.reason ? el("p", { class: "reason" }, isolated(summary.reason)) : null, disagreement(run), el("dl", { class: "tiles" }, ...tiles));
+    aboutOf(run), summary.reason ? el("p", { class: "reason" }, isolated(summary.reason)) : null, disagreement(run), alarmsOf(run), el("dl", { class: "tiles" }, ...tiles));
 }
 
 /** The steps whose probability error left the noise, with the command that examines the first; null: there is none. */
@@ -63,6 +63,7 @@ function show(name, focus = false) {
   for (const view of byId("main").children) view.hidden = view.id !== `view-${name}`;
   hideTip();
   if (name === "Trajectories" && trajectories.step === undefined) trajectories.open(trajectories.lastOfAll());
+  if (name === "Processes") { processes.drawCharts(); processes.refresh(); }
   keepPlace();
 }
 
@@ -108,11 +109,11 @@ function begin() {
   const place = readPlace(); // what follows writes the place anew
   document.title = `${runs.map((run) => run.name).join(" and ")}: report`;
   byId("head").append(...runs.map(headOf));
-  const fresh = refresher();
+  const fresh = runs[0].live ? new Follower().element : refresher();
   if (fresh) byId("head").after(fresh);
   tabs();
   trajectories = new TrajectoriesView();
-  const contents = { Curves: curvesView(), Trajectories: trajectories.element, Configuration: configurationView() };
+  const contents = { Curves: curvesView(), Trajectories: trajectories.element, Configuration: configurationView(), Processes: runs[0].live && processes.element };
   byId("main").append(...VIEWS.map((name) => el("div", { role: "tabpanel", id: `view-${name}`, "aria-labelledby": `tab-${name}` }, contents[name])));
   byId("keys").append(el("h2", { text: "Keys" }), el("dl", {}, ...SHORTCUTS.map(([key, what]) => el("div", {}, el("dt", { text: key }), el("dd", { text: what })))),
     el("button", { text: "Close", onclick: () => byId("keys").close() }));

@@ -11,6 +11,7 @@ class RunPanel {
     this.detail = el("section", { class: "detail", "aria-label": "Trajectory" });
     this.count = el("span", { class: "count" });
     this.list = el("div", { class: "list" });
+    this.history = el("div", {});
     const title = runs.length > 1 ? el("h2", { class: `run-${run}` }, `${LETTERS[run]} `, isolated(runs[run].name)) : null;
     this.element = el("div", { class: "panel" }, title, el("div", { class: "panel-body" }, this.list, this.detail));
     this.use("rollouts");
@@ -21,7 +22,7 @@ class RunPanel {
     if (this.kind === kind) return;
     this.kind = kind;
     this.table = new Table({ columns: columnsOf(kind), label: `Trajectories of ${runs[this.run].name}`, choose: (row) => this.choose(row) });
-    this.list.replaceChildren(this.table.element, this.count);
+    this.list.replaceChildren(this.history, this.table.element, this.count);
     this.shown = undefined;
   }
 
@@ -32,12 +33,14 @@ class RunPanel {
     if (this.step !== step || this.view.source !== source) return; // another step was asked for meanwhile
     this.use(table ? kindOf(kind, table) : kind);
     this.rows = table ? rowsOf(step, table, this.kind) : [];
+    this.history.replaceChildren();
+    this.view.narrowing.offer(this.view.panels.flatMap((panel) => panel.rows));
     this.filter();
   }
 
   keeps(row) {
-    const { filter, query } = this.view, { filters } = KINDS[this.kind];
-    return (filters[filter] || ANY)[1](row) && (!query || searched(row).includes(query.toLowerCase()));
+    const { filter, query, narrowing } = this.view, { filters } = KINDS[this.kind];
+    return (filters[filter] || ANY)[1](row) && narrowing.keeps(row) && (!query || searched(row).includes(query.toLowerCase()));
   }
 
   filter(rows = this.rows, what = "") {
@@ -72,6 +75,19 @@ class RunPanel {
     speak(`${all.length} found in all steps`);
   }
 
+  /** Shows all samples of a row's prompt, of every step. */
+  async showPrompt(row) {
+    const { source } = this.view, search = (this.search = {});
+    this.count.textContent = "Looking for this prompt";
+    this.step = null; // a new step of a run that goes on does not take its place
+    const { rows, remark } = await rowsOfPrompt(this.run, source, this.kind, row.promptIdx);
+    if (this.search !== search) return;
+    this.rows = rows;
+    this.history.replaceChildren(historyOf(rows, remark, () => this.open(this.view.step)));
+    this.filter(rows, "This prompt: ");
+    speak(`${rows.length} samples of this prompt`);
+  }
+
   async choose(row) {
     this.shown = row;
     this.view.chosen(this, row);
@@ -99,6 +115,7 @@ class RunPanel {
       row.failure !== null ? el("p", { class: "failure" }, isolated(row.failure)) : null,
       row.fault !== null ? el("p", { class: "failure" }, isolated(row.fault)) : null,
       this.siblings(row),
+      tablesOf(this.run, this.view.source).steps.length > 1 && !this.history.childElementCount ? el("button", { class: "more over-steps", text: "This prompt over steps", onclick: () => this.showPrompt(row) }) : null,
     ];
   }
 
@@ -129,15 +146,28 @@ class TrajectoriesView {
     this.sources = el("select", { "aria-label": "Of training or of validation", onchange: () => { this.use(this.sources.value); this.open(this.lastOfAll()); } },
       ...present.map((source) => el("option", { value: source, text: source === "training" ? "Training" : "Validation" })));
     this.sources.hidden = present.length < 2;
+    this.narrowing = new Narrowing(() => this.look());
     const bar = el("div", { class: "bar" }, this.sources,
       el("div", { class: "stepper" }, el("label", { text: "Step" }), el("button", { text: "‹", "aria-label": "Step before", title: "[", onclick: () => this.move(-1) }), this.slider,
         el("button", { text: "›", "aria-label": "Next step", title: "]", onclick: () => this.move(1) }), this.number),
-      this.choice, el("div", { class: "searching" }, this.search, everywhere));
+      this.choice, this.narrowing.element, el("div", { class: "searching" }, this.search, everywhere));
     this.notes = el("div", {});
     const ended = runs.every((run) => run.summary.outcome);
-    this.element = present.length ? el("div", { class: "trajectories" }, bar, el("div", { class: `panels of-${runs.length}` }, ...this.panels.map((panel) => panel.element)), this.notes)
+    this.element = present.length || runs[0].live ? el("div", { class: "trajectories" }, bar, el("div", { class: `panels of-${runs.length}` }, ...this.panels.map((panel) => panel.element)), this.notes)
       : el("p", { class: "empty", text: ended ? "This run has no rollouts: it made no step, or logger.rollouts=off." : "No rollouts have been written yet." });
     this.use(this.source);
+  }
+
+  /** Lets new steps of a run that goes on in; who looks at the last step is taken along. */
+  extend() {
+    const before = this.steps.length, wasLast = this.step === undefined || this.step === this.steps.at(-1);
+    this.steps = this.stepsOf(this.source);
+    if (this.steps.length === before) return;
+    const last = this.steps.length - 1;
+    Object.assign(this.slider, { max: last, value: Math.max(this.steps.indexOf(this.step), 0) });
+    Object.assign(this.number, { min: this.steps[0], max: this.steps[last] });
+    if (wasLast && !this.element.closest("[hidden]") && !this.panels.some((panel) => panel.step === null)) this.open(this.lastOfAll());
+    else if (wasLast) this.step = undefined;
   }
 
   stepsOf(source) {
@@ -168,6 +198,7 @@ class TrajectoriesView {
 
   note(run) {
     const { kind, rows, written, full } = tablesOf(run, this.source), { remark } = runs[run], which = runs.length > 1 ? `${LETTERS[run]}: ` : "";
+    if (rows === undefined) return el("p", { class: "note", text: remark || "" }); // a server gives each step as it is asked for
     const rest = rows < written || full < written ? "; the run's folder has all of them" : "", noun = kind === "rows" ? "rows or responses" : KINDS[kind].noun;
     return el("p", { class: "note", text: `${which}${short(rows)} of the ${short(written)} ${noun} that were written are in the tables, ${short(full)} of them in full${rest}. ${remark || ""}` });
   }

@@ -1,0 +1,48 @@
+"""States of rollouts on their way between processes: JSON where they are plain, else pickled."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from ray import cloudpickle
+
+_PICKLE = b"\x80"  # the first byte of a pickle, and of no JSON
+
+
+def pack_state(state: Any) -> bytes:
+    """Convert a state to bytes, of JSON if that loses nothing."""
+    try:
+        if _is_plain(state):
+            return json.dumps(state).encode()
+    except RecursionError:
+        pass
+    return cloudpickle.dumps(state)
+
+
+def unpack_state(content: bytes) -> Any:
+    """Invert `pack_state`."""
+    return cloudpickle.loads(content) if content.startswith(_PICKLE) else json.loads(content)
+
+
+def read_plain_state(content: bytes | None) -> str | None:
+    """Read a state's JSON text, which a file may hold.
+
+    ValueError: it is pickled; what a file holds must not be unpickled.
+    """
+    if content is None:
+        return None
+    if content.startswith(_PICKLE):
+        raise ValueError("the state is no JSON")
+    return content.decode()
+
+
+def _is_plain(value: Any) -> bool:
+    """True if a value comes back from JSON as it was."""
+    kind = type(value)  # a subclass would come back as its base
+    if kind is dict:
+        return all(type(key) is str and _is_plain(part) for key, part in value.items())
+    if kind is list:
+        return all(map(_is_plain, value))
+    return value is None or kind in (str, bool, int) or (kind is float and math.isfinite(value))

@@ -1,0 +1,1 @@
+"""Submits runs to Slurm, Kubernetes, a Ray cluster or this machine, and looks after them."""
