@@ -72,6 +72,7 @@ TASKS = {
             "data.max_input_seq_length=8",
             "generation.max_new_tokens=24",
             *STEP,
+            "grpo.max_num_steps=20",
             "grpo.num_prompts_per_step=16",
             "grpo.num_generations_per_prompt=4",
         ),
@@ -81,9 +82,15 @@ TASKS = {
 }
 
 
+def locate_result(task: str, method: str, lag: int, seed: int, options: argparse.Namespace) -> Path:
+    """Locate the file of a run's result."""
+    file: Path = options.folder / f"{task}_{re.sub('[^a-z_]+', '_', method)}_{lag}_{seed}.json"
+    return file
+
+
 def measure(task: str, method: str, lag: int, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Make a run, unless its result lies in the folder."""
-    file = options.folder / f"{task}_{re.sub('[^a-z_]+', '_', method)}_{lag}_{seed}.json"
+    file = locate_result(task, method, lag, seed, options)
     if not file.exists():
         overrides = (*TASKS[task].overrides, *METHODS[method], *options.overrides)
         run = LaggedRun(overrides=overrides, lag=lag, seed=seed, engine_dtype=TASKS[task].engine_dtype)
@@ -105,11 +112,14 @@ def summarize(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All methods in all lags of all tasks."""
+    """All methods in all lags of all tasks; with `made` only those whose runs are all in the folder."""
     rows = []
     for task in options.tasks:
         for lag in TASKS[task].lags or options.lags:
             for method in options.methods:
+                files = [locate_result(task, method, lag, seed, options) for seed in options.seeds]
+                if options.made and not all(file.exists() for file in files):
+                    continue
                 results = [measure(task, method, lag, seed, options) for seed in options.seeds]
                 rows.append({"task": task, "method": method, "lag": lag, **summarize(results)})
     return rows
@@ -135,7 +145,7 @@ def _write_table(runs: Sequence[dict[str, Any]]) -> str:
     rows = [["", *(f"{task}, lag {lag}" for task, lag in columns)], ["---"] * (len(columns) + 1)]
     cells = {(run["method"], run["task"], run["lag"]): _write_cell(run) for run in runs}
     methods = dict.fromkeys(run["method"] for run in runs)
-    rows += [[f"`{method}`", *(cells[method, *column] for column in columns)] for method in methods]
+    rows += [[f"`{method}`", *(cells.get((method, *column), "not run") for column in columns)] for method in methods]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -167,6 +177,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--folder", type=Path, help="folder for the results of runs")
+    parser.add_argument("--made", action="store_true", help="summarise the runs that were made, and make none")
     parser.add_argument("--document", type=Path, help="result to put into docs/algorithms.md")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
