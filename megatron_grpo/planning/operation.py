@@ -16,7 +16,6 @@ from megatron_grpo.planning.estimates import (
     count_store_bytes,
 )
 from megatron_grpo.platform.hardware import Hardware
-from megatron_grpo.preflight.layout_checks import count_gpus
 
 GIB = 2**30
 PROCESS_GIB = 8.0
@@ -86,7 +85,8 @@ def describe_checkpoints(config: Config, plan: CheckpointPlan) -> Iterator[str]:
     else:
         sorts = f"keep_top_k={settings.keep_top_k}, the newest, and one that is being written"
         yield f"  at most {plan.stored} at once, {plan.stored * terabytes:.3g} TB: {sorts}"
-    yield f"  a run that is told to stop needs up to {plan.stop_s:.0f} s: a step and a save"
+    saves = "a save that is under way, and the last one" if settings.async_save else "and a save"
+    yield f"  a run that is told to stop needs up to {plan.stop_s:.0f} s: a step, {saves}"
     if plan.share > _MOST_SHARE:
         steps = math.ceil(settings.save_period * plan.wait_s * (1 / _MOST_SHARE - 1) / plan.period_s)
         background = "" if settings.async_save else ", or checkpointing.async_save=true,"
@@ -111,14 +111,14 @@ def describe_start(config: Config, shape: ModelShape) -> str:
 
 
 def list_host_parts(config: Config, shape: ModelShape) -> dict[str, float]:
-    """List GiB on a node's host, over equal nodes."""
-    used = math.ceil(sum(count_gpus(config).values()) / max(config.cluster.gpus, 1))
+    """List GiB on the host of a node of the policy, whose tensors all of them are."""
+    nodes = math.ceil(config.policy.parallel.world_size / max(config.cluster.gpus, 1))
     shares_gpus = config.generation.is_colocated and config.needs_generation
     processes = config.cluster.gpus * (2 if shares_gpus else 1)
     return {
-        "tensors": count_host_bytes(config, shape) / GIB / max(1, used),
+        "tensors": count_host_bytes(config, shape) / GIB / nodes,
         f"{processes} processes": processes * PROCESS_GIB,
-        "Ray's store": count_store_bytes(config, shape) / GIB / max(1, used),
+        "Ray's store": count_store_bytes(config, shape) / GIB / nodes,
     }
 
 
