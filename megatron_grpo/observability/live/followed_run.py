@@ -77,7 +77,8 @@ class FollowedRun:
     def select_news(self, answer: Mapping[str, Any]) -> dict[str, Any]:
         """Select what the page does not have yet.
 
-        `answer`: `known` of the last answer, which the page sends back. If a file was written anew or much is new, all figures are sent, thinned.
+        `answer`: `known` of the last answer, which the page sends back. If a file was written anew or much is new, all
+        figures are sent, thinned.
         """
         self.refresh()
         files, description = (self.steps, self.validations), self.describe()
