@@ -65,7 +65,6 @@ class RayCluster:
             else:
                 _join(self.config.ray_address)
                 self._await_machines()
-                self._roles = machines.list_roles(ray.nodes())
 
     def _start_local(self, remove_if_killed: FolderRemover | None) -> None:
         # A short name, because the path of a socket has at most 107 bytes.
@@ -113,6 +112,7 @@ class RayCluster:
                 logger.warning(text, len(joined), self.config.num_nodes, ", ".join(joined))
                 logged = joined
             time.sleep(JOIN_S)
+        self._roles = machines.list_roles(ray.nodes())
 
     def reserve(
         self,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.cluster.heartbeat import Heartbeat
+from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.launch.__main__ import main
 from megatron_grpo.launch.launch_request import load_request
 from megatron_grpo.launch.ray_jobs import RayTarget
@@ -22,6 +23,7 @@ from megatron_grpo.launch.target import (
     read_launch,
     record_launch,
 )
+from megatron_grpo.run.directory import load_run_config
 
 LOGS = ["driver.log", "policy_rank_0.log", "policy_rank_1.log", "generation_engine_0.log", "rollout_worker_0.log"]
 QUICKSTART = ("+exp=quickstart", "policy.optimizer.warmup_steps=1")
@@ -163,6 +165,31 @@ def test_mistakes_are_one_message(
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "launch.image=evil",
+        "launch.python=evil",
+        "launch.slurm.options=[--wrap=evil]",
+        "launch.slurm.mounts=[/a:/b]",
+        "launch.kubernetes.secrets=[token]",
+        "launch.ray.address=http://evil:8265",
+    ],
+)
+def test_what_a_recorded_run_would_start_elsewhere_needs_trust(setting: str, tmp_path: Path) -> None:
+    key, _, value = setting.partition("=")
+    text = f"algorithm: grpo\npolicy: {{model: {{path: model}}}}\nlaunch: {nest(key.split('.')[1:], value)}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    load_run_config(tmp_path, [], sections=("policy.",))
+    with pytest.raises(ConfigError, match=f"{key}.*give trust_run=true if you trust the run"):
+        load_request([f"run_dir={tmp_path}"], "files", SlurmTarget().find_problems)
+
+
+def nest(names: list[str], value: str) -> str:
+    """YAML of a value below sections."""
+    return value if not names else f"{{{names[0]}: {nest(names[1:], value)}}}"
 
 
 def test_engines_need_room_on_nodes_of_their_own() -> None:
