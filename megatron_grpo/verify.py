@@ -149,11 +149,16 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     # Before the tokens are computed, so that a layout that does not fit is refused at once.
     layouts = _select_layouts(request, shape)
     batch = make_batch(shape.vocab, request.sequences, request.longest, request.seed)
+    store = folder / "images" if shape.vision is not None else None
+    if store is not None and shape.vision is not None:
+        from megatron_grpo.verification.pictures import add_pictures
+
+        batch = add_pictures(batch, shape.vision, model, store, request.seed)
     with phase("transformers' outputs and gradients"):
-        reference, loss = compute_truth(model, batch), make_loss()
+        reference, loss = compute_truth(model, batch, store=store), make_loss()
         if problem is not None:
             batch, loss = draw_fields(problem, batch, reference.logprobs, request.seed), problem.loss
-            reference = compute_truth(model, batch, make_rectangle_loss(loss, batch))
+            reference = compute_truth(model, batch, make_rectangle_loss(loss, batch), store)
     # The gradients of all layouts are compared with those of one rank, which therefore comes first.
     one_rank: Row | None = None
     one_rank_layout = ParallelConfig()
@@ -166,6 +171,7 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
             task = Task(
                 str(model), parallel, packed, batch, request.steps, request.seed, request.timeout_s, loss, most_tokens
             )
+            task = task if store is None else replace(task, images_folder=str(store))
             try:
                 with phase(f"layout {name}"):
                     result = run_layout(task)

@@ -115,7 +115,7 @@ class PromptReader:
 
     def __init__(self, config: Config, model: Path, tokenizer: Any = None, hint: str | None = None) -> None:
         """`hint`: text of a teacher's prompts (distillation.hint_prompt); None: the prompts are the run's."""
-        self.config, self.tokenizer, self.hint = config, tokenizer, hint
+        self.config, self.tokenizer, self.hint, self._model = config, tokenizer, hint, model
         self.notes: list[str] = []
         self._left_out: list[str] = []  # why rows of the sets that were read are not used
         if tokenizer is None:
@@ -283,7 +283,9 @@ class PromptReader:
         self, config: DatasetConfig, rows: Subset[dict[str, Any]] | Sequence[dict[str, Any]], *, trains: bool
     ) -> AllTaskProcessedDataset:
         data, kind = self.config.data, self.config.row_kind if trains else None
-        make = ROW_PROCESSORS[kind] if kind else math_data_processor
+        make: DataProcessor = ROW_PROCESSORS[kind] if kind else math_data_processor
+        if data.image_key is not None:
+            make = ImagePromptProcessor(self._make_image_source(config, data.image_key))
         processors = make_processors(data, self.config.env, make)
         longest = self.config.policy.max_total_sequence_length if kind or self.hint else data.max_input_seq_length
         if self.hint:
@@ -299,6 +301,20 @@ class PromptReader:
             longest,
             skip_refused=data.bad_rows == "skip",
             vocab=self._vocab,
+        )
+
+
+    def _make_image_source(self, config: DatasetConfig, column: str) -> ImageSource:
+        vision = read_model_shape(self._model).vision
+        assert vision is not None, "checks refuse images for a model that does not see"
+        path = Path(config.path)
+        return ImageSource(
+            column=column,
+            folder=(path if path.is_dir() else path.parent).absolute(),
+            store=locate_images(self.config.run_dir),
+            model=self._model,
+            vision=vision,
+            max_tokens=self.config.data.max_image_tokens,
         )
 
 

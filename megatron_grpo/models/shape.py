@@ -170,6 +170,17 @@ class QueryScale:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VisionShape:
+    """How a model takes images: their tokens and their positions."""
+
+    image_token: int  # stands for each token of an image
+    placeholders: tuple[int, ...]  # tokens that stand for images or video, which are never sampled
+    merge: int  # patches along a side of the square that becomes one token
+    rotary_axes: tuple[int, ...]
+    """[rotated features / 2]: the position that each frequency turns by: 0 for time, 1 for height, 2 for width."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of a decoder-only model, under one name in all families."""
 
@@ -232,12 +243,20 @@ class ModelShape:
     """[layers]: the one half that a layer consists of; empty: layers have both."""
     text_prefix: str = ""
     """Beginning of names in a model that also sees images, of which this is the text part; empty: it is the whole."""
+    vision: VisionShape | None = None  # how images come into the model; None: it is trained on text alone
     head: Head = LOGITS
     has_stored_head: bool = True  # whether a scalar head is in the model's folder, which is a reward model's, or new
 
     @property
+    def is_text_part(self) -> bool:
+        """Whether the folder's model also sees images."""
+        return bool(self.text_prefix) or self.vision is not None
+
+    @property
     def fits_transformer_engine(self) -> bool:
         """Whether Transformer Engine's layers can express the model's."""
+        if self.vision is not None:  # its packed rotary embedding takes one position of a token, not three
+            return False
         has_torch_attention = self.local_rope_theta is not None or self.chunked or self.value_norm
         # With other heads cuDNN below 9.26 makes wrong gradients of sinks in packed sequences.
         has_torch_attention |= self.sinks and self.head_dim not in (64, 128, 256)
