@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron_grpo_kernels.head import CHUNK_NUMBERS, BackwardInput, Head, HeadKernel, Statistics
 
-
 EXCLUDED = -1e30
 """Logit of an excluded entry: its probability is 0, and products with 0 are 0, which those of -inf are not."""
 

@@ -16,6 +16,7 @@ from megatron_grpo.config.command_line import FAILED, as_command, parse_argument
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.config.started_values import TRUST
 from megatron_grpo.models.source import fetch_model_folder
+from megatron_grpo.preflight.image_checks import refuse_images
 from megatron_grpo.run.directory import CONFIG_FILE, load_run_config
 from megatron_grpo.verification.doctor.end_reason import read_end_reason
 
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError(f"{run_dir} has no configuration, because the run ended before its first step: {reason}")
     is_trusted = parsed.options.pop(TRUST, False)
     config = load_run_config(run_dir, parsed.overrides, is_trusted=is_trusted, sections=_SECTIONS)
+    refuse_images(config, "the doctor")
     model = fetch_model_folder(config.policy.model.path)
     if not (model / "config.json").is_file():
         raise ValueError(f"policy.model.path={model} has no model; add policy.model.path=FOLDER if it has moved")

@@ -154,6 +154,9 @@ class DataConfig(PromptConfig):
     """Column with the images of a row: a path, bytes, a data URL, {bytes, path}, or a list of them. Parts of messages
     may hold images too. null: rows have no images (docs/data.md)."""
 
+    max_images: Positive = 8
+    """Most images of a prompt; a row with more cannot be used."""
+
     max_image_tokens: Positive = 4096
     """Most tokens of a prompt's images together; a row with more cannot be used."""
 

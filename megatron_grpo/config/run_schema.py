@@ -201,6 +201,7 @@ PreparedName = Literal[
     "distillation",
     "preference",
     "labelled",
+    "counting",
     "calculator",
     "two_tasks",
 ]
@@ -213,8 +214,8 @@ class PrepareConfig(Section):
     """A tiny Qwen3 and its data. addition: sums of two numbers, 4 in 10 right; addition_moe: a Qwen3-MoE;
     addition_hybrid: a Qwen3.5 with delta nets; addition_text: sums as reasoning_gym asks for them; distillation: as
     addition, and a teacher that learnt longer; preference: with a wrong answer in each row; labelled: with a right or
-    wrong response and its label; calculator: calls a calculator, rarely correctly; two_tasks: sums, and a
-    game of several turns; null: none."""
+    wrong response and its label; counting: a Qwen2.5-VL and pictures of squares to count; calculator: calls a
+    calculator, rarely correctly; two_tasks: sums, and a game of several turns; null: none."""
 
     folder: PathText = "${oc.env:MEGATRON_GRPO_CACHE,${oc.env:HOME,.}/.cache/megatron_grpo}/${prepare.name}"
     """Folder of the model and its data; later runs reuse them."""

@@ -18,14 +18,17 @@ from megatron_grpo.config.paths import SCRIPT_STREAM
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.curriculum import CurriculumLoader, read_levels
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
+from megatron_grpo.data.image_prompts import ImagePromptProcessor, ImageSource
 from megatron_grpo.data.loader import BatchLoader, PromptLoader, Prompts, PromptSampler, StreamLoader, open_stream
-from megatron_grpo.data.processors import DatumSpec, find_task, math_data_processor
+from megatron_grpo.data.processors import DataProcessor, DatumSpec, find_task, math_data_processor
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.rows import examine_set, find_row_kinds, join_reasons
 from megatron_grpo.data.specs import ROW_PROCESSORS, find_rendering, make_processors, make_task_spec
 from megatron_grpo.data.supervised_rows import recorded_data_processor
 from megatron_grpo.data.table_values import StreamedRows
 from megatron_grpo.data.tokenizer import find_difference, load_tokenizer, make_sample_texts, read_tokenizer
+from megatron_grpo.models.families.reading import read_model_shape
+from megatron_grpo.models.image_store import locate_images
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_vocabulary_size
 
 BATCH_ROWS = 1000  # tokenised together, on all cores
@@ -302,7 +305,6 @@ class PromptReader:
             skip_refused=data.bad_rows == "skip",
             vocab=self._vocab,
         )
-
 
     def _make_image_source(self, config: DatasetConfig, column: str) -> ImageSource:
         vision = read_model_shape(self._model).vision

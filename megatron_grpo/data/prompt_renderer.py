@@ -18,8 +18,8 @@ from megatron_grpo.data.chat_messages import (
     normalize_message,
     require_continuable,
 )
-from megatron_grpo.data.image_rows import has_images
 from megatron_grpo.data.chat_template import render_calls, render_chat
+from megatron_grpo.data.image_rows import has_images
 
 # Beginning of a marker that stands for the model's turn: the template's text after it is the text to encode.
 MODEL_TURN = "\u2402\u2403here\u2403\u2402"

@@ -30,8 +30,8 @@ from megatron_grpo.data.processors import TaskDataSpec, find_task
 from megatron_grpo.data.recorded_rows import RECORDED, RecordedRows, RecordedSequence
 from megatron_grpo.data.sources import Row, Source, open_source
 from megatron_grpo.data.specs import ROW_FORMS, find_processor_name, make_task_spec, parse_countdown_game
-from megatron_grpo.models.image_store import digest_image
 from megatron_grpo.data.supervised_rows import find_label_problem, find_pair_problem, find_row_problem
+from megatron_grpo.models.image_store import digest_image
 
 # Beginning of a list of messages as JSON and Python write it.
 _WRITTEN_MESSAGES = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from|value)\1\s*:")
@@ -230,7 +230,7 @@ class RowCheck:
         # Tasks whose rows only a user's processor understands.
         self._opaque = {task for task, name in names.items() if name is not None and name not in ROW_FORMS}
         self._load_spec = cache(partial(make_task_spec, data))
-        self._image_key = data.image_key
+        self._image_key, self._most_images = data.image_key, data.max_images
         self._folder = Path(config.path) if os.path.isdir(config.path) else Path(config.path).parent
 
     def find_media_problems(self, media: Mapping[str, str]) -> Iterator[str]:
@@ -273,7 +273,11 @@ class RowCheck:
             shown = {**row, spec.prompt_key: show_images(row.get(spec.prompt_key))}
             try:
                 images = read_images(row.get(self._image_key), self._folder)
-                place_images(row.get(spec.prompt_key) or "", images, self._folder)
+                _, images = place_images(row.get(spec.prompt_key) or "", images, self._folder)
+                if len(images) > self._most_images:
+                    raise ValueError(
+                        f"the prompt has {len(images)} images, more than data.max_images={self._most_images}"
+                    )
             except ValueError as error:
                 return f"column {self._image_key!r} (data.image_key): {error}"
         return _find_row_problem(shown, spec, task, self._environments[task]) or row

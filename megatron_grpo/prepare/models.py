@@ -24,6 +24,7 @@ from megatron_grpo.models.source import (
     TEACHER_FOLDER,
     VOCABULARY,
 )
+from megatron_grpo.prepare.counting import make_counting_model
 from megatron_grpo.prepare.lessons import RECIPES, Lesson, make_prompt_rows, split_lessons
 
 RECIPE_FILE = "recipe.json"
@@ -47,7 +48,7 @@ def prepare(name: str, folder: str | Path) -> None:
         new.mkdir()
         for file, rows in make_prompt_rows(name).items():
             (new / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        accuracies = _make_models(name, new)
+        accuracies = make_counting_model(new / PREPARED_FOLDER) if name == "counting" else _make_models(name, new)
         record = {"hash": recipe_hash, "recipe": recipe, "accuracy": accuracies}
         (new / RECIPE_FILE).write_text(json.dumps(record, indent=2) + "\n")
         if target.exists() and not _is_made(target, recipe_hash):

@@ -20,8 +20,8 @@ from megatron_grpo.losses.loss import Segments
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import Platform
-from megatron_grpo.trainer.model import packed_sequences as packs
 from megatron_grpo.trainer.image_tokens import ImageTokens
+from megatron_grpo.trainer.model import packed_sequences as packs
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 
 MaskField = Literal["loss_mask", "sampled"]

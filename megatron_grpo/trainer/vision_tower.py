@@ -29,9 +29,7 @@ class VisionTower:
     that its features depend neither on the layout nor on the images beside it. It is loaded with the first image.
     """
 
-    def __init__(
-        self, shape: ModelShape, folder: str, images_folder: str, precision: str, platform: Platform
-    ) -> None:
+    def __init__(self, shape: ModelShape, folder: str, images_folder: str, precision: str, platform: Platform) -> None:
         self._shape, self._folder, self._images = shape, Path(folder), Path(images_folder)
         self._dtype, self._platform = getattr(torch, precision), platform
         self._tower: Any = None

@@ -43,7 +43,8 @@ def add_pictures(batch: TokenBatch, vision: VisionShape, folder: Path, store: Pa
             filler = float(vision.image_token) if name == "token_ids" else 0.0
             pieces = np.split(values.numpy(), places)
             for place, image in enumerate(chosen):
-                pieces[place] = np.append(pieces[place], np.full(image.count_tokens(vision), filler, pieces[place].dtype))
+                tokens = np.full(image.count_tokens(vision), filler, pieces[place].dtype)
+                pieces[place] = np.append(pieces[place], tokens)
             joined[name].append(torch.from_numpy(np.concatenate(pieces)))
     lengths = [len(values) for values in joined["token_ids"]]
     return TokenBatch(lengths, TokenFields(**{name: torch.cat(parts) for name, parts in joined.items()}), images)

@@ -23,7 +23,8 @@ def select_text_keys(raw: Mapping[str, Any], form: ImageForm) -> dict[str, Any]:
     rope = dict(read_section(text, *_ROPE))
     rope.pop(_SECTIONS, None)
     # transformers 4 calls embeddings with sections "mrope".
-    plain = {key: "default" if key in ("type", "rope_type") and value == "mrope" else value for key, value in rope.items()}
+    is_old = {key for key in ("type", "rope_type") if rope.get(key) == "mrope"}
+    plain = {**rope, **dict.fromkeys(is_old, "default")}
     text = {key: value for key, value in text.items() if key not in _ROPE}
     return text | ({"rope_parameters": plain} if plain else {})
 
