@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.models.shape import VisionShape
+from megatron_grpo.models.vision_shape import VisionShape
 
 
 class StoredImage(NamedTuple):

@@ -16,7 +16,7 @@ from megatron_grpo.data.image_rows import place_images, read_images, show_images
 from megatron_grpo.data.processors import REFERENCE, DatumSpec, Message, TaskDataSpec, apply_prompt_file, find_task
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.models.image_store import decode_image, store_image
-from megatron_grpo.models.shape import VisionShape
+from megatron_grpo.models.vision_shape import VisionShape
 
 
 @dataclass(frozen=True, kw_only=True)

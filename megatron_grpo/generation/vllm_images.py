@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megatron_grpo.batch.generation_requests import GenerationRequest
 from megatron_grpo.batch.images import Images
 from megatron_grpo.models.image_store import open_stored_image
-from megatron_grpo.models.shape import VisionShape
+from megatron_grpo.models.vision_shape import VisionShape
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -12,6 +12,7 @@ from megatron_grpo.config.errors import to_text
 from megatron_grpo.config.outside_files import parse_file_json, read_bytes
 from megatron_grpo.models.heads import LOGITS, Head
 from megatron_grpo.models.megatron_names import Half
+from megatron_grpo.models.vision_shape import VisionShape
 
 LayerKind = Literal[
     "mixer",
@@ -170,17 +171,6 @@ class QueryScale:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionShape:
-    """How a model takes images: their tokens and their positions."""
-
-    image_token: int  # stands for each token of an image
-    placeholders: tuple[int, ...]  # tokens that stand for images or video, which are never sampled
-    merge: int  # patches along a side of the square that becomes one token
-    rotary_axes: tuple[int, ...]
-    """[rotated features / 2]: the position that each frequency turns by: 0 for time, 1 for height, 2 for width."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of a decoder-only model, under one name in all families."""
 
@@ -255,9 +245,7 @@ class ModelShape:
     @property
     def fits_transformer_engine(self) -> bool:
         """Whether Transformer Engine's layers can express the model's."""
-        if self.vision is not None:  # its packed rotary embedding takes one position of a token, not three
-            return False
-        has_torch_attention = self.local_rope_theta is not None or self.chunked or self.value_norm
+        has_torch_attention = self.local_rope_theta is not None or self.chunked or self.value_norm or bool(self.vision)
         # With other heads cuDNN below 9.26 makes wrong gradients of sinks in packed sequences.
         has_torch_attention |= self.sinks and self.head_dim not in (64, 128, 256)
         return not (self.post_norms or has_torch_attention or self.layer_scale)

@@ -22,7 +22,9 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.image_tokens import ImageTokens
 from megatron_grpo.trainer.model import packed_sequences as packs
+from megatron_grpo.trainer.model.build import PlacedImages
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
+from megatron_grpo.trainer.vision_tower import VisionTower
 
 MaskField = Literal["loss_mask", "sampled"]
 
@@ -43,7 +45,7 @@ class Microbatch:
     rows: Tensor  # [rows], int64: index, among this rank's tokens, of the hidden state that predicts each row
     tokens: TokenFields  # fields of the predicted tokens, each [rows]; token_ids is always there, int64
     segments: Segments
-    images: ImageTokens | None  # None: no sequence has one
+    images: PlacedImages | None  # on the first stage; None: no sequence has one
     token_indices: NDArray[np.int64]
     """[rows], on the host: index of each predicted token in the flat batch; -1: a row whose result is dropped."""
 
@@ -51,7 +53,11 @@ class Microbatch:
 class MicrobatchMaker:
     """Makes microbatches from a rank's batches."""
 
-    def __init__(self, config: PolicyConfig, shape: ModelShape, platform: Platform) -> None:
+    def __init__(
+        self, config: PolicyConfig, shape: ModelShape, platform: Platform, tower: VisionTower | None = None
+    ) -> None:
+        """`tower`: makes features of images; None: there are no images."""
+        self._tower = tower
         self._config, self._parallel, self._shape = config, config.parallel, shape
         self._move = platform.move
         uses_te = uses_transformer_engine(shape, platform, config.precision)
@@ -116,7 +122,7 @@ class MicrobatchMaker:
         return Microbatch(
             token_ids=move(token_ids[None]),
             sequences=self._pack(layout, selected, is_dummy=not indices),
-            images=None if self._shape.vision is None else self._locate_images(layout, selected),
+            images=self._place_images(layout, selected),
             rows=move(rows),
             tokens=TokenFields(**{name: move(value.numpy()) for name, value in row_fields.items()}),
             segments=Segments(
@@ -135,14 +141,16 @@ class MicrobatchMaker:
         count = int(in_loss.sum())
         return {"sum_over_ranks": sum_over_context, "order": self._move(order[tokens]), "count": count}
 
-    def _locate_images(self, layout: packs.PackedLayout, batch: TokenBatch) -> ImageTokens | None:
-        """Find the tokens of images that this rank embeds."""
-        if batch.images is None or not any(batch.images):
+    def _place_images(self, layout: packs.PackedLayout, batch: TokenBatch) -> PlacedImages | None:
+        """Compute the features of images at the places of the tokens that this rank embeds."""
+        has_images = batch.images is not None and any(batch.images)
+        if self._tower is None or not has_images or not parallel_state.is_pipeline_first_stage():
             return None
         part, parts = 0, 1
         if self._parallel.sequence:
             part, parts = parallel_state.get_tensor_model_parallel_rank(), self._parallel.tensor
-        return ImageTokens.locate(batch, packs.select_source(layout, part=part, parts=parts), self._shape)
+        source = packs.select_source(layout, part=part, parts=parts)
+        return self._tower.place(ImageTokens.locate(batch, source, self._shape))
 
     def _find_grid_positions(self, layout: packs.PackedLayout, batch: TokenBatch) -> NDArray[np.int64]:
         """Find the positions of this rank's tokens in time, height and width: [3, tokens]."""

@@ -16,6 +16,7 @@ from megatron_grpo.models.hf_folder import HFFolderReader
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.image_tokens import ImageTokens
+from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.build import PlacedImages
 
 KEPT_TOKENS = 2**16
@@ -29,9 +30,10 @@ class VisionTower:
     that its features depend neither on the layout nor on the images beside it. It is loaded with the first image.
     """
 
-    def __init__(self, shape: ModelShape, folder: str, images_folder: str, precision: str, platform: Platform) -> None:
-        self._shape, self._folder, self._images = shape, Path(folder), Path(images_folder)
-        self._dtype, self._platform = getattr(torch, precision), platform
+    def __init__(self, settings: RankSettings, platform: Platform) -> None:
+        self._shape, self._platform = settings.shape, platform
+        self._folder, self._images = Path(settings.folder), Path(settings.images_folder)
+        self._dtype = getattr(torch, settings.config.precision)
         self._tower: Any = None
         self._processor: Any = None
         self._features: OrderedDict[str, Tensor] = OrderedDict()
@@ -68,6 +70,11 @@ class VisionTower:
         values = pixels["pixel_values"].to(self._platform.device, self._dtype)
         features: Tensor = self._tower(values, grid_thw=grid.to(self._platform.device)).pooler_output
         return features
+
+
+def make_tower(settings: RankSettings, platform: Platform) -> VisionTower | None:
+    """Make the tower of a model with images; None: the model takes none."""
+    return None if settings.shape.vision is None or not settings.folder else VisionTower(settings, platform)
 
 
 def load_tower(folder: Path, shape: ModelShape, dtype: torch.dtype) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_grpo.batch.images import Images, StoredImage
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.models.image_store import load_image_processor, open_stored_image, store_image
-from megatron_grpo.models.shape import VisionShape
+from megatron_grpo.models.vision_shape import VisionShape
 
 _UNITS = ((1, 2), (3, 2), (2, 2), (1, 4), (3, 3))
 """Heights and widths of the pictures, in tokens; a processor may make them larger."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.family import ImageForm
-from megatron_grpo.models.shape import ModelShape, VisionShape, read_section, read_size
+from megatron_grpo.models.shape import ModelShape, read_section, read_size
+from megatron_grpo.models.vision_shape import VisionShape
 
 _ROPE = ("rope_scaling", "rope_parameters")
 _SECTIONS = "mrope_section"

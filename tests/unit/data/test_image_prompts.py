@@ -8,12 +8,14 @@ import pytest
 from transformers import AutoProcessor
 
 from megatron_grpo.batch.images import StoredImage
+from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.data.image_prompts import ImagePromptProcessor, ImageSource
 from megatron_grpo.data.image_rows import MARK
 from megatron_grpo.data.processors import DatumSpec, TaskDataSpec
 from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.image_store import decode_image, open_stored_image
 from megatron_grpo.models.source import PREPARED_MODELS
+from megatron_grpo.preflight.script_checks import find_processor_problems, require_own_processor
 from megatron_grpo.prepare.counting import make_processor
 from tests.support.image_models import draw_picture, save
 
@@ -101,7 +103,19 @@ def test_a_long_prompt_is_left_out_whole(processor: ImagePromptProcessor) -> Non
     datum = make(processor, PICTURES[0], longest=5)
     assert datum["loss_multiplier"] == 0.0
     assert datum["message_log"][0]["token_ids"].count(processor.source.vision.image_token) == 6, "no image is cut"
-    with pytest.raises(ValueError, match="data.long_prompts=error"):
-        row = {"prompt": "how", "answer": 3, "image": PICTURES[0]}
-        tokenizer = AutoProcessor.from_pretrained(processor.source.model).tokenizer
+    row = {"prompt": "how", "answer": 3, "image": PICTURES[0]}
+    tokenizer = AutoProcessor.from_pretrained(processor.source.model).tokenizer
+    with pytest.raises(ValueError, match=r"data\.long_prompts=error"):
         processor(row, replace(SPEC, long_prompts="error"), tokenizer, 5, 7)
+
+
+def test_a_scripts_processor_has_to_be_that_of_the_folder(model: Path) -> None:
+    require_own_processor(AutoProcessor.from_pretrained(model), model)
+    other = make_processor()
+    other.image_processor.size = {"shortest_edge": 64, "longest_edge": 1024}
+    with pytest.raises(ConfigError, match="ranks and engines use that of"):
+        require_own_processor(other, model)
+    assert list(find_processor_problems(other)) == list(find_processor_problems(None)) == []
+    for wrong in (other.tokenizer, AutoProcessor):
+        (problem,) = find_processor_problems(wrong)
+        assert problem.text.endswith("transformers.AutoProcessor.from_pretrained(...)")

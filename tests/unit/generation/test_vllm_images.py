@@ -4,7 +4,7 @@ import numpy as np
 
 from megatron_grpo.batch.images import StoredImage
 from megatron_grpo.generation.vllm_images import EngineImages, collapse_placeholders
-from megatron_grpo.models.shape import VisionShape
+from megatron_grpo.models.vision_shape import VisionShape
 
 VISION = VisionShape(image_token=9, placeholders=(9, 8), merge=2, rotary_axes=(0, 1, 2))
 
