@@ -151,7 +151,7 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     batch = make_batch(shape.vocab, request.sequences, request.longest, request.seed)
     store = folder / "images" if shape.vision is not None else None
     if store is not None and shape.vision is not None:
-        from megatron_grpo.verification.pictures import add_pictures
+        from megatron_grpo.verification.random_pictures import add_pictures
 
         batch = add_pictures(batch, shape.vision, model, store, request.seed)
     with phase("transformers' outputs and gradients"):

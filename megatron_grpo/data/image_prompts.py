@@ -106,9 +106,9 @@ class ImagePromptProcessor:
                 decoded.append(decode_image(content))
             except ValueError as error:
                 raise ValueError(f"image {number} {error}") from None
-        places = text.count(processor.image_token)
-        if places != len(contents):
-            raise ValueError(f"has {len(contents)} images, and the rendered prompt {places} x {processor.image_token}")
+        count = text.count(processor.image_token)
+        if count != len(contents):
+            raise ValueError(f"has {len(contents)} images, and the rendered prompt {count} x {processor.image_token}")
         inputs = processor(text=[text], images=decoded, add_special_tokens=False)
         token_ids = np.asarray(inputs["input_ids"][0])
         grids = np.asarray(inputs["image_grid_thw"]).tolist()

@@ -37,7 +37,7 @@ def _read_numbered(number: int, image: Any, folder: Path) -> bytes:
 
 
 def read_image(image: Any, folder: Path) -> bytes:
-    """Read the content of an image's file; ValueError: it is missing, or of an unknown form."""
+    """Read the content of an image's file; ValueError: missing, or of unknown form."""
     if isinstance(image, bytes):
         return image
     if isinstance(image, Mapping):  # the feature of a hub set that is not decoded
@@ -80,7 +80,7 @@ def _read_file(file: Path) -> bytes:
 
 
 def has_images(content: Any) -> bool:
-    """True for a message's content with parts, of which some are images and the others text."""
+    """True for a content of parts that are images and texts."""
     parts = content if isinstance(content, list) else []
     return any(_is_image(part) for part in parts) and all(_is_image(part) or _is_text(part) for part in parts)
 
@@ -94,7 +94,7 @@ def _is_text(part: Any) -> bool:
 
 
 def show_images(prompt: Any) -> Any:
-    """Write the images of a prompt's messages as `MARK`, so that all contents are text."""
+    """Write the images of a prompt's messages as `MARK`."""
     if not isinstance(prompt, list):
         return prompt
     return [
@@ -122,7 +122,7 @@ def place_images(prompt: Any, images: Sequence[bytes], folder: Path) -> tuple[li
         ValueError: there are more or fewer images than places, or one cannot be read.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(turn) for turn in prompt]
-    remaining, ordered, places = iter(images), list[bytes](), 0
+    remaining, ordered, slot_count = iter(images), list[bytes](), 0
     for message in messages:
         parts = list(_split_parts(message.get("content")))
         if not any(_is_image(part) for part in parts):
@@ -130,15 +130,15 @@ def place_images(prompt: Any, images: Sequence[bytes], folder: Path) -> tuple[li
         for number, part in enumerate(parts):
             if not _is_image(part):
                 continue
-            places += 1
-            image = _read_part(part, places, folder)
+            slot_count += 1
+            image = _read_part(part, slot_count, folder)
             image = next(remaining, None) if image is None else image
             if image is not None:
                 ordered.append(image)
             parts[number] = _PLACE
         message["content"] = parts
     unused = len(list(remaining))
-    if not places and images:
+    if not slot_count and images:
         first = next((message for message in messages if message.get("role") == "user"), None)
         if first is None:
             raise ValueError("has images, and no message is the user's")
@@ -146,8 +146,8 @@ def place_images(prompt: Any, images: Sequence[bytes], folder: Path) -> tuple[li
         rest = [{"type": "text", "text": text}] if isinstance(text, str) else list(text or ())
         first["content"] = [*[_PLACE] * len(images), *rest]
         return messages, list(images)
-    if unused or len(ordered) != places:
-        raise ValueError(f"has {len(images)} images in its column, and {places} places for images in its prompt")
+    if unused or len(ordered) != slot_count:
+        raise ValueError(f"has {len(images)} images in its column, and {slot_count} places for images in its prompt")
     return messages, ordered
 
 

@@ -268,9 +268,9 @@ class RowCheck:
                 read_row_tools(row)
         except ValueError as error:
             return str(error)
-        shown = row
+        displayed = row
         if self._image_key is not None:
-            shown = {**row, spec.prompt_key: show_images(row.get(spec.prompt_key))}
+            displayed = {**row, spec.prompt_key: show_images(row.get(spec.prompt_key))}
             try:
                 images = read_images(row.get(self._image_key), self._folder)
                 _, images = place_images(row.get(spec.prompt_key) or "", images, self._folder)
@@ -280,7 +280,7 @@ class RowCheck:
                     )
             except ValueError as error:
                 return f"column {self._image_key!r} (data.image_key): {error}"
-        return _find_row_problem(shown, spec, task, self._environments[task]) or row
+        return _find_row_problem(displayed, spec, task, self._environments[task]) or row
 
     def read_prompt(self, task: str, row: Row) -> Any:
         """Read a converted row's prompt; the row itself if only a user's processor knows."""

@@ -26,13 +26,13 @@ class EngineImages:
 
     folder: str  # the run's store
     vision: VisionShape
-    most: int  # images of one prompt
+    max_images: int  # images of one prompt
 
     def make_arguments(self, *, on_cpu: bool) -> dict[str, Any]:
         """Make vLLM's arguments for prompts with images."""
         return {
             "language_model_only": False,
-            "limit_mm_per_prompt": {"image": self.most, "video": 0},
+            "limit_mm_per_prompt": {"image": self.max_images, "video": 0},
             # Prompts come processed, once for all samples, so that no cache of processed images can be stale. The
             # features of images and the keys of prefixes are kept under the digests; the tower never changes.
             "mm_processor_cache_gb": 0,
@@ -40,22 +40,22 @@ class EngineImages:
         }
 
     def make_logit_bias(self) -> dict[int, float]:
-        """Make the biases that keep placeholders from being drawn (vLLM's least, so that their probability is 0)."""
+        """Make the biases (vLLM's least) with which placeholders are never drawn."""
         return dict.fromkeys(self.vision.placeholders, -100.0)
 
 
-def collapse_placeholders(token_ids: NDArray[np.integer], images: Images, vision: VisionShape) -> list[int]:
+def merge_placeholders(token_ids: NDArray[np.integer], images: Images, vision: VisionShape) -> list[int]:
     """Leave one placeholder of each image, which vLLM expands again."""
-    places = np.flatnonzero(token_ids == vision.image_token)
+    positions = np.flatnonzero(token_ids == vision.image_token)
     keeps = np.ones(len(token_ids), dtype=np.bool_)
     begin = 0
     for image in images:
         count = image.count_tokens(vision)
-        keeps[places[begin + 1 : begin + count]] = False
+        keeps[positions[begin + 1 : begin + count]] = False
         begin += count
-    assert begin == len(places), "placeholders are those of the images"
-    collapsed: list[int] = token_ids[keeps].tolist()
-    return collapsed
+    assert begin == len(positions), "placeholders are those of the images"
+    merged: list[int] = token_ids[keeps].tolist()
+    return merged
 
 
 class ImagePrompts:
@@ -66,7 +66,7 @@ class ImagePrompts:
         self._processed: dict[tuple[bytes, tuple[str, ...]], Any] = {}
 
     async def process(self, request: GenerationRequest) -> dict[str, Any]:
-        """Process a prompt: vLLM's input, whose tokens are the request's; RuntimeError: vLLM makes others of it."""
+        """Process a prompt to vLLM's input; RuntimeError: its tokens are others."""
         from vllm.inputs import TokensPrompt
 
         digests = tuple(image.digest for image in request.images)
@@ -74,7 +74,7 @@ class ImagePrompts:
         if key not in self._processed:
             opened = _open_images(self._settings.folder, digests)
             prompt = TokensPrompt(
-                prompt_token_ids=collapse_placeholders(request.prompt_ids, request.images, self._settings.vision),
+                prompt_token_ids=merge_placeholders(request.prompt_ids, request.images, self._settings.vision),
                 multi_modal_data={"image": opened},
                 multi_modal_uuids={"image": list(digests)},
             )

@@ -48,9 +48,9 @@ def _check_rows(config: Config) -> Iterator[Rule]:
     text = f"leaves out the chat template, which says where images stand; {_WITH_IMAGES} need true"
     for task in config.env:
         prompts = data.tasks.get(task)
-        own = None if prompts is None else prompts.apply_chat_template
-        key = f"data.tasks.{task}.apply_chat_template=" if own is not None else "data.apply_chat_template="
-        yield not (data.apply_chat_template if own is None else own), key, text
+        of_task = None if prompts is None else prompts.apply_chat_template
+        key = f"data.tasks.{task}.apply_chat_template=" if of_task is not None else "data.apply_chat_template="
+        yield not (data.apply_chat_template if of_task is None else of_task), key, text
         name = find_processor_name(data, task)
         text_of_processor = f"makes prompts by itself, and {_WITH_IMAGES} are made by the model's processor; use null"
         key = "data.processor=" if prompts is None or prompts.processor is None else f"data.tasks.{task}.processor="
@@ -83,4 +83,4 @@ def _check_sampling(config: Config) -> Iterator[Rule]:
         yield environment.reward_model_folders, f"env.{name}.reward_funcs=", f"names a reward model, which {unseeing}"
         yield environment.type == "judge", f"env.{name}.type=", unseeing
         is_agent = environment.agent_func is not None or environment.type in ("openenv", "verifiers")
-        yield is_agent, f"env.{name}.type=", f"{text} an environment without an agent of its own"
+        yield is_agent, f"env.{name}.type=", f"{text} an environment without an agent"

@@ -153,13 +153,13 @@ def find_processor_problems(processor: Any) -> Iterator[Problem]:
 def require_own_processor(processor: Any, folder: Path) -> None:
     """ConfigError: a processor makes other pixels than that of the model's folder."""
     try:
-        own = load_image_processor(folder).to_dict()
+        expected = load_image_processor(folder).to_dict()
     except ValueError as error:
         raise ConfigError([Problem("processor", str(error))]) from None
     settings = processor.image_processor.to_dict()
-    different = [name for name in own if name in settings and settings[name] != own[name]]
+    different = [name for name in expected if name in settings and settings[name] != expected[name]]
     if different:
-        values = ", ".join(f"{name}={settings[name]} instead of {own[name]}" for name in different)
+        values = ", ".join(f"{name}={settings[name]} instead of {expected[name]}" for name in different)
         text = f"has {values}, and ranks and engines use that of {folder}; save it there, or leave it out"
         raise ConfigError([Problem("processor", text)])
 

@@ -25,7 +25,7 @@ TEMPLATE = """\
 
 
 def make_counting_model(folder: Path) -> dict[str, float]:
-    """Train and save the model; returns its greedy accuracy on the validation pictures, by its folder's name."""
+    """Train and save the model; returns its greedy accuracy by folder."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -103,7 +103,10 @@ def score_answers(model: Any, processor: Any, lessons: Sequence[Lesson]) -> tupl
 
 
 def _compute_logprobs(model: Any, processor: Any, lessons: Sequence[Lesson]) -> tuple[Any, Any]:
-    """Compute log-probabilities of the tokens of answers: [lessons, 2], and whether each is the likeliest."""
+    """Compute log-probabilities of answers' tokens, and whether each is the likeliest.
+
+    Both are [lessons, 2].
+    """
     from PIL import Image
 
     texts = []

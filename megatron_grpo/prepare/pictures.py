@@ -15,7 +15,7 @@ LARGEST = 8  # number of squares
 
 
 def draw_counting_rows(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Draw pictures with 1 to 8 squares of any colour on a light ground, no two alike."""
+    """Draw pictures with 1 to 8 dark squares on a light ground."""
     randomness = random.Random(seed)
     for _ in range(count):
         squares = randomness.randint(1, LARGEST)
@@ -28,7 +28,7 @@ def draw_counting_rows(count: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def draw_squares(squares: int, randomness: random.Random) -> str:
-    """Draw a picture with this many squares, each in a cell of its own; returns a data URL of a PNG file."""
+    """Draw squares, each in a cell of its own; returns a PNG data URL."""
     from PIL import Image
 
     rows, columns = randomness.choice(SIDES), randomness.choice(SIDES)
@@ -37,9 +37,9 @@ def draw_squares(squares: int, randomness: random.Random) -> str:
     for cell in randomness.sample(range(rows * columns), squares):
         colour = tuple(randomness.randint(0, 140) for _ in range(3))
         side = randomness.randint(CELL // 2, CELL - 2)
-        left, top = (randomness.randint(1, CELL - 1 - side) for _ in range(2))
-        place = (cell % columns * CELL + left, cell // columns * CELL + top)
-        picture.paste(colour, (*place, place[0] + side, place[1] + side))
+        x, y = (randomness.randint(1, CELL - 1 - side) for _ in range(2))
+        corner = (cell % columns * CELL + x, cell // columns * CELL + y)
+        picture.paste(colour, (*corner, corner[0] + side, corner[1] + side))
     file = io.BytesIO()
     picture.save(file, format="PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -14,7 +14,7 @@ from megatron_grpo.models.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """Images of a microbatch, and the places of their tokens among those that a rank embeds.
+    """Images of a microbatch, and the tokens that a rank embeds.
 
     Context and sequence parallelism leave a rank some of the tokens of an image.
     """

@@ -142,7 +142,7 @@ class MicrobatchMaker:
         return {"sum_over_ranks": sum_over_context, "order": self._move(order[tokens]), "count": count}
 
     def _place_images(self, layout: packs.PackedLayout, batch: TokenBatch) -> PlacedImages | None:
-        """Compute the features of images at the places of the tokens that this rank embeds."""
+        """Compute features of images for the tokens that this rank embeds."""
         has_images = batch.images is not None and any(batch.images)
         if self._tower is None or not has_images or not parallel_state.is_pipeline_first_stage():
             return None
@@ -150,7 +150,7 @@ class MicrobatchMaker:
         if self._parallel.sequence:
             part, parts = parallel_state.get_tensor_model_parallel_rank(), self._parallel.tensor
         source = packs.select_source(layout, part=part, parts=parts)
-        return self._tower.place(ImageTokens.locate(batch, source, self._shape))
+        return self._tower.compute(ImageTokens.locate(batch, source, self._shape))
 
     def _find_grid_positions(self, layout: packs.PackedLayout, batch: TokenBatch) -> NDArray[np.int64]:
         """Find the positions of this rank's tokens in time, height and width: [3, tokens]."""

@@ -38,7 +38,7 @@ class VisionTower:
         self._processor: Any = None
         self._features: OrderedDict[str, Tensor] = OrderedDict()
 
-    def place(self, tokens: ImageTokens) -> PlacedImages:
+    def compute(self, tokens: ImageTokens) -> PlacedImages:
         """Compute the features of a microbatch's images, at the places of their tokens."""
         features = torch.cat([self._find_features(image) for image in tokens.images])
         move = self._platform.move
@@ -48,14 +48,14 @@ class VisionTower:
         """Find or compute an image's features: [tokens, hidden]."""
         features = self._features.pop(image.digest, None)
         if features is None:
-            features = self._compute(image)
+            features = self._compute_features(image)
         self._features[image.digest] = features
         while sum(map(len, self._features.values())) > max(KEPT_TOKENS, len(features)):
             self._features.popitem(last=False)
         return features
 
     @torch.no_grad()
-    def _compute(self, image: StoredImage) -> Tensor:
+    def _compute_features(self, image: StoredImage) -> Tensor:
         # Imported here: Pillow and transformers' processors take seconds, and only models with images need them.
         from megatron_grpo.models.image_store import load_image_processor, open_stored_image
 

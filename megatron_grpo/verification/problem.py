@@ -26,7 +26,7 @@ from megatron_grpo.models.source import download_config, fetch_model_folder, fin
 from megatron_grpo.verification.double_precision import DoublePrecision
 from megatron_grpo.verification.hf_model import find_router, list_stored_tensors, load_eager_model, read_routing
 from megatron_grpo.verification.nearest_family import describe_nearest_family
-from megatron_grpo.verification.pictures import load_whole_model, make_model_inputs
+from megatron_grpo.verification.random_pictures import load_whole_model, make_model_inputs
 from megatron_grpo.verification.tolerances import Distance, Tolerances, measure_distance
 
 SMALL, EXPERTS, LATENT, SPARSE, DELTA, MAMBA, WINDOW, RARE, TINY = yaml.safe_load(
@@ -342,7 +342,7 @@ def _run_transformers(
 
 
 def _name_as_stored(model: Any, tensors: dict[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """Give tensors of transformers' model the names and form of the folder's, without those that are not trained."""
+    """Give trained tensors of transformers' model the folder's names and form."""
     if shape.vision is not None:
         stored = revert_weight_conversion(model, tensors)
         trained = {name: tensor for name, tensor in stored.items() if not is_carried(name, shape)}

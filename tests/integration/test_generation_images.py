@@ -17,7 +17,7 @@ from megatron_grpo.generation.vllm_images import EngineImages
 from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.image_store import store_image
 from megatron_grpo.models.source import PREPARED_MODELS
-from megatron_grpo.verification.pictures import load_whole_model, make_model_inputs
+from megatron_grpo.verification.random_pictures import load_whole_model, make_model_inputs
 from tests.integration.vllm_helpers import engines, generate, start_ray
 from tests.support.image_models import draw_picture, make_image_model
 

@@ -17,7 +17,7 @@ from megatron_grpo.models.families import (
     list_families,
 )
 from megatron_grpo.models.families.family import Family, VisionModel
-from megatron_grpo.models.families.images import read_vision_shape, select_text_keys
+from megatron_grpo.models.families.image_settings import read_vision_shape, select_text_keys
 from megatron_grpo.models.families.options import refuse_folder
 from megatron_grpo.models.heads import VALUE
 from megatron_grpo.models.shape import ModelShape, read_config_json, read_flag, read_section
@@ -199,8 +199,8 @@ def _find_vision_family(raw: dict[str, Any], architecture: str) -> Family | None
 
 
 def _find_text_type(family: Family) -> str:
-    own = family.model_type or family.name
-    return own if family.vision is None else family.vision.text_model_type or own
+    model_type = family.model_type or family.name
+    return model_type if family.vision is None else family.vision.text_model_type or model_type
 
 
 def _select_text_part(raw: dict[str, Any], vision: VisionModel) -> dict[str, Any]:

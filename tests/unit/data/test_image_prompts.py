@@ -111,11 +111,11 @@ def test_a_long_prompt_is_left_out_whole(processor: ImagePromptProcessor) -> Non
 
 def test_a_scripts_processor_has_to_be_that_of_the_folder(model: Path) -> None:
     require_own_processor(AutoProcessor.from_pretrained(model), model)
-    other = make_processor()
-    other.image_processor.size = {"shortest_edge": 64, "longest_edge": 1024}
+    changed = make_processor()
+    changed.image_processor.size = {"shortest_edge": 64, "longest_edge": 1024}
     with pytest.raises(ConfigError, match="ranks and engines use that of"):
-        require_own_processor(other, model)
-    assert list(find_processor_problems(other)) == list(find_processor_problems(None)) == []
-    for wrong in (other.tokenizer, AutoProcessor):
+        require_own_processor(changed, model)
+    assert list(find_processor_problems(changed)) == list(find_processor_problems(None)) == []
+    for wrong in (changed.tokenizer, AutoProcessor):
         (problem,) = find_processor_problems(wrong)
         assert problem.text.endswith("transformers.AutoProcessor.from_pretrained(...)")

@@ -3,7 +3,7 @@
 import numpy as np
 
 from megatron_grpo.batch.images import StoredImage
-from megatron_grpo.generation.vllm_images import EngineImages, collapse_placeholders
+from megatron_grpo.generation.vllm_images import EngineImages, merge_placeholders
 from megatron_grpo.models.vision_shape import VisionShape
 
 VISION = VisionShape(image_token=9, placeholders=(9, 8), merge=2, rotary_axes=(0, 1, 2))
@@ -12,9 +12,9 @@ VISION = VisionShape(image_token=9, placeholders=(9, 8), merge=2, rotary_axes=(0
 def test_each_image_keeps_one_placeholder() -> None:
     ids = np.array([1, 9, 9, 2, 9, 9, 9, 9, 3, 9])
     images = [StoredImage("a", 2, 4), StoredImage("b", 4, 4), StoredImage("c", 2, 2)]
-    assert collapse_placeholders(ids, images, VISION) == [1, 9, 2, 9, 3, 9]
+    assert merge_placeholders(ids, images, VISION) == [1, 9, 2, 9, 3, 9]
     neighbours = [StoredImage("a", 2, 4), StoredImage("b", 2, 4)]
-    assert collapse_placeholders(np.array([9, 9, 9, 9]), neighbours, VISION) == [9, 9]
+    assert merge_placeholders(np.array([9, 9, 9, 9]), neighbours, VISION) == [9, 9]
 
 
 def test_an_engine_takes_images_up_to_the_limit() -> None:

@@ -24,10 +24,10 @@ def test_the_distribution_is_over_the_other_entries(scale: float, chunk_tokens: 
             )
         else:
             logits = scale * operands[0] @ operands[1][:23].T
-            kept = [column for column in range(23) if column not in EXCLUDED]
-            logp = logits[:, kept].log_softmax(-1)
+            columns = [column for column in range(23) if column not in EXCLUDED]
+            logp = logits[:, columns].log_softmax(-1)
             entropy = -(logp.exp() * logp).sum(-1)
-            logprobs = torch.stack([logp[row, kept.index(int(target))] for row, target in enumerate(targets)])
+            logprobs = torch.stack([logp[row, columns.index(int(target))] for row, target in enumerate(targets)])
         (factors[0] * logprobs + factors[1] * entropy).sum().backward()
         outputs.append((logprobs, entropy, *(operand.grad for operand in operands)))
     for ours, expected in zip(*outputs, strict=True):

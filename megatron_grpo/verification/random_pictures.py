@@ -33,7 +33,7 @@ def add_pictures(batch: TokenBatch, vision: VisionShape, folder: Path, store: Pa
     joined: dict[str, list[Tensor]] = {name: [] for name in by_sequence}
     for number in range(len(batch)):
         chosen = [next(pictures) for _ in range(1 + number // 2 % 3)] if number % 2 == 0 else []
-        places = np.sort(draw.integers(1, batch.lengths[number] + 1, len(chosen)))
+        positions = np.sort(draw.integers(1, batch.lengths[number] + 1, len(chosen)))
         images.append(chosen)
         for name, parts in by_sequence.items():
             values = parts[number]
@@ -41,10 +41,10 @@ def add_pictures(batch: TokenBatch, vision: VisionShape, folder: Path, store: Pa
                 is_placeholder = torch.isin(values, torch.tensor(vision.placeholders))
                 values = torch.where(is_placeholder, plain, values)
             filler = float(vision.image_token) if name == "token_ids" else 0.0
-            pieces = np.split(values.numpy(), places)
-            for place, image in enumerate(chosen):
-                tokens = np.full(image.count_tokens(vision), filler, pieces[place].dtype)
-                pieces[place] = np.append(pieces[place], tokens)
+            pieces = np.split(values.numpy(), positions)
+            for position, image in enumerate(chosen):
+                tokens = np.full(image.count_tokens(vision), filler, pieces[position].dtype)
+                pieces[position] = np.append(pieces[position], tokens)
             joined[name].append(torch.from_numpy(np.concatenate(pieces)))
     lengths = [len(values) for values in joined["token_ids"]]
     return TokenBatch(lengths, TokenFields(**{name: torch.cat(parts) for name, parts in joined.items()}), images)
