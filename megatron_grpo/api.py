@@ -20,10 +20,11 @@ from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.paths import SCRIPT_STREAM
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.table_values import StreamedRows
+from megatron_grpo.models.image_processor import require_own_processor
 from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.observability.run_files import read_steps
 from megatron_grpo.preflight.load import check_config, check_overrides
-from megatron_grpo.preflight.script_checks import find_argument_problems, find_processor_problems, require_own_processor
+from megatron_grpo.preflight.script_checks import find_argument_problems, find_processor_problems
 from megatron_grpo.run.user_objects import Callback, ScriptData, UserObjects
 
 Overrides = str | Sequence[str] | Mapping[str, Any]

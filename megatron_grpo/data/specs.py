@@ -21,7 +21,6 @@ from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.paths import import_object
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.chat_messages import parse_tools
-from megatron_grpo.data.image_prompts import ImagePromptProcessor
 from megatron_grpo.data.math_text import list_boxes
 from megatron_grpo.data.processors import DataProcessor, TaskDataSpec, math_data_processor, render_prompt
 from megatron_grpo.data.supervised_rows import (
@@ -154,8 +153,7 @@ def find_rendering(processor: DataProcessor) -> Callable[[dict[str, Any], TaskDa
 def is_built_in(processor: DataProcessor) -> bool:
     """True for a processor of the package, whose results need no check."""
     function = processor.func if isinstance(processor, partial) else processor
-    built_in = (_convert_and_make, math_data_processor, recorded_data_processor, *ROW_PROCESSORS.values())
-    return isinstance(function, ImagePromptProcessor) or function in built_in
+    return function in (_convert_and_make, math_data_processor, recorded_data_processor, *ROW_PROCESSORS.values())
 
 
 def _convert_and_make(form: RowForm, make: Callable[..., Any], row: dict[str, Any], *arguments: Any) -> Any:

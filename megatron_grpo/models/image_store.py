@@ -1,4 +1,4 @@
-"""Images as files under the digest of their content, the decoder with its limits, and a model's image processor."""
+"""Images as files under the digest of their content, and the decoder with its limits."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import hashlib
 import io
 import os
 import warnings
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -95,15 +94,3 @@ def open_stored_image(folder: Path, digest: str) -> Image:
     if digest_image(content) != digest:
         raise ValueError(f"the image {folder / digest} was changed since it was stored")
     return decode_image(content)
-
-
-@lru_cache(maxsize=4)
-def load_image_processor(folder: Path) -> Any:
-    """Load the image processor of a model's folder; ValueError: it has none."""
-    from transformers import AutoImageProcessor
-
-    try:
-        return AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"{folder} has no image processor that can be loaded: {reason}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_grpo.config.errors import ConfigError, Problem
+from megatron_grpo.config.generation_schema import FILTERS
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.specs import ROW_FORMS, find_processor_name
 from megatron_grpo.models.families import list_families
@@ -64,7 +65,7 @@ def _check_training(config: Config) -> Iterator[Rule]:
     yield policy.lora.rank, "policy.lora.rank=", f"{text} 0"
     yield policy.fp8.format != "off", "policy.fp8.format=", f"{text} off"
     yield policy.quantization is not None, "policy.quantization=", f"{text} null"
-    fused = "computes placeholders that are never sampled; use auto or chunked"
+    fused = "computes placeholders of images, which are never sampled; use auto or chunked"
     yield policy.logprob_kernel == "fused", "policy.logprob_kernel=", fused
     yield config.debug.rollouts_from is not None, "debug.rollouts_from=", f"{text} null"
 
@@ -74,7 +75,8 @@ def _check_sampling(config: Config) -> Iterator[Rule]:
     text = f"has no {_WITH_IMAGES} yet; use"
     yield generation.server.urls, "generation.server.urls=", f"{text} []"
     yield generation.endpoint.enabled, "generation.endpoint.enabled=", f"{text} false"
-    yield generation.has_training_filter, "generation", f"has a filter (top_p, top_k, min_p), which {text} none"
+    for name in generation.select_changed(FILTERS):
+        yield True, f"generation.{name}=", f"is a filter, which {text} the default"
     tokens = generation.engine.speculative.num_speculative_tokens
     yield tokens, "generation.engine.speculative.num_speculative_tokens=", f"{text} 0"
     yield generation.parallel.pipeline > 1, "generation.parallel.pipeline=", f"{text} 1"

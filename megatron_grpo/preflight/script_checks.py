@@ -6,13 +6,11 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from megatron_grpo.config.errors import ConfigError, Problem, to_text
+from megatron_grpo.config.errors import Problem, to_text
 from megatron_grpo.config.keys import load_tables
 from megatron_grpo.config.suggestions import describe_counterpart
-from megatron_grpo.models.image_store import load_image_processor
 from megatron_grpo.run.user_objects import Callback
 
 # Parts of messages.
@@ -148,20 +146,6 @@ def find_processor_problems(processor: Any) -> Iterator[Problem]:
     if processor is not None and (inspect.isclass(processor) or not has_parts):
         text = "give a loaded processor of images and text: transformers.AutoProcessor.from_pretrained(...)"
         yield Problem("processor", f"is {_describe_kind(processor)}; {text}")
-
-
-def require_own_processor(processor: Any, folder: Path) -> None:
-    """ConfigError: a processor makes other pixels than that of the model's folder."""
-    try:
-        expected = load_image_processor(folder).to_dict()
-    except ValueError as error:
-        raise ConfigError([Problem("processor", str(error))]) from None
-    settings = processor.image_processor.to_dict()
-    different = [name for name in expected if name in settings and settings[name] != expected[name]]
-    if different:
-        values = ", ".join(f"{name}={settings[name]} instead of {expected[name]}" for name in different)
-        text = f"has {values}, and ranks and engines use that of {folder}; save it there, or leave it out"
-        raise ConfigError([Problem("processor", text)])
 
 
 def _describe_kind(value: Any) -> str:

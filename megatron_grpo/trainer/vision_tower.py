@@ -57,7 +57,8 @@ class VisionTower:
     @torch.no_grad()
     def _compute_features(self, image: StoredImage) -> Tensor:
         # Imported here: Pillow and transformers' processors take seconds, and only models with images need them.
-        from megatron_grpo.models.image_store import load_image_processor, open_stored_image
+        from megatron_grpo.models.image_processor import load_image_processor
+        from megatron_grpo.models.image_store import open_stored_image
 
         if self._tower is None:
             self._tower = load_tower(self._folder, self._shape, self._dtype).to(self._platform.device)

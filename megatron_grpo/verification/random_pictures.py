@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron_grpo.batch.images import Images, StoredImage
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
-from megatron_grpo.models.image_store import load_image_processor, open_stored_image, store_image
+from megatron_grpo.models.image_processor import load_image_processor
+from megatron_grpo.models.image_store import open_stored_image, store_image
 from megatron_grpo.models.vision_shape import VisionShape
 
 _UNITS = ((1, 2), (3, 2), (2, 2), (1, 4), (3, 3))

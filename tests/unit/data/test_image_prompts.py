@@ -13,9 +13,10 @@ from megatron_grpo.data.image_prompts import ImagePromptProcessor, ImageSource
 from megatron_grpo.data.image_rows import MARK
 from megatron_grpo.data.processors import DatumSpec, TaskDataSpec
 from megatron_grpo.models.families.reading import parse_model_shape
+from megatron_grpo.models.image_processor import require_own_processor
 from megatron_grpo.models.image_store import decode_image, open_stored_image
 from megatron_grpo.models.source import PREPARED_MODELS
-from megatron_grpo.preflight.script_checks import find_processor_problems, require_own_processor
+from megatron_grpo.preflight.script_checks import find_processor_problems
 from megatron_grpo.prepare.counting import make_processor
 from tests.support.image_models import draw_picture, save
 
