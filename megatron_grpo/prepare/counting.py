@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.models.source import COUNTING_VOCABULARY, EOS, IMAGE_MARKS, PAD, PREPARED_MODELS
+from megatron_grpo.prepare.character_tokenizer import make_tokenizer
 from megatron_grpo.prepare.lessons import RECIPES, Lesson, split_lessons
 
 # Images stand where their parts do; an answer ends with <eos>.
@@ -53,8 +54,6 @@ def make_processor() -> Any:
     """Make the model's processor, with a tokenizer of characters and marks."""
     from tokenizers import AddedToken
     from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
-
-    from megatron_grpo.prepare.models import make_tokenizer
 
     text, vision = (PREPARED_MODELS["counting"][part] for part in ("text_config", "vision_config"))
     tokenizer = make_tokenizer(COUNTING_VOCABULARY, text["max_position_embeddings"])

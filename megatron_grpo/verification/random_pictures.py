@@ -33,8 +33,10 @@ def add_pictures(batch: TokenBatch, vision: VisionShape, folder: Path, store: Pa
     images: list[Images] = []
     joined: dict[str, list[Tensor]] = {name: [] for name in by_sequence}
     for number in range(len(batch)):
-        chosen = [next(pictures) for _ in range(1 + number // 2 % 3)] if number % 2 == 0 else []
-        positions = np.sort(draw.integers(1, batch.lengths[number] + 1, len(chosen)))
+        count = min(1 + number // 2 % 3, batch.lengths[number]) if number % 2 == 0 else 0
+        chosen = [next(pictures) for _ in range(count)]
+        # With text between them: transformers takes neighbouring placeholders for those of one image.
+        positions = np.sort(draw.choice(batch.lengths[number], count, replace=False)) + 1
         images.append(chosen)
         for name, parts in by_sequence.items():
             values = parts[number]
