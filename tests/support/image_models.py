@@ -15,11 +15,11 @@ from megatron_grpo.prepare.counting import make_processor
 VOCAB = len(COUNTING_VOCABULARY)
 
 
-def make_image_model(folder: Path, **text: Any) -> Any:
+def make_image_model(folder: Path, seed: int = 0, **text: Any) -> Any:
     """Save a random Qwen2.5-VL with its processor; `text`: entries of its text part's config.json."""
     raw = PREPARED_MODELS["counting"]
     config = AutoConfig.for_model(**{**raw, "text_config": {**raw["text_config"], **text}})
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
