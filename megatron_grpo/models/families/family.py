@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from megatron_grpo.models.shape import ModelShape
 
@@ -45,11 +45,10 @@ class VisionModel:
 class ImageForm:
     """How the text part of a family's vision models takes images.
 
-    `verify` compares a model with transformers; a family whose features enter later layers too needs more than this.
+    Frequencies of a head are for time, height and width in consecutive sections, and features take the place of
+    embeddings; a family whose features enter later layers too needs more than this.
     """
 
-    rotary: Literal["sections"]
-    """How the frequencies of a head are shared among time, height and width: in consecutive sections."""
     placeholders: tuple[str, ...]
     """Keys of config.json with the tokens that stand for images and video; the first is that of images."""
     defaults: Mapping[str, Any]

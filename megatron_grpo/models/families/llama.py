@@ -159,9 +159,7 @@ FAMILIES = (
             text_model_type="qwen2_5_vl_text",
             is_flat=True,
             text_prefix="",
-            images=ImageForm(
-                rotary="sections", placeholders=("image_token_id", "video_token_id"), defaults=_QWEN2_5_VL_DEFAULTS
-            ),
+            images=ImageForm(placeholders=("image_token_id", "video_token_id"), defaults=_QWEN2_5_VL_DEFAULTS),
         ),
     ),
     Family(
