@@ -26,6 +26,7 @@ class Head:
     local: Tensor  # [tokens], int64: row of each target; outside [0, columns) when another rank has it
     scale: float
     cap: float | None = None  # bound of the logits before they are scaled; None: they have none
+    excluded: tuple[int, ...] = ()  # rows of entries that are never drawn; the chunked kernel alone leaves them out
 
     @property
     def unpadded_weight(self) -> Tensor:

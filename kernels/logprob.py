@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo_kernels.head import CHUNK_NUMBERS, BackwardInput, Head, HeadKernel, Statistics
+
+EXCLUDED = -1e30
+"""Logit of an excluded entry: its probability is 0, and products with 0 are 0, which those of -inf are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,10 @@ def compute_logits(head: Head, rows: slice) -> Tensor:
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     if head.cap is not None:
         z.div_(head.cap).tanh_().mul_(head.cap)
-    return z.mul_(head.scale)
+    z.mul_(head.scale)
+    if head.excluded:
+        z[:, list(head.excluded)] = EXCLUDED
+    return z
 
 
 def compute_slopes(z: Tensor, head: Head) -> Tensor | float:
@@ -102,6 +109,7 @@ def linear_logprobs(
     cap: float | None = None,
     kernel: Literal["fused", "chunked", "auto"] | HeadKernel = "auto",
     chunk_tokens: int | None = None,
+    excluded: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of a target and entropy of softmax(scale * weight @ hidden).
 
@@ -120,15 +128,21 @@ def linear_logprobs(
         kernel: "fused" in Triton, "chunked" in torch, "auto": fused for tensors on CUDA where Triton is installed;
             or the kernel itself.
         chunk_tokens: tokens whose logits the chunked kernel holds at once; None: the number with 2**26 logits.
+        excluded: vocabulary entries that are never drawn: the distribution is over the others. No target is one of
+            them, the logits have no cap, and "auto" is the chunked kernel.
 
     Returns log-probabilities and entropies, both [tokens], float32. Gradients flow to the hidden states and the weight;
     that of the hidden states is this rank's part, which adds up over the group. Raises ValueError if `kernel` is
     "fused", and the fused kernel cannot run on these tensors.
     """
     columns = weight.shape[0] if columns is None else columns
+    if excluded:
+        assert cap is None, "the slope of a capped logit would overflow"
+        kernel = "chunked" if kernel == "auto" else kernel
     kernel = _choose_kernel(kernel, hidden, chunk_tokens) if isinstance(kernel, str) else kernel
+    rows = tuple(entry - start for entry in excluded if 0 <= entry - start < columns)
     result: tuple[Tensor, Tensor] = _LinearLogprobs.apply(
-        hidden, weight, targets - start, columns, group, scale, cap, kernel
+        hidden, weight, targets - start, columns, group, scale, cap, kernel, rows
     )
     return result
 
@@ -158,9 +172,10 @@ class _LinearLogprobs(torch.autograd.Function):
         scale: float,
         cap: float | None,
         kernel: HeadKernel,
+        excluded: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
         """Compute log-probabilities and entropies; `local` is each target's row, [tokens], int64."""
-        head = Head(hidden, weight, columns, local, scale, cap)
+        head = Head(hidden, weight, columns, local, scale, cap, excluded)
         if len(local) and columns:
             statistics = kernel.compute_statistics(head)
         else:  # no tokens, or a vocabulary that is all padding
@@ -175,7 +190,7 @@ class _LinearLogprobs(torch.autograd.Function):
         log_sum = sums[0].log()
         logsumexp, entropy = highest + log_sum, log_sum - sums[1] / sums[0]
         ctx.save_for_backward(hidden, weight, local, logsumexp, entropy)
-        ctx.columns, ctx.scale, ctx.cap, ctx.kernel = columns, scale, cap, kernel
+        ctx.columns, ctx.scale, ctx.cap, ctx.kernel, ctx.excluded = columns, scale, cap, kernel, excluded
         ctx.set_materialize_grads(False)  # few losses contain the entropy
         return sums[2] - logsumexp, entropy
 
@@ -186,9 +201,9 @@ class _LinearLogprobs(torch.autograd.Function):
         if of_logprobs is None:
             of_logprobs = torch.zeros_like(logsumexp)
         if len(local) and ctx.columns:
-            head = Head(hidden, weight, ctx.columns, local, ctx.scale, ctx.cap)
+            head = Head(hidden, weight, ctx.columns, local, ctx.scale, ctx.cap, ctx.excluded)
             inputs = BackwardInput(logsumexp, entropy, of_logprobs, of_entropy, of_weight=ctx.needs_input_grad[1])
             both = ctx.kernel.compute_gradients(head, inputs)
         else:
             both = torch.zeros_like(hidden), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        return *both, None, None, None, None, None, None
+        return *both, None, None, None, None, None, None, None

@@ -20,9 +20,11 @@ from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.paths import SCRIPT_STREAM
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.table_values import StreamedRows
+from megatron_grpo.models.image_processor import require_own_processor
+from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.observability.run_files import read_steps
 from megatron_grpo.preflight.load import check_config, check_overrides
-from megatron_grpo.preflight.script_checks import find_argument_problems
+from megatron_grpo.preflight.script_checks import find_argument_problems, find_processor_problems
 from megatron_grpo.run.user_objects import Callback, ScriptData, UserObjects
 
 Overrides = str | Sequence[str] | Mapping[str, Any]
@@ -54,6 +56,7 @@ def train(
     rewards: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None = None,
     environments: Mapping[str, str | type] | None = None,
     tokenizer: Any = None,
+    processor: Any = None,
     callbacks: Callback | Sequence[Callback] | None = None,
     **unknown: Any,
 ) -> FinishedRun:
@@ -67,7 +70,9 @@ def train(
         val_dataset: validation rows of the same kinds, or a mapping of several such sets by name.
         rewards: reward functions, import paths or folders of reward models, for the environment of data.task_name.
         environments: classes that can be imported, or values of env.NAME.type, by task name.
-        tokenizer: tokenizer of the prompts; None: the model's tokenizer.
+        tokenizer: tokenizer of the prompts; None: that of `processor`, or the model's.
+        processor: the model's own processor of images and text (transformers.AutoProcessor); None: that of its folder,
+            which ranks and engines use too.
         callbacks: one or several callbacks.
         unknown: refused; the message names our counterpart of an argument of TRL's GRPOTrainer.
 
@@ -76,14 +81,19 @@ def train(
         RunError: the run failed.
     """
     start = time.time()
-    if problems := find_argument_problems(config, rewards, environments, tokenizer, callbacks, unknown=unknown):
+    problems = find_argument_problems(config, rewards, environments, tokenizer, callbacks, unknown=unknown)
+    if problems := [*problems, *find_processor_problems(processor)]:
         raise ConfigError(problems)
+    if tokenizer is None and processor is not None:
+        tokenizer = processor.tokenizer
     callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks or ()
     functions: dict[str, Callable[..., Any]] = {}
     with ScriptData() as files:
         sets = (train_dataset, val_dataset)
         checked = _check_arguments(config, sets, rewards or (), environments or {}, functions, files)
         run_config = checked.require()
+        if processor is not None:
+            require_own_processor(processor, fetch_model_folder(run_config.policy.model.path))
         for remark in checked.remarks:
             print(f"{remark.subject} {remark.text}", flush=True)
         # Only now, so that a refused start leaves the run's folder unchanged.

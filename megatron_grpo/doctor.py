@@ -16,6 +16,7 @@ from megatron_grpo.config.command_line import FAILED, as_command, parse_argument
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.config.started_values import TRUST
 from megatron_grpo.models.source import fetch_model_folder
+from megatron_grpo.preflight.image_checks import refuse_images
 from megatron_grpo.run.directory import CONFIG_FILE, load_run_config
 from megatron_grpo.verification.doctor.end_reason import read_end_reason
 
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     if config.method.rows is not None:
         text = "learns from rows, and the doctor compares engines that sample with training"
         raise ValueError(f"{run_dir}: algorithm={config.algorithm} {text}")
+    refuse_images(config, "the doctor")
     model = fetch_model_folder(config.policy.model.path)
     if not (model / "config.json").is_file():
         raise ValueError(f"policy.model.path={model} has no model; add policy.model.path=FOLDER if it has moved")

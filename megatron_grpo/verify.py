@@ -146,13 +146,29 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     # Before the tokens are computed, so that a layout that does not fit is refused at once.
     layouts = _select_layouts(request, shape)
     batch = make_batch(shape.vocab, request.sequences, request.longest, request.seed)
+    store = folder / "images" if shape.vision is not None else None
+    if store is not None and shape.vision is not None:
+        from megatron_grpo.verification.random_pictures import add_pictures
+
+        batch = add_pictures(batch, shape.vision, model, store, request.seed)
     with phase("transformers' outputs and gradients"):
-        subjects = make_subjects(model, batch, problems, request.seed)
+        subjects = make_subjects(model, batch, problems, request.seed, store)
     one_rank: dict[str, Row] = {}
     for name, parallel, most_tokens in _list_cases(request, layouts, sum(batch.lengths)):
         for packed in request.packing:
             place, limits = (str(model), parallel, packed), (request.steps, request.seed, request.timeout_s)
-            tasks = [Task(*place, part.batch, *limits, part.loss, most_tokens, part.formula) for part in subjects]
+            tasks = [
+                Task(
+                    *place,
+                    part.batch,
+                    *limits,
+                    part.loss,
+                    most_tokens,
+                    part.formula,
+                    "" if store is None else str(store),
+                )
+                for part in subjects
+            ]
             try:
                 with phase(f"layout {name}"):
                     results = run_layout(tasks)

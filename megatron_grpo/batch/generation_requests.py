@@ -9,6 +9,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_grpo.batch.images import StoredImage
 from megatron_grpo.batch.special_tokens import StopConditions
 from megatron_grpo.batch.trajectory import Span, StopReason
 from megatron_grpo.config.generation_schema import GenerationConfig, StructuredConfig
@@ -54,6 +55,7 @@ class GenerationRequest:
     prompt_ids: NDArray[np.int32]  # all tokens before the response: [prompt tokens], int32
     seed: int  # seed of this request alone, so that its tokens do not depend on other requests in flight
     max_new_tokens: int  # most tokens of this response; the settings' max_new_tokens limits it too
+    images: list[StoredImage] = field(default_factory=list)  # of the prompt, in the order of their placeholders
 
 
 @dataclass(slots=True, kw_only=True)

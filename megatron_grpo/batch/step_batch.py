@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_grpo.batch.images import Images
 from megatron_grpo.batch.packing import TOKEN_COST, Cost, make_packer
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.loop_schema import SampledLoopConfig
@@ -54,6 +55,7 @@ class StepBatch:
     teachers: NDArray[np.int64] | None = (
         None  # number of each sequence's teacher: [sequences]; None: one teacher, or none
     )
+    images: list[Images] | None = None  # of each sequence; None: no sequence has one
     prob_error_limit: float | None = None  # largest token_mult_prob_error that the policy learns from; None: no limit
     partitions: list[NDArray[np.int64]] = field(default_factory=list)
     """Indices of the sequences of each partition, int64, ascending. A partition is never divided among replicas."""
@@ -95,6 +97,7 @@ class StepBatch:
             in_loss=in_loss[rollouts],
             positive=None if positive is None else positive[rollouts],
             loss_weights=None if (weights == 1).all() else weights[rollouts],
+            images=[outcomes[i].images for i in rollouts] if any(outcome.images for outcome in outcomes) else None,
         )
 
     def __len__(self) -> int:
@@ -139,6 +142,7 @@ class StepBatch:
             demonstrated=None if self.demonstrated is None else self.demonstrated[indices],
             advantages=None if self.advantages is None else self.advantages[indices],
             teachers=None if self.teachers is None else self.teachers[indices],
+            images=None if self.images is None else [self.images[index] for index in indices],
             partitions=np.split(np.arange(len(indices)), ends[:-1]),
             fields={name: references[chosen] for name, references in self.fields.items()},
         )

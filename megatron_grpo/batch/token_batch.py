@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_grpo.batch.images import Images
 from megatron_grpo.batch.step_batch import StepBatch
 
 
@@ -101,6 +102,7 @@ class TokenBatch:
 
     lengths: list[int]
     fields: TokenFields  # of [sum(lengths)] tokens
+    images: list[Images] | None = None  # of each sequence; None: no sequence has one
 
     def __post_init__(self) -> None:
         for name, tensor in self.fields.as_dict().items():
@@ -114,7 +116,8 @@ class TokenBatch:
         """Select the sequences with these indices, in this order."""
         tokens = torch.from_numpy(find_token_indices(np.asarray(self.lengths), np.asarray(indices, dtype=np.int64)))
         selected = {name: tensor[tokens] for name, tensor in self.fields.as_dict().items()}
-        return TokenBatch([self.lengths[index] for index in indices], TokenFields(**selected))
+        images = None if self.images is None else [self.images[index] for index in indices]
+        return TokenBatch([self.lengths[index] for index in indices], TokenFields(**selected), images)
 
     @staticmethod
     def from_replica(batch: StepBatch, arrays: Mapping[str, Sequence[NDArray[Any]]]) -> TokenBatch:
@@ -139,7 +142,7 @@ class TokenBatch:
                 fields.teacher = repeat_per_token(batch.teachers, batch.lengths, fields.sampled)
             if batch.advantages is not None:
                 fields.advantages = repeat_per_token(batch.advantages, batch.lengths, fields.sampled)
-        return TokenBatch(batch.lengths.tolist(), fields)
+        return TokenBatch(batch.lengths.tolist(), fields, batch.images)
 
 
 def repeat_per_token(by_sequence: NDArray[Any], lengths: NDArray[np.integer], sampled: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_grpo.batch.images import StoredImage
+
 StopReason = Literal["stop", "length"]
 SUSPECT_PREFIX = "suspect/"  # of metrics that hint at reward hacking, e.g. suspect/equal_outputs
 REWARD_REMOVED = "suspects_left_out"  # metric of a response: 1 if it lost its reward because it is suspect, else 0
@@ -70,6 +72,7 @@ class Outcome:
     finite_logprobs: bool = True  # every sampling log-probability is finite
     oldest_version: int = -1  # oldest weight version that sampled a token; -1 when none was sampled
     versions: int = 0  # number of weight versions that sampled tokens
+    images: list[StoredImage] = field(default_factory=list)  # of the prompt, in the order of their placeholders
     segments: list[list[int]] = field(default_factory=list)
     """Tokens and sampled tokens of each segment: [[tokens, sampled], ...]. Empty: the rollout is one sequence."""
 
@@ -201,6 +204,7 @@ class Trajectory(Outcome):
             "logprobs": np.asarray(row["logprobs"], dtype=np.float32),
         }
         values = {name: row[name] for name in ROW_FIELDS if name in row}
+        values["images"] = [StoredImage(*image) for image in row.get("images") or ()]
         return Trajectory(**{**values, **arrays, "spans": [Span(*span) for span in row["spans"]]})
 
 

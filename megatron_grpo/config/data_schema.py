@@ -150,6 +150,16 @@ class DataConfig(PromptConfig):
     answer_key: str | None = "answer"
     """Column with the reference answer; null: rows have none, for example with reward functions."""
 
+    image_key: str | None = None
+    """Column with the images of a row: a path, bytes, a data URL, {bytes, path}, or a list of them. Parts of messages
+    may hold images too. null: rows have no images (docs/data.md)."""
+
+    max_images: Positive = 8
+    """Most images of a prompt; a row with more cannot be used."""
+
+    max_image_tokens: Positive = 4096
+    """Most tokens of a prompt's images together; a row with more cannot be used."""
+
     response_key: str | None = None
     """With algorithm=sft or kto, the column with the response to learn from: a text, or a list of messages that follow
     the prompt. null: the prompt column has whole conversations, and all turns of the assistant are learnt."""

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_grpo.data.image_rows import has_images
+
 ChatMessage = Mapping[str, Any]
 """A message for a chat template: role, content, and whatever else the template reads."""
 
@@ -41,7 +43,7 @@ def normalize_message(message: ChatMessage, number: int = 1, *, keeps_parts: boo
         plain["content"] = None
     elif "content" not in message:
         plain["content"] = ""
-    elif isinstance(content, list) and not (keeps_parts and are_text_parts(content)):
+    elif isinstance(content, list) and not (keeps_parts and (are_text_parts(content) or has_images(content))):
         plain["content"] = join_content(content, number)
     elif not isinstance(content, str | list):
         kind = "null" if content is None else type(content).__name__

@@ -18,14 +18,17 @@ from megatron_grpo.config.paths import SCRIPT_STREAM
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.curriculum import CurriculumLoader, read_levels
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
+from megatron_grpo.data.image_prompts import ImagePromptProcessor, ImageSource
 from megatron_grpo.data.loader import BatchLoader, PromptLoader, Prompts, PromptSampler, StreamLoader, open_stream
-from megatron_grpo.data.processors import DatumSpec, find_task, math_data_processor
+from megatron_grpo.data.processors import DataProcessor, DatumSpec, find_task, math_data_processor
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.rows import examine_set, find_row_kinds, join_reasons
 from megatron_grpo.data.specs import ROW_PROCESSORS, find_rendering, make_processors, make_task_spec
 from megatron_grpo.data.supervised_rows import recorded_data_processor
 from megatron_grpo.data.table_values import StreamedRows
 from megatron_grpo.data.tokenizer import find_difference, load_tokenizer, make_sample_texts, read_tokenizer
+from megatron_grpo.models.families.reading import read_model_shape
+from megatron_grpo.models.image_store import locate_images
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_vocabulary_size
 
 BATCH_ROWS = 1000  # tokenised together, on all cores
@@ -115,7 +118,7 @@ class PromptReader:
 
     def __init__(self, config: Config, model: Path, tokenizer: Any = None, hint: str | None = None) -> None:
         """`hint`: text of a teacher's prompts (distillation.hint_prompt); None: the prompts are the run's."""
-        self.config, self.tokenizer, self.hint = config, tokenizer, hint
+        self.config, self.tokenizer, self.hint, self._model = config, tokenizer, hint, model
         self.notes: list[str] = []
         self._left_out: list[str] = []  # why rows of the sets that were read are not used
         if tokenizer is None:
@@ -283,7 +286,9 @@ class PromptReader:
         self, config: DatasetConfig, rows: Subset[dict[str, Any]] | Sequence[dict[str, Any]], *, trains: bool
     ) -> AllTaskProcessedDataset:
         data, kind = self.config.data, self.config.row_kind if trains else None
-        make = ROW_PROCESSORS[kind] if kind else math_data_processor
+        make: DataProcessor = ROW_PROCESSORS[kind] if kind else math_data_processor
+        if data.image_key is not None:
+            make = ImagePromptProcessor(self._make_image_source(config, data.image_key))
         processors = make_processors(data, self.config.env, make)
         longest = self.config.policy.max_total_sequence_length if kind or self.hint else data.max_input_seq_length
         if self.hint:
@@ -299,6 +304,19 @@ class PromptReader:
             longest,
             skip_refused=data.bad_rows == "skip",
             vocab=self._vocab,
+        )
+
+    def _make_image_source(self, config: DatasetConfig, column: str) -> ImageSource:
+        vision = read_model_shape(self._model).vision
+        assert vision is not None, "checks refuse images for a model that does not see"
+        path = Path(config.path)
+        return ImageSource(
+            column=column,
+            folder=(path if path.is_dir() else path.parent).absolute(),
+            store=locate_images(self.config.run_dir),
+            model=self._model,
+            vision=vision,
+            max_tokens=self.config.data.max_image_tokens,
         )
 
 

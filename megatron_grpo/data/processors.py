@@ -8,6 +8,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from jinja2 import TemplateError
 
+from megatron_grpo.batch.images import StoredImage
 from megatron_grpo.data.chat_messages import join_content, read_row_tools
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 
@@ -50,6 +51,8 @@ class DatumSpec(TypedDict):
     """True if the response of a row that is no pair is desirable."""
     margin: NotRequired[float]
     """Difference that the scores of a pair should exceed; absent: 0."""
+    images: NotRequired[list[StoredImage]]
+    """Images of the prompt, in the order of their placeholders; absent: it has none."""
     dataset: NotRequired[str]
     """Name of the prompt's validation set; absent where sets have no names."""
 

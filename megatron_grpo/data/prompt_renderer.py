@@ -19,6 +19,7 @@ from megatron_grpo.data.chat_messages import (
     require_continuable,
 )
 from megatron_grpo.data.chat_template import render_calls, render_chat
+from megatron_grpo.data.image_rows import has_images
 
 # Beginning of a marker that stands for the model's turn: the template's text after it is the text to encode.
 MODEL_TURN = "\u2402\u2403here\u2403\u2402"
@@ -199,7 +200,8 @@ class PromptRenderer:
 
     def read(self, message: ChatMessage, number: int = 1) -> dict[str, Any]:
         """Read a message in the form, and by the role, that the template knows."""
-        keeps_parts = isinstance(message.get("content"), list) and self._can_read_parts
+        content = message.get("content")
+        keeps_parts = isinstance(content, list) and (has_images(content) or self._can_read_parts)
         plain = normalize_message(message, number, keeps_parts=keeps_parts)
         # Thoughts keep their names, and get those that the template reads.
         source = str(self.format.chat_template or getattr(self.tokenizer, "chat_template", ""))

@@ -22,6 +22,8 @@ def describe_row(datum: DatumSpec) -> dict[str, Any]:
     # The answer is there by its own name, and "answer" may be a copy of another column.
     copies = ("answer",) if answer is not None and str(columns.get("answer")) == answer else ()
     apart = (REFERENCE, "task_name", *copies)
+    images = [f"{image.digest} ({image.rows} x {image.columns} patches)" for image in datum.get("images", [])]
+    columns = {**columns, "images": ", ".join(images)} if images else columns
     names = [name for name, value in columns.items() if name not in apart and value is not None]
     return {
         "prompt": cut_text(format_prompt(datum), PROMPT_CHARACTERS),

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from megatron_grpo.config.errors import Problem, format_count, to_text
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.chat_messages import are_turns, has_text, is_conversation, read_row_tools
 from megatron_grpo.data.code_tests import parse_code_tests, prepare_tests
+from megatron_grpo.data.image_rows import place_images, read_images, show_images
 from megatron_grpo.data.math_text import is_unreadable, rewrite_numbers
 from megatron_grpo.data.processors import TaskDataSpec, find_task
 from megatron_grpo.data.recorded_rows import RECORDED, RecordedRows, RecordedSequence
@@ -34,6 +36,7 @@ from megatron_grpo.data.supervised_rows import (
     find_pair_problem,
     find_row_problem,
 )
+from megatron_grpo.models.image_store import digest_image
 
 # Beginning of a list of messages as JSON and Python write it.
 _WRITTEN_MESSAGES = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from|value)\1\s*:")
@@ -232,6 +235,8 @@ class RowCheck:
         # Tasks whose rows only a user's processor understands.
         self._opaque = {task for task, name in names.items() if name is not None and name not in ROW_FORMS}
         self._load_spec = cache(partial(make_task_spec, data))
+        self._image_key, self._most_images = data.image_key, data.max_images
+        self._folder = Path(config.path) if os.path.isdir(config.path) else Path(config.path).parent
 
     def find_media_problems(self, media: Mapping[str, str]) -> Iterator[str]:
         """Find prompts or answers that are audio, images or video."""
@@ -268,13 +273,28 @@ class RowCheck:
                 read_row_tools(row)
         except ValueError as error:
             return str(error)
-        return _find_row_problem(row, spec, task, self._environments[task]) or row
+        displayed = row
+        if self._image_key is not None:
+            displayed = {**row, spec.prompt_key: show_images(row.get(spec.prompt_key))}
+            try:
+                images = read_images(row.get(self._image_key), self._folder)
+                _, images = place_images(row.get(spec.prompt_key) or "", images, self._folder)
+                if len(images) > self._most_images:
+                    raise ValueError(
+                        f"the prompt has {len(images)} images, more than data.max_images={self._most_images}"
+                    )
+            except ValueError as error:
+                return f"column {self._image_key!r} (data.image_key): {error}"
+        return _find_row_problem(displayed, spec, task, self._environments[task]) or row
 
     def read_prompt(self, task: str, row: Row) -> Any:
         """Read a converted row's prompt; the row itself if only a user's processor knows."""
         spec = self._load_spec(task)
         is_whole = task in self._opaque or RECORDED in row or spec.prompt_key not in row  # pairs may lack a prompt
-        return row if is_whole else row[spec.prompt_key]
+        if is_whole or self._image_key is None:
+            return row if is_whole else row[spec.prompt_key]
+        images = read_images(row.get(self._image_key), self._folder)
+        return [row[spec.prompt_key], *map(digest_image, images)]
 
     def find_oddities(self, task: str, row: Row) -> Iterator[tuple[str, str]]:
         """Find which of _ODDITIES a converted row has, with details."""

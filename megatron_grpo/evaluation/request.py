@@ -248,6 +248,8 @@ def _find_config_problems(config: Config, shape: ModelShape | None) -> Iterator[
         yield from check_engines(config, shape)
     yield from check_sequences(config, shape)
     yield from check_system_prompts(config)
+    text = "is for training: prompts with images are not evaluated yet"
+    yield config.data.image_key is not None, "data.image_key=", text
     yield from check_requests(config)
     yield from check_servers(config)
     yield from check_environments(config)

@@ -37,6 +37,7 @@ from megatron_grpo.generation.engine_processes import (
 )
 from megatron_grpo.generation.engine_statistics import EngineStatistics
 from megatron_grpo.generation.gate import Gate
+from megatron_grpo.generation.vllm_images import ImagePrompts
 from megatron_grpo.generation.vllm_plugin import (
     ENGINE_MARKER,
     load_engine_tokenizer,
@@ -48,6 +49,7 @@ from megatron_grpo.platform.device import detect_platform, require_gpus
 from megatron_grpo.platform.hooks import check_hooks
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -334,10 +336,19 @@ class VllmEngine(Engine):
 
         assert self._llm is not None
         max_length = self._settings.max_total_sequence_length
-        prepared = [
-            (request.prompt_ids.tolist(), vllm_requests.make_sampling_params(request, settings, max_length))
-            for request in requests
-        ]
+        images = self._settings.images
+        prompts = None if images is None else ImagePrompts(self._llm, images)
+        prepared: list[tuple[Any, SamplingParams]] = []
+        for request in requests:
+            parameters = vllm_requests.make_sampling_params(request, settings, max_length)
+            content: Any = tokens_input(request.prompt_ids.tolist())
+            if images is not None:
+                parameters.logit_bias = images.make_logit_bias()
+            if prompts is not None and request.images:
+                content = await prompts.process(request)
+            if self._cache_salt is not None:
+                content["cache_salt"] = self._cache_salt
+            prepared.append((content, parameters))
         # An idle engine gives bitwise equal responses to equal requests under equal weights: every request has its own
         # seed, and the scheduler sees all of them, in order, before it takes the first.
         try:
@@ -345,11 +356,11 @@ class VllmEngine(Engine):
                 queues = [
                     await self._llm.add_request(
                         f"{call}.{index}",
-                        tokens_input(prompt_ids, cache_salt=self._cache_salt),
+                        content,
                         parameters,
                         lora_request=self._adapter,
                     )
-                    for index, (prompt_ids, parameters) in enumerate(prepared)
+                    for index, (content, parameters) in enumerate(prepared)
                 ]
         except BaseException:
             await self._abandon(call, range(len(requests)))

@@ -15,6 +15,7 @@ from megatron_grpo.config.generation_schema import SpeculativeConfig
 from megatron_grpo.config.loop_schema import AsyncGRPOConfig
 from megatron_grpo.config.passthrough import check_library_fields
 from megatron_grpo.config.schema import GenerationConfig
+from megatron_grpo.generation.vllm_images import EngineImages
 from megatron_grpo.models.adapter_names import choose_slot_rank
 from megatron_grpo.models.adapter_slot import AdapterSlot
 from megatron_grpo.models.families.reading import find_model_shape, is_untied_by_weights
@@ -42,6 +43,7 @@ class VllmSettings:
     awaits_refit: bool = False  # whether a refit brings all weights before the first request
     adapter: AdapterSlot | None = None  # kept beside the base model; None: refits send weights
     has_prometheus: bool = False  # whether vLLM's own figures go to Ray's Prometheus exporters
+    images: EngineImages | None = None  # None: no prompt has images
     token: str | None = field(default_factory=paths.read_token, repr=False)
     """Bearer token of an external server (generation.server); None: the server requires none."""
 
@@ -78,6 +80,8 @@ def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "language_model_only": True,  # of a model that also sees images only the text part is trained and refitted
         "worker_extension_cls": "megatron_grpo.weight_sync.engine_worker.RefitWorker",
     }
+    if settings.images is not None:
+        arguments |= settings.images.make_arguments(on_cpu=detect_platform().name == "cpu")
     if settings.adapter is not None:
         arguments |= make_adapter_arguments(settings.adapter)
     if settings.routed is not None:
@@ -161,7 +165,7 @@ def add_model_settings(arguments: dict[str, Any], path: str) -> None:
 def _override(arguments: dict[str, Any], shape: ModelShape | None, settings: Mapping[str, Any]) -> None:
     """Add settings that replace config.json's; the user's come first."""
     stated = arguments.get("hf_overrides") or {}
-    if shape is not None and shape.text_prefix:
+    if shape is not None and shape.is_text_part:
         text = {"text_config": {**settings, **stated.get("text_config", {})}}
         arguments["hf_overrides"] = {**stated, **text}
     else:

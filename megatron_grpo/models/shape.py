@@ -12,6 +12,7 @@ from megatron_grpo.config.errors import to_text
 from megatron_grpo.config.outside_files import parse_file_json, read_bytes
 from megatron_grpo.models.heads import LOGITS, Head
 from megatron_grpo.models.megatron_names import Half
+from megatron_grpo.models.vision_shape import VisionShape
 
 LayerKind = Literal[
     "mixer",
@@ -232,13 +233,19 @@ class ModelShape:
     """[layers]: the one half that a layer consists of; empty: layers have both."""
     text_prefix: str = ""
     """Beginning of names in a model that also sees images, of which this is the text part; empty: it is the whole."""
+    vision: VisionShape | None = None  # how images come into the model; None: it is trained on text alone
     head: Head = LOGITS
     has_stored_head: bool = True  # whether a scalar head is in the model's folder, which is a reward model's, or new
 
     @property
+    def is_text_part(self) -> bool:
+        """Whether the folder's model also sees images."""
+        return bool(self.text_prefix) or self.vision is not None
+
+    @property
     def fits_transformer_engine(self) -> bool:
         """Whether Transformer Engine's layers can express the model's."""
-        has_torch_attention = self.local_rope_theta is not None or self.chunked or self.value_norm
+        has_torch_attention = self.local_rope_theta is not None or self.chunked or self.value_norm or bool(self.vision)
         # With other heads cuDNN below 9.26 makes wrong gradients of sinks in packed sequences.
         has_torch_attention |= self.sinks and self.head_dim not in (64, 128, 256)
         return not (self.post_norms or has_torch_attention or self.layer_scale)

@@ -33,6 +33,9 @@ CALL_END = '"}}</tool_call>'
 CONVERSATION_VOCABULARY = {
     token: i for i, token in enumerate([*"0123456789+-*=,:", CALL_BEGIN, CALL_END, PAD, EOS, "<bos>", "<unk>"])
 }
+_COUNTING = [*"0123456789=? abcdefghijklmnopqrstuvwxyzH", PAD, EOS, "<bos>", "<unk>"]
+IMAGE_MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+COUNTING_VOCABULARY = {token: i for i, token in enumerate([*_COUNTING, *IMAGE_MARKS])}
 
 # Contents of the config.json of each prepared model, by prepare.name.
 PREPARED_MODELS: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -40,6 +43,7 @@ PREPARED_MODELS: dict[str, dict[str, Any]] = yaml.safe_load(
 )
 PREPARED_FOLDER = "model"  # of the model inside prepare.folder
 WITH_TEACHER = ("distillation",)  # recipes that also make a teacher, by prepare.name
+WITH_TEMPLATE = ("counting",)  # recipes whose tokenizer has a chat template
 TEACHER_FOLDER = "teacher"  # of its teacher there, with a recipe that makes one
 # Deadline in seconds for the hub's first answer.
 _PROBE_S = 10.0

@@ -16,6 +16,7 @@ from megatron_grpo.preflight import loop_checks as loop
 from megatron_grpo.preflight import model_checks as models
 from megatron_grpo.preflight import reward_checks as rewards
 from megatron_grpo.preflight import sampling_checks as sampling
+from megatron_grpo.preflight.image_checks import find_image_problems
 from megatron_grpo.preflight.loss_checks import check_loss
 from megatron_grpo.preflight.mixture_checks import check_mixture
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
@@ -34,6 +35,7 @@ def find_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
         *models.find_adapter_problems(config, shape),
         *models.find_fp8_problems(config, shape),
         *models.find_quantization_problems(config, shape),
+        *find_image_problems(config, shape),
         *find_config_problems(config),
         *models.find_training_problems(config, shape),
         *check_owned_fields(select_passed_fields(config)),

@@ -153,7 +153,8 @@ def _find_unfit_settings(config: Config, rows: list[Row]) -> Iterator[Rule]:
         text = f"{name} makes rows of the task {task}, and env has {', '.join(sorted(config.env))}; use env={task}"
         yield task not in config.env, "env", text
     text = f"the tokenizer that {name} makes has no chat template; use false"
-    yield data.apply_chat_template, "data.apply_chat_template=", text
+    lacks_template = config.prepare.name not in source.WITH_TEMPLATE
+    yield data.apply_chat_template and lacks_template, "data.apply_chat_template=", text
     text = "makes prompts without responses; name the column to learn from"
     learns_responses = config.method.rows is not None and not config.has_pairs
     yield learns_responses and data.response_key is None, "data.response_key=", f"{name} {text}"

@@ -44,10 +44,10 @@ def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[R
         yield from _check_cpu_attention(config, shape)
         yield from _check_cpu_experts(config, shape)
         yield from _check_cpu_stages(config, shape)
-        kind = "model that sees images" if shape.text_prefix else f"{shape.family} model"
+        kind = "model that sees images" if shape.is_text_part else f"{shape.family} model"
         text = f"is a {kind}, whose module in vLLM imports torchvision, and that is not installed; run"
         text += " requirements/install_cpu.sh .venv, or install torchvision's build for this torch"
-        needs_torchvision = shape.family in TORCHVISION_FAMILIES or shape.text_prefix
+        needs_torchvision = shape.family in TORCHVISION_FAMILIES or shape.is_text_part
         yield needs_torchvision and find_spec("torchvision") is None, "policy.model.path=", text
 
 

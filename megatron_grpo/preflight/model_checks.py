@@ -255,7 +255,7 @@ def _check_reward_model(config: Config, shape: ModelShape | None) -> Iterator[Ru
     text += " give a model of another family"
     yield not find_family(shape.family).has_reward_models, "policy.model.path=", text
     text = "is a model that also sees images, of which no reward model is made; give a model of text alone"
-    yield bool(shape.text_prefix), "policy.model.path=", text
+    yield shape.is_text_part, "policy.model.path=", text
 
 
 def _check_muon(config: Config, shape: ModelShape | None) -> Iterator[Rule]:

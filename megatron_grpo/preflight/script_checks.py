@@ -18,7 +18,10 @@ _REWARDS = "a function, its import path (package.module.name) or the folder of a
 _CALLBACKS = "an object of a class that extends megatron_grpo.Callback, such as MyCallback()"
 _CONFIG = "give overrides as on the command line (['+exp=quickstart', 'grpo.max_num_steps=3']), a mapping, or a Config"
 _SAVED = "write it and its tokenizer into a folder with save_pretrained, and give the folder"
-_ARGUMENTS = ("config", "train_dataset", "val_dataset", "rewards", "environments", "tokenizer", "callbacks")
+_ARGUMENTS = (
+    *("config", "train_dataset", "val_dataset", "rewards", "environments"),
+    *("tokenizer", "processor", "callbacks"),
+)
 _INTERFACE = "megatron_grpo.environments.interface.Environment"
 
 # Advice for arguments of TRL's GRPOTrainer that are no settings, by name.
@@ -133,8 +136,16 @@ def _find_tokenizer_problems(tokenizer: Any) -> Iterator[Problem]:
         return
     text = "give a loaded tokenizer: transformers.AutoTokenizer.from_pretrained(...)"
     if hasattr(tokenizer, "tokenizer"):
-        text = "give its tokenizer, PROCESSOR.tokenizer; images are not read"
+        text = "give it as processor"
     yield Problem("tokenizer", f"is {_describe_kind(tokenizer)}; {text}")
+
+
+def find_processor_problems(processor: Any) -> Iterator[Problem]:
+    """Check the argument `processor` of `train`."""
+    has_parts = all(hasattr(processor, name) for name in ("tokenizer", "image_processor"))
+    if processor is not None and (inspect.isclass(processor) or not has_parts):
+        text = "give a loaded processor of images and text: transformers.AutoProcessor.from_pretrained(...)"
+        yield Problem("processor", f"is {_describe_kind(processor)}; {text}")
 
 
 def _describe_kind(value: Any) -> str:

@@ -51,6 +51,7 @@ def _list_switched_off(config: Config) -> Iterator[Rule]:
         yield style != "warmup_stable_decay", f"{key}.final_decay_steps", text
         yield optimizer.name != "muon", f"{key}.muon_", f"needs {key}.name=muon"
     yield config.logger.tracker is None, "logger.tracker_options.", "needs logger.tracker"
+    yield config.data.image_key is None, "data.max_images data.max_image_tokens", "needs data.image_key"
     keys = "policy.lora.alpha policy.lora.target_modules refit.adapters"
     yield config.policy.lora.rank == 0, keys, "needs policy.lora.rank above 0"
     generation, speculative = config.generation, config.generation.engine.speculative

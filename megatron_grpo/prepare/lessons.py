@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import permutations, product
+from itertools import islice, permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from megatron_grpo.config.gym_schema import GymConfig
 from megatron_grpo.data.gym_rows import GymRows
 from megatron_grpo.models.source import CALL_BEGIN, CALL_END
+from megatron_grpo.prepare.pictures import draw_counting_rows
 
 TRAIN_FILE, VAL_FILE = "train.jsonl", "val.jsonl"
 ANSWER_DIGITS = 3
@@ -48,6 +49,8 @@ def split_lessons(name: str) -> Split:
         return _split_randomly(_make_labelled(recipe["seed"]), recipe)
     if name == "addition_text":
         return _split_text_sums(recipe)
+    if name == "counting":
+        return _split_pictures(recipe)
     if name != "two_tasks":
         return _split_randomly(_make_sums(), recipe)
     sums, games = split_lessons("addition"), _split_randomly(_make_games(), recipe)
@@ -69,6 +72,13 @@ def _split_randomly(problems: Iterable[Lesson], recipe: Mapping[str, Any]) -> Sp
     val, remaining = lessons[: recipe["val_problems"]], lessons[recipe["val_problems"] :]
     warmup = recipe.get("warmup_problems") or round(len(remaining) * recipe["warmup_share"])
     return remaining[:warmup], remaining[warmup:], val
+
+
+def _split_pictures(recipe: Mapping[str, Any]) -> Split:
+    counts = [recipe[key] for key in ("warmup_problems", "train_problems", "val_problems")]
+    rows = draw_counting_rows(sum(counts), recipe["seed"])
+    warmup, train, val = ([Lesson(row, ((row["answer"], True),)) for row in islice(rows, count)] for count in counts)
+    return warmup, train, val
 
 
 def _make_sums() -> Iterator[Lesson]:

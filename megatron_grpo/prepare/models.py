@@ -24,6 +24,8 @@ from megatron_grpo.models.source import (
     TEACHER_FOLDER,
     VOCABULARY,
 )
+from megatron_grpo.prepare.character_tokenizer import make_tokenizer
+from megatron_grpo.prepare.counting import make_counting_model
 from megatron_grpo.prepare.lessons import RECIPES, Lesson, make_prompt_rows, split_lessons
 
 RECIPE_FILE = "recipe.json"
@@ -47,7 +49,7 @@ def prepare(name: str, folder: str | Path) -> None:
         new.mkdir()
         for file, rows in make_prompt_rows(name).items():
             (new / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        accuracies = _make_models(name, new)
+        accuracies = make_counting_model(new / PREPARED_FOLDER) if name == "counting" else _make_models(name, new)
         record = {"hash": recipe_hash, "recipe": recipe, "accuracy": accuracies}
         (new / RECIPE_FILE).write_text(json.dumps(record, indent=2) + "\n")
         if target.exists() and not _is_made(target, recipe_hash):
@@ -85,27 +87,6 @@ def _save_model(folder: Path, model: Any, config: dict[str, Any], vocabulary: Ma
     generation = {"do_sample": True, "temperature": 1.0, **token_ids}
     for file, content in (("config.json", config), ("generation_config.json", generation)):
         (folder / file).write_text(json.dumps(content, indent=2) + "\n")
-
-
-def make_tokenizer(vocabulary: Mapping[str, int], longest: int) -> Any:
-    """Make a tokenizer of characters and call marks for `longest` positions."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    core = Tokenizer(models.WordLevel(dict(vocabulary), unk_token="<unk>"))
-    marks = [text for text in (CALL_BEGIN, CALL_END) if text in vocabulary]
-    # Not re.escape: it escapes blanks, which this library's regular expressions do not allow.
-    pieces = [re.sub(r"[\\^$.|?*+()\[\]{}]", r"\\\g<0>", text) for text in marks]
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*pieces, "."])), behavior="isolated")
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token=EOS,
-        pad_token=PAD,
-        unk_token="<unk>",
-        model_max_length=longest,
-        clean_up_tokenization_spaces=False,
-    )
 
 
 def _make_models(name: str, folder: Path) -> dict[str, float]:

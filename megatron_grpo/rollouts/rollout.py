@@ -280,6 +280,7 @@ class GroupRollout:
                 prompt_ids=_concatenate(pieces),
                 seed=self._compute_seed(sample, len(outputs)),
                 max_new_tokens=settings.max_total_sequence_length - length,
+                images=self.datum.get("images", []),
             )
             output = await engine.generate(request, settings.sampling)
             outputs.append(output)
@@ -360,6 +361,7 @@ class GroupRollout:
             loss_multiplier=self.datum["loss_multiplier"],
             task_name=self.datum["task_name"],
             routed=_join_routed(segments),
+            images=self.datum.get("images", []),
             **self._row,
         )
 

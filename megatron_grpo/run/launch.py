@@ -18,11 +18,13 @@ from megatron_grpo.environments.interface import make_environment_settings
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.teacher_client import TeacherServer, require_same_tokenizer
 from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.generation.vllm_images import EngineImages
 from megatron_grpo.losses.decay import make_decay
 from megatron_grpo.models.adapter_names import make_policy_slot
 from megatron_grpo.models.families import exchange_head
 from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.heads import VALUE
+from megatron_grpo.models.image_store import locate_images
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import fetch_model_folder, read_policy_shape
@@ -114,6 +116,7 @@ def _start_generation(
         routed=RoutedForm.from_shape(read_model_shape(folder)) if config.policy.moe.replay_routing else None,
         in_flight=config.async_sampling if config.async_sampling.enabled else None,
         awaits_refit=awaits_refit and not has_slot,
+        images=make_engine_images(config, folder),
         adapter=make_policy_slot(config.policy, read_model_shape(folder)) if has_slot else None,
         has_prometheus=config.logger.prometheus,
     )
@@ -122,6 +125,15 @@ def _start_generation(
     stack.callback(generation.shutdown)
     generation.start()
     return generation
+
+
+def make_engine_images(config: Config, folder: Path) -> EngineImages | None:
+    """Make the settings of prompts with images; None: there are none."""
+    if config.data.image_key is None:
+        return None
+    vision = read_model_shape(folder).vision
+    assert vision is not None, "checks refuse images for a model that does not see"
+    return EngineImages(str(locate_images(config.run_dir)), vision, config.data.max_images)
 
 
 def make_policy_settings(config: Config, folder: Path) -> RankSettings:
@@ -150,6 +162,8 @@ def make_policy_settings(config: Config, folder: Path) -> RankSettings:
         token_filter=make_training_filter(config.generation) if is_sampled else None,
         decay_steps=config.decay_steps,
         decay=make_decay("policy", config.policy.optimizer, list_code_folders(config)),
+        never_sampled=shape.vision.placeholders if shape.vision and config.data.image_key else (),
+        images_folder=str(locate_images(config.run_dir)) if config.data.image_key else "",
         seed=config.loop.seed,
         ranks_per_machine=config.cluster.gpus or None,  # ranks on CPUs are all on one
         shares_cores=_uses_shared_cores(config),

@@ -209,7 +209,7 @@ def write_peft_folder(
 
 def _name_in_memory(shape: ModelShape) -> ModelShape:
     """Name a vision model's text part as transformers' modules, for peft."""
-    return replace(shape, text_prefix=INSIDE) if shape.text_prefix else shape
+    return replace(shape, text_prefix=INSIDE) if shape.is_text_part else shape
 
 
 def quantize_rows(weight: Tensor, quantization: QuantizationFormat) -> tuple[Tensor, Tensor]:

@@ -66,6 +66,8 @@ class RankSettings:
     """Tokens over which the policy's log-probabilities are taken, but not the reference's; None: all."""
     teacher: TeacherOutput | None = None  # makes the model a teacher; None: it is trained
     distillation: PolicyDistillation | None = None  # of a policy with teachers
+    never_sampled: tuple[int, ...] = ()  # tokens that engines never draw, and log-probabilities leave out
+    images_folder: str = ""  # store of the images that sequences have; empty: they have none
     seed: int = 0
     ranks_per_machine: int | None = None  # at most; None: all are on one
     shares_cores: bool = False  # with engines that run at the same time as the ranks, on a CPU

@@ -13,14 +13,18 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, find_token_indices
+from megatron_grpo.batch.images import compute_grid_positions
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, find_token_indices, require_field
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.losses.loss import Segments
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import Platform
+from megatron_grpo.trainer.image_tokens import ImageTokens
 from megatron_grpo.trainer.model import packed_sequences as packs
+from megatron_grpo.trainer.model.build import PlacedImages
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
+from megatron_grpo.trainer.vision_tower import VisionTower
 
 MaskField = Literal["loss_mask", "sampled"]
 
@@ -41,6 +45,7 @@ class Microbatch:
     rows: Tensor  # [rows], int64: index, among this rank's tokens, of the hidden state that predicts each row
     tokens: TokenFields  # fields of the predicted tokens, each [rows]; token_ids is always there, int64
     segments: Segments
+    images: PlacedImages | None  # on the first stage; None: no sequence has one
     token_indices: NDArray[np.int64]
     """[rows], on the host: index of each predicted token in the flat batch; -1: a row whose result is dropped."""
 
@@ -48,7 +53,11 @@ class Microbatch:
 class MicrobatchMaker:
     """Makes microbatches from a rank's batches."""
 
-    def __init__(self, config: PolicyConfig, shape: ModelShape, platform: Platform) -> None:
+    def __init__(
+        self, config: PolicyConfig, shape: ModelShape, platform: Platform, tower: VisionTower | None = None
+    ) -> None:
+        """`tower`: makes features of images; None: there are no images."""
+        self._tower = tower
         self._config, self._parallel, self._shape = config, config.parallel, shape
         self._move = platform.move
         uses_te = uses_transformer_engine(shape, platform, config.precision)
@@ -112,7 +121,8 @@ class MicrobatchMaker:
         sequence = np.repeat(np.arange(len(selected)), selected.lengths)  # of each token
         return Microbatch(
             token_ids=move(token_ids[None]),
-            sequences=self._pack(layout, fields.routed_experts, is_dummy=not indices),
+            sequences=self._pack(layout, selected, is_dummy=not indices),
+            images=self._place_images(layout, selected),
             rows=move(rows),
             tokens=TokenFields(**{name: move(value.numpy()) for name, value in row_fields.items()}),
             segments=Segments(
@@ -131,12 +141,34 @@ class MicrobatchMaker:
         count = int(in_loss.sum())
         return {"sum_over_ranks": sum_over_context, "order": self._move(order[tokens]), "count": count}
 
-    def _pack(self, layout: packs.PackedLayout, routed: Tensor | None, *, is_dummy: bool) -> packs.PackedSequences:
-        # `routed`: the recorded experts in this rank's layers (`RoutedForm`), [tokens of the flat sequences, bytes].
-        shape = self._shape
+    def _place_images(self, layout: packs.PackedLayout, batch: TokenBatch) -> PlacedImages | None:
+        """Compute features of images for the tokens that this rank embeds."""
+        has_images = batch.images is not None and any(batch.images)
+        if self._tower is None or not has_images or not parallel_state.is_pipeline_first_stage():
+            return None
+        part, parts = 0, 1
+        if self._parallel.sequence:
+            part, parts = parallel_state.get_tensor_model_parallel_rank(), self._parallel.tensor
+        source = packs.select_source(layout, part=part, parts=parts)
+        return self._tower.compute(ImageTokens.locate(batch, source, self._shape))
+
+    def _find_grid_positions(self, layout: packs.PackedLayout, batch: TokenBatch) -> NDArray[np.int64]:
+        """Find the positions of this rank's tokens in time, height and width: [3, tokens]."""
+        vision, token_ids = self._shape.vision, require_field(batch.fields.token_ids).numpy()
+        assert vision is not None, "the model has one position of a token"
+        sequences = np.split(token_ids, np.cumsum(batch.lengths)[:-1])
+        images = batch.images or [()] * len(batch)
+        pairs = zip(sequences, images, strict=True)
+        positions = np.concatenate([compute_grid_positions(ids, stored, vision) for ids, stored in pairs], axis=1)
+        return np.where(layout.source < 0, 0, positions[:, np.maximum(layout.source, 0)])
+
+    def _pack(self, layout: packs.PackedLayout, batch: TokenBatch, *, is_dummy: bool) -> packs.PackedSequences:
+        shape, routed = self._shape, batch.fields.routed_experts  # the recorded experts in this rank's layers
         packed = packs.build_packed_sequences(
             layout, self._transformer_engine, shape.window, self._move, chunked=shape.chunked
         )
+        if shape.vision is not None:
+            packed.grid_positions = self._move(self._find_grid_positions(layout, batch))
         if shape.mamba is not None:
             packed.state_tokens = packs.build_state_tokens(layout, self._move)
         if self._shape.experts is not None:

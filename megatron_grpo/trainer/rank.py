@@ -42,6 +42,7 @@ from megatron_grpo.trainer.optimizer import FrozenOptimizer, ModelOptimizer
 from megatron_grpo.trainer.parallel import StageCommunicator, collect_schedule_groups
 from megatron_grpo.trainer.step_record import StepRecorder
 from megatron_grpo.trainer.teacher import TeacherHeads, compute_teacher_output
+from megatron_grpo.trainer.vision_tower import make_tower
 from megatron_grpo_kernels.filtered_logprob import filtered_logprobs
 from megatron_grpo_kernels.head import HeadKernel
 from megatron_grpo_kernels.logprob import linear_logprobs
@@ -78,7 +79,7 @@ class ModelRank(ABC):
         self.teacher_heads: TeacherHeads | None = None  # of a policy with teachers, on its last stage
         if settings.distillation is not None and self.chunks[-1].post_process:
             self.teacher_heads = TeacherHeads(settings, self.chunks[-1])
-        self.maker = maker or MicrobatchMaker(config, shape, self.platform)
+        self.maker = maker or MicrobatchMaker(config, shape, self.platform, make_tower(settings, self.platform))
         self.routing: StepRouting | None = None
         if shape.experts is not None:
             replays = config.moe.replay_routing and not shape.head.is_scalar
@@ -116,8 +117,8 @@ class ModelRank(ABC):
     def list_needed_fields(self, loss_fn: LossFunction | None) -> tuple[str, ...]:
         """List the batch fields that this rank's pipeline stage reads."""
         routed = ("routed_experts",) if self.routing is not None and self.routing.replays else ()
-        if not parallel_state.is_pipeline_last_stage():
-            return ("token_ids", *routed) if parallel_state.is_pipeline_first_stage() else routed
+        if not parallel_state.is_pipeline_last_stage():  # positions of images depend on the tokens
+            return ("token_ids", *routed) if parallel_state.is_pipeline_first_stage() or self.shape.vision else routed
         of_loss = ("sampled",) if loss_fn is None else loss_fn.field_names
         return ("token_ids", *of_loss, *routed)
 
@@ -244,9 +245,8 @@ class ModelRank(ABC):
         def forward_step(data: Iterator[Microbatch], module: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             microbatch = next(data)
             # The rotary embedding takes its positions from the packed sequences.
-            output = module(
-                microbatch.token_ids, None, None, packed_seq_params=microbatch.sequences, rows=microbatch.rows
-            )
+            options = {"rows": microbatch.rows, "images": microbatch.images}
+            output = module(microbatch.token_ids, None, None, packed_seq_params=microbatch.sequences, **options)
             return output, lambda output: finish(output[0], microbatch)
 
         # Lazily, one at a time: the index tensors of a whole step may not fit the device.
@@ -382,8 +382,8 @@ class PolicyRank(ModelRank):
             divergence = self.teacher_heads.compare(model, operands[0], tokens, self.shape.logit_cap)
             tokens = replace(tokens, divergence=divergence)
         if self.settings.token_filter is None:
-            kernel = self.head_kernel or self.config.logprob_kernel
-            logprobs, entropy = linear_logprobs(*operands, **arguments, kernel=kernel)
+            kernel, excluded = self.head_kernel or self.config.logprob_kernel, self.settings.never_sampled
+            logprobs, entropy = linear_logprobs(*operands, **arguments, kernel=kernel, excluded=excluded)
             return logprobs, replace(tokens, entropy=entropy)
         filtered = filtered_logprobs(*operands, self.settings.token_filter, **arguments)
         return filtered.logprobs, replace(tokens, entropy=filtered.entropy, unfiltered_logprobs=filtered.unfiltered)

@@ -69,18 +69,22 @@ def list_formulas(names: Sequence[str]) -> list[str]:
     return [formula for name in names for formula in (built_in if name == "all" else [name])]
 
 
-def make_subjects(model: Path, batch: TokenBatch, problems: Sequence[FormulaProblem], seed: int) -> list[Subject]:
+def make_subjects(
+    model: Path, batch: TokenBatch, problems: Sequence[FormulaProblem], seed: int, store: Path | None = None
+) -> list[Subject]:
     """Compute a model's results in transformers: with each problem's loss, or without problems its own.
+
+    `store`: of the images that sequences have; None: they have none.
 
     RunError: transformers cannot load or compute the model.
     """
-    reference = compute_truth(model, batch)
+    reference = compute_truth(model, batch, store=store)
     if not problems:
         return [Subject(batch=batch, loss=make_loss(), reference=reference)]
     subjects = []
     for problem in problems:
         drawn = draw_fields(problem, batch, reference.logprobs, seed)
-        exact = compute_truth(model, drawn, make_rectangle_loss(problem.loss, drawn))
+        exact = compute_truth(model, drawn, make_rectangle_loss(problem.loss, drawn), store)
         subjects.append(Subject(formula=problem.name, batch=drawn, loss=problem.loss, reference=exact))
     return subjects
 

@@ -43,6 +43,8 @@ def load_eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, An
         shape = read_model_shape(folder)
         config = options.setdefault("config", AutoConfig.from_pretrained(folder, trust_remote_code=False))
         config = options["config"] = config.get_text_config()
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ValueError(f"transformers has no class for the text part alone of {raw.get('model_type')}")
         config.tie_word_embeddings = shape.tied_embeddings
         if hasattr(config, "quantization_config"):
             del config.quantization_config

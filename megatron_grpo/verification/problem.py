@@ -19,13 +19,14 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LossConfig, MoeConfig
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.models.families import add_text_prefix, find_family
+from megatron_grpo.models.families import add_text_prefix, find_family, is_carried
 from megatron_grpo.models.families.reading import UnknownFamilyError, read_model_shape
 from megatron_grpo.models.shape import ExpertShape, ModelShape, read_config_json
 from megatron_grpo.models.source import download_config, fetch_model_folder, find_local_folder, is_hub_name
 from megatron_grpo.verification.double_precision import DoublePrecision
 from megatron_grpo.verification.hf_model import find_router, list_stored_tensors, load_eager_model, read_routing
 from megatron_grpo.verification.nearest_family import describe_nearest_family
+from megatron_grpo.verification.random_pictures import load_whole_model, make_model_inputs
 from megatron_grpo.verification.tolerances import Distance, Tolerances, measure_distance
 
 SMALL, EXPERTS, LATENT, SPARSE, DELTA, MAMBA, WINDOW, RARE, TINY = yaml.safe_load(
@@ -62,6 +63,8 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     except UnknownFamilyError as error:
         text = str(error).removeprefix(f"{path / 'config.json'}: ")
         raise ValueError(f"model={model}: {text}.{describe_nearest_family(path)}") from None
+    if shrink and shape.vision is not None:
+        raise ValueError(f"shrink=true makes models of text alone, and model={model} also sees images; leave it out")
     return _make_small_copy(path, shape, folder, seed) if shrink else path
 
 
@@ -283,19 +286,22 @@ def count_tokens(batch: TokenBatch) -> GlobalCounts:
     )
 
 
-def compute_truth(folder: Path, batch: TokenBatch, loss: SequenceLoss | None = None) -> Truth:
+def compute_truth(
+    folder: Path, batch: TokenBatch, loss: SequenceLoss | None = None, store: Path | None = None
+) -> Truth:
     """Compute a batch in transformers, in float32 and in float64.
 
-    One sequence at a time, without padding. `loss`: of the whole batch; None: that of `make_loss`.
+    One sequence at a time, without padding. `loss`: of the whole batch; None: that of `make_loss`. `store`: of the
+    images that sequences have; None: they have none.
 
     Raises:
         RunError: transformers cannot load or compute the model.
     """
     try:
         loss = loss or write_out_loss(batch)
-        logprobs, gradients, weights, _ = _run_transformers(folder, batch, torch.float32, loss)
+        logprobs, gradients, weights, _ = _run_transformers(folder, batch, torch.float32, loss, store)
         with DoublePrecision():
-            exact_logprobs, exact_gradients, _, total = _run_transformers(folder, batch, torch.float64, loss)
+            exact_logprobs, exact_gradients, _, total = _run_transformers(folder, batch, torch.float64, loss, store)
     except Exception as error:  # a model's own code may raise anything
         raise RunError(f"transformers cannot compute {folder}: {type(error).__name__}: {error}") from error
     reference = measure_distance(logprobs, gradients, exact_logprobs, exact_gradients)
@@ -303,22 +309,26 @@ def compute_truth(folder: Path, batch: TokenBatch, loss: SequenceLoss | None = N
 
 
 def _run_transformers(
-    folder: Path, batch: TokenBatch, dtype: torch.dtype, loss: SequenceLoss
+    folder: Path, batch: TokenBatch, dtype: torch.dtype, loss: SequenceLoss, store: Path | None
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor], float]:
     """Compute log-probabilities, gradients, weights and loss, as `Truth` has them."""
-    model = load_eager_model(folder, dtype).to(dtype)  # some families keep parameters in float32
+    shape = read_model_shape(folder)
+    load = load_eager_model if shape.vision is None else load_whole_model
+    model = load(folder, dtype).to(dtype)  # some families keep parameters in float32
     # torch leaves the gradient of this token's row out. Training has no such token: padding is never computed.
     model.get_input_embeddings().padding_idx = None
-    shape = read_model_shape(folder)
     experts = shape.experts
-    router_logits = _keep_router_logits(model)
+    router_logits = [] if experts is None else _keep_router_logits(model)
     in_memory = {name: value.detach().clone() for name, value in list_stored_tensors(model).items()}
     weights = _name_as_stored(model, in_memory, shape)
     logprobs = []
     router_loss = torch.zeros((), dtype=dtype)
-    for ids in require_field(batch.fields.token_ids).long().split(batch.lengths):
+    for number, ids in enumerate(require_field(batch.fields.token_ids).long().split(batch.lengths)):
         router_logits.clear()
-        output = model(ids[None], use_cache=False)
+        inputs = {"input_ids": ids[None]}
+        if shape.vision is not None and batch.images is not None and store is not None:
+            inputs = make_model_inputs(ids, batch.images[number], shape.vision, folder, store)
+        output = model(**inputs, use_cache=False)
         logprobs.append(output.logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])[:, 0])
         if experts is not None:
             losses = [compute_router_losses(logits, experts) for logits in router_logits]
@@ -332,7 +342,11 @@ def _run_transformers(
 
 
 def _name_as_stored(model: Any, tensors: dict[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """Give tensors of transformers' model the names and form of the folder's."""
+    """Give trained tensors of transformers' model the folder's names and form."""
+    if shape.vision is not None:
+        stored = revert_weight_conversion(model, tensors)
+        trained = {name: tensor for name, tensor in stored.items() if not is_carried(name, shape)}
+        return {add_text_prefix(name, shape.text_prefix): tensor for name, tensor in trained.items()}
     if shape.experts is None or not shape.experts.packed:  # transformers, too, has packed experts
         tensors = revert_weight_conversion(model, tensors)
     return {add_text_prefix(name, shape.text_prefix): tensor for name, tensor in tensors.items()}

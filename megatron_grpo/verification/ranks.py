@@ -45,6 +45,8 @@ class Task:
     """Largest microbatch; None: three of the longest sequence."""
     formula: str = ""
     """Name of the loss's formula; empty: the loss that shows the model."""
+    images_folder: str = ""
+    """Store of the images that sequences have; empty: they have none."""
 
 
 @dataclass(slots=True)
@@ -74,10 +76,10 @@ def measure(task: Task, enter: Callable[[str], object]) -> dict[str, Any]:
     batch = task.batch.select(numbers)
     (microbatches,) = make_packer(config, TOKEN_COST).make_microbatches([np.array(batch.lengths)])
     # The distributed optimizer is off at first, so that each rank keeps the whole gradient.
-    rank = _build_rank(config)
+    rank = _build_rank(config, task.images_folder)
     enter("log-probabilities")
     logprobs = rank.compute_logprobs(
-        TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids)), microbatches
+        TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids), batch.images), microbatches
     )
     result = RankResults(weights=_join_shards(rank))
     if logprobs is not None:
@@ -87,7 +89,7 @@ def measure(task: Task, enter: Callable[[str], object]) -> dict[str, Any]:
     result.losses.append(_sum_losses(rank.compute_gradients(batch, microbatches, loss_fn, counts)))
     result.gradients = _join_gradients(rank)
     del rank  # otherwise the peak would count both models
-    rank = _build_rank(_build_config(task, distributed=True))
+    rank = _build_rank(_build_config(task, distributed=True), task.images_folder)
     enter("optimizer steps")
     times = []
     for _ in range(task.steps):
@@ -118,9 +120,11 @@ def _build_config(task: Task, *, distributed: bool = False) -> PolicyConfig:
     )
 
 
-def _build_rank(config: PolicyConfig) -> PolicyRank:
-    folder = config.model.path
-    return PolicyRank(RankSettings(config=config, shape=read_model_shape(folder), folder=folder, decay_steps=100))
+def _build_rank(config: PolicyConfig, images_folder: str) -> PolicyRank:
+    folder, shape = config.model.path, read_model_shape(config.model.path)
+    return PolicyRank(
+        RankSettings(config=config, shape=shape, folder=folder, images_folder=images_folder, decay_steps=100)
+    )
 
 
 def _sum_losses(shares: list[dict[str, Tensor]]) -> float:

@@ -126,7 +126,7 @@ class ModelReload:
         self._model = worker.model_runner.get_model()
         require_plain(self._model)
         self._config = worker.vllm_config.model_config
-        self._layers = [layer for layer in self._model.modules() if is_derived(layer)]
+        self._layers = [layer for _, layer in iterate_refitted(self._model) if is_derived(layer)]
         # (quant_method, deleted kernel) of each converted layer; None: no kernel was deleted (`delete_kernel`).
         self._kernels: list[tuple[Any, Any]] = []
         self._states: list[KernelState] = []
@@ -193,6 +193,13 @@ def split_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, 
             continue
         for expert, part in enumerate(tensor):
             yield f"{block}.mlp.experts.{expert}.{_STACKED[last]}", part
+
+
+def iterate_refitted(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules by name, without those of a vision tower, which refits leave as it is."""
+    mapping = model.get_mm_mapping() if hasattr(model, "get_mm_mapping") else None
+    frozen = () if mapping is None else tuple(filter(None, [*mapping.tower_model, *mapping.connector]))
+    return ((name, module) for name, module in model.named_modules() if not f"{name}.".startswith(frozen))
 
 
 def is_derived(layer: torch.nn.Module) -> bool:

@@ -20,6 +20,7 @@ from megatron_grpo.weight_sync.engine_layers import (
     RebuiltLayer,
     finish_model,
     is_derived,
+    iterate_refitted,
     name_scales,
     require_plain,
     uses_fp8_blocks,
@@ -149,7 +150,7 @@ class ModelWriter:
         # vLLM records what a layer had when it was loaded. Others appear later, such as products of latent attention.
         records = {name: get_layerwise_info(layer).restore_metadata[0] for name, layer in self._model.named_modules()}
         is_recorded = any(records.values())
-        for module, layer in self._model.named_modules():
+        for module, layer in iterate_refitted(self._model):
             plain = {} if is_derived(layer) else dict(layer.named_parameters(recurse=False))
             for parameter_name, parameter in (records[module] if is_recorded else plain).items():
                 name, expected = f"{module}.{parameter_name}", parameter.numel()

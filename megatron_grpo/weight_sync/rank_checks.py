@@ -46,7 +46,7 @@ def score_canary(rank: PolicyRank, sequences: tuple[tuple[int, ...], ...]) -> Lo
         fields.routed_experts = torch.from_numpy(nothing)
     settings = rank.settings
     # vLLM computes those of a prompt without a temperature and without filters.
-    rank.settings = replace(settings, temperature=1.0, token_filter=None)
+    rank.settings = replace(settings, temperature=1.0, token_filter=None, never_sampled=())
     try:
         logprobs = rank.compute_logprobs(TokenBatch(lengths, fields), [list(range(len(lengths)))])
     finally:

@@ -29,6 +29,7 @@ from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.generation.engine import VllmEngine
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.generation.vllm_images import EngineImages
 from megatron_grpo.models.adapter_slot import AdapterSlot
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
@@ -165,6 +166,7 @@ def engines(
     awaits_refit: bool = False,
     adapter: AdapterSlot | None = None,
     speculative: SpeculativeConfig | None = None,
+    images: EngineImages | None = None,
 ) -> Iterator[VllmGeneration]:
     """Ready engines of this layout, each on GPUs of its own if there are any; needs Ray.
 
@@ -200,6 +202,7 @@ def engines(
             in_flight=in_flight,
             awaits_refit=awaits_refit,
             adapter=adapter,
+            images=images,
         ),
         actor_options=lambda engine: (
             FIRST_GPU if colocated else {**gpus(tensor * pipeline), "runtime_env": {"env_vars": environment or {}}}

@@ -309,7 +309,7 @@ def test_a_processor_has_the_tokenizer() -> None:
     class Processor:
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0})))
 
-    with pytest.raises(ConfigError, match=r"is Processor; give its tokenizer, PROCESSOR.tokenizer; images"):
+    with pytest.raises(ConfigError, match=r"is Processor; give it as processor"):
         megatron_grpo.train("+exp=quickstart", tokenizer=Processor())
 
 

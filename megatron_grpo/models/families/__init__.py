@@ -159,7 +159,7 @@ def remove_text_prefix(name: str, prefix: str) -> str:
 def list_carried(shape: ModelShape) -> tuple[str, ...]:
     """List beginnings of names of tensors that exports copy."""
     family = find_family(shape.family)
-    parts = family.vision.parts if shape.text_prefix and family.vision is not None else ()
+    parts = family.vision.parts if shape.is_text_part and family.vision is not None else ()
     # Released folders have one further layer behind the last, where they have any.
     further = ("mtp.", f"model.layers.{shape.layers}.") if family.has_further_predictions else ()
     return (*further, *parts, *(f"model.{part}" for part in parts))

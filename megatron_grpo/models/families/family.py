@@ -33,6 +33,26 @@ class VisionModel:
     """Prefix of the text part's names in released folders; others may have "language_model." or this one."""
     has_tied_head: bool = False
     """Value of `tie_word_embeddings` in transformers where config.json has none."""
+    text_model_type: str | None = None
+    """`model_type` of the text part; None: that of the family's own models."""
+    is_flat: bool = False
+    """Whether released folders have the text part's sizes and names as a model of text alone has them."""
+    images: ImageForm | None = None
+    """How its text part takes images; None: it is trained on text alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageForm:
+    """How the text part of a family's vision models takes images.
+
+    Frequencies of a head are for time, height and width in consecutive sections, and features take the place of
+    embeddings; a family whose features enter later layers too needs more than this.
+    """
+
+    placeholders: tuple[str, ...]
+    """Keys of config.json with the tokens that stand for images and video; the first is that of images."""
+    defaults: Mapping[str, Any]
+    """transformers' values of keys that the text part lacks, and of those above."""
 
 
 @dataclass(frozen=True, kw_only=True)

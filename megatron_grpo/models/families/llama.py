@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron_grpo.models.families.family import Family
+from megatron_grpo.models.families.family import Family, ImageForm, VisionModel
 from megatron_grpo.models.families.options import WINDOW, Neutral, refuse_options
 from megatron_grpo.models.families.rotary import read_rotary, read_rotated_dim, read_yarn_scale
 from megatron_grpo.models.shape import ModelShape, read_flag, read_number, read_size
@@ -118,6 +118,14 @@ _DEFAULTS = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddin
 QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 _QWEN3_DEFAULTS = {**QWEN_DEFAULTS, "head_dim": 128}
 _KEY_VALUE_HEADS = ("num_key_value_heads",)
+_QWEN2_5_VL_DEFAULTS = {
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "mrope_section": (16, 24, 24),
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+}
 
 
 FAMILIES = (
@@ -144,6 +152,15 @@ FAMILIES = (
             nullable=_KEY_VALUE_HEADS,
         ),
         tables=(INPUT_NORM, ATTENTION, QKV_BIAS, MLP_NORM, MLP),
+        vision=VisionModel(
+            architecture="Qwen2_5_VLForConditionalGeneration",
+            model_type="qwen2_5_vl",
+            parts=("visual.",),
+            text_model_type="qwen2_5_vl_text",
+            is_flat=True,
+            text_prefix="",
+            images=ImageForm(placeholders=("image_token_id", "video_token_id"), defaults=_QWEN2_5_VL_DEFAULTS),
+        ),
     ),
     Family(
         name="llama",

@@ -16,7 +16,8 @@ from megatron_grpo.models.families import (
     find_family,
     list_families,
 )
-from megatron_grpo.models.families.family import Family
+from megatron_grpo.models.families.family import Family, VisionModel
+from megatron_grpo.models.families.image_settings import read_vision_shape, select_text_keys
 from megatron_grpo.models.families.options import refuse_folder
 from megatron_grpo.models.heads import VALUE
 from megatron_grpo.models.shape import ModelShape, read_config_json, read_flag, read_section
@@ -65,7 +66,7 @@ def _find_stored_form(shape: ModelShape, folder: Path) -> ModelShape:
     experts = [shape.experts]
     if shape.experts is not None:
         experts.append(replace(shape.experts, packed=not shape.experts.packed))
-    prefixes = [shape.text_prefix, *((OUTSIDE, INSIDE) if shape.text_prefix else ())]
+    prefixes = [shape.text_prefix, *((OUTSIDE, INSIDE) if shape.is_text_part else ())]
     forms = [replace(shape, experts=form, text_prefix=prefix) for form in experts for prefix in prefixes]
     names = [_list_names(form) for form in forms]
     if all(form == names[0] for form in names):
@@ -86,10 +87,10 @@ def _list_names(shape: ModelShape) -> Set[str]:
 def _require_equal_ties(raw: dict[str, Any], shape: ModelShape, file: Path) -> None:
     """Refuse a vision model whose head only one reader ties."""
     vision = find_family(shape.family).vision
-    if not shape.text_prefix or vision is None:
-        return
+    if not shape.is_text_part or vision is None or vision.text_model_type is not None:
+        return  # a text part with a model_type of its own has no head, and both read the first setting
     tied = read_flag(raw, "tie_word_embeddings", default=vision.has_tied_head)
-    ties = [tied, find_family(shape.family).read(_select_text_part(raw)).tied_embeddings]
+    ties = [tied, find_family(shape.family).read(_select_text_part(raw, vision)).tied_embeddings]
     if ties[0] != ties[1]:
         values = f"tie_word_embeddings={to_text(ties[0])} and text_config.tie_word_embeddings={to_text(ties[1])}"
         text = "differ; transformers reads the first and vLLM the second, and the folder has no head of its own"
@@ -155,7 +156,9 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
     vision = family.vision
     if vision is not None and architecture == vision.architecture:
         _require_model_type(raw, (vision.model_type,), architecture)
-        shape = family.read(_select_text_part(raw))
+        shape = family.read(_select_text_part(raw, vision))
+        if vision.images is not None:
+            shape = replace(shape, vision=read_vision_shape(raw, vision.images, shape))
         tied = shape.tied_embeddings or read_flag(raw, "tie_word_embeddings", default=False)
         return replace(shape, tied_embeddings=tied, text_prefix=vision.text_prefix)
     _require_model_type(raw, (family.model_type or family.name, *family.other_model_types), architecture)
@@ -183,9 +186,11 @@ def _find_vision_family(raw: dict[str, Any], architecture: str) -> Family | None
     if not families:
         return None
     text = read_section(raw, "text_config")
+    if not text and families[0].vision is not None and families[0].vision.is_flat:
+        return families[0]
     if not text:
         raise ValueError(f"text_config is missing, in which {architecture} has its sizes")
-    by_type = {family.model_type or family.name: family for family in families}
+    by_type = {_find_text_type(family): family for family in families}
     if (stated := text.get("model_type", next(iter(by_type)))) not in by_type:
         raise ValueError(
             f"text_config.model_type={to_text(stated)} is not supported in {architecture}; use {' or '.join(by_type)}"
@@ -193,8 +198,15 @@ def _find_vision_family(raw: dict[str, Any], architecture: str) -> Family | None
     return by_type[stated]
 
 
-def _select_text_part(raw: dict[str, Any]) -> dict[str, Any]:
+def _find_text_type(family: Family) -> str:
+    model_type = family.model_type or family.name
+    return model_type if family.vision is None else family.vision.text_model_type or model_type
+
+
+def _select_text_part(raw: dict[str, Any], vision: VisionModel) -> dict[str, Any]:
     """Select the keys of the language model in a model that also sees images."""
     text = dict(read_section(raw, "text_config"))
+    if vision.images is not None:
+        text = select_text_keys(text or raw, vision.images)
     quantized: dict[str, Any] = {key: raw[key] for key in ("quantization_config", "compression_config") if key in raw}
     return {**quantized, **text}

@@ -214,27 +214,34 @@ class RotaryAtPositions(torch.nn.Module):
 
     Every packed sequence begins at position 0, and context-parallel ranks hold chunks of sequences, so Megatron-Core's
     angles at 0 to length do not fit. Frequencies are those of the wrapped embeddings; windowed layers have the second,
-    if there are two.
+    if there are two. `axes`: [rotated features / 2], the part of a position in time, height and width that each
+    frequency turns by; empty: a token has one position.
     """
 
-    def __init__(self, *rotaries: RotaryEmbedding) -> None:
+    def __init__(self, *rotaries: RotaryEmbedding, axes: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.rotaries: Any = torch.nn.ModuleList(rotaries)
+        self.axes = axes
 
     # Megatron-Core passes on to `forward` what this returns, here the positions of the packed sequences.
     def get_rotary_seq_len(self, *arguments: Any) -> Tensor:
         packed = arguments[-1]
         assert isinstance(packed, PackedSequences), "sequences without their layout"
-        return packed.positions
+        if not self.axes:
+            return packed.positions
+        assert packed.grid_positions is not None, "the microbatch was made for a model without images"
+        return packed.grid_positions[list(self.axes)]
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
         """Compute angles: [tokens, 1, 1, rotated features], float32.
 
-        Those of two embeddings stand side by side.
+        `positions`: [tokens], or [rotated features / 2, tokens] of models with images. Angles of two embeddings stand
+        side by side.
         """
         angles = []
         for rotary in self.rotaries:
-            frequencies = torch.outer(positions.to(rotary.inv_freq.dtype), rotary.inv_freq)
+            turns = positions.to(rotary.inv_freq.dtype)
+            frequencies = turns.T * rotary.inv_freq if self.axes else torch.outer(turns, rotary.inv_freq)
             # One angle for two features: neighbours, or those at the same place in the two halves.
             is_interleaved = rotary.rotary_interleaved
             both = frequencies.repeat_interleave(2, dim=-1) if is_interleaved else frequencies.repeat(1, 2)

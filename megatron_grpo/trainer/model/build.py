@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -31,6 +31,14 @@ from megatron_grpo.trainer.model.megatron_config import build_transformer_config
 from megatron_grpo.trainer.model.rounding import keep_outer_layers
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedImages:
+    """Features of images, and the places of their tokens on this rank."""
+
+    slots: Tensor  # [image tokens of this rank], int64: index among the tokens that the rank embeds
+    features: Tensor  # [image tokens of this rank, hidden]
+
+
 class DecoderModel(GPTModel):
     """Megatron-Core's model; its head is applied to chosen tokens only.
 
@@ -38,12 +46,18 @@ class DecoderModel(GPTModel):
     padding never reach it, and logits of all tokens are never held.
     """
 
-    def forward(self, *arguments: Any, rows: Tensor | None = None, **keywords: Any) -> Tensor:
+    def forward(
+        self, *arguments: Any, rows: Tensor | None = None, images: PlacedImages | None = None, **keywords: Any
+    ) -> Tensor:
         """Compute logits of all tokens or, of chosen ones, hidden states.
 
-        `rows`: [rows], int64, indices of the chosen tokens; only the last stage reads them.
+        `rows`: [rows], int64, indices of the chosen tokens; only the last stage reads them. `images`: features in place
+        of the embeddings of their tokens; only the first stage reads them.
         """
         select = None if rows is None else self._select_rows
+        if images is not None and self.pre_process:
+            embedded = self.embedding(input_ids=arguments[0], position_ids=None)
+            keywords["decoder_input"] = embedded.index_copy(0, images.slots, images.features[:, None].type_as(embedded))
         output: Tensor = super().forward(*arguments, output_processor=select, output_processor_context=rows, **keywords)
         return output
 
@@ -183,7 +197,8 @@ def _build_chunk(
                 cp_group=model.rotary_pos_emb.cp_group,
             )
             rotaries.append(local)
-        model.rotary_pos_emb = RotaryAtPositions(*rotaries)
+        axes = () if shape.vision is None else shape.vision.rotary_axes
+        model.rotary_pos_emb = RotaryAtPositions(*rotaries, axes=axes)
     if shape.embedding_scale is not None and model.pre_process:
         scale = float(torch.tensor(shape.embedding_scale, dtype=settings.params_dtype))  # rounded as the embeddings are
         model.embedding.register_forward_hook(lambda _module, _inputs, embedded: embedded * scale)

@@ -98,6 +98,8 @@ class PackedSequences(PackedSeqParams):
 
     positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[tokens of this rank], int64: position of each token in its sequence."""
+    grid_positions: Tensor | None = None
+    """[3, tokens of this rank], int64: positions in time, height and width; None: a model without images."""
     membership: Membership | None = None
     """Sequences of this rank's tokens (under sequence parallelism of its part); None: a dense model."""
     routed: Tensor | None = None

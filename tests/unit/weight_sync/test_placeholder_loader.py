@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from vllm.config import LoadConfig
 
 from megatron_grpo.config.schema import GenerationConfig, ParallelConfig
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
+from megatron_grpo.generation.vllm_images import EngineImages
 from megatron_grpo.models.families import measure_tensors
 from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.weight_layouts import split_policy
@@ -26,6 +27,7 @@ from megatron_grpo.weight_sync.transfer_plan import choose_wire_dtypes, plan_mes
 from megatron_grpo.weight_sync.weight_trace import trace_model
 from tests.support.engine_configs import ENGINE_CONFIGS, write_engine_config
 from tests.support.engine_state import list_state
+from tests.support.image_models import make_image_model
 from tests.support.refit_models import full_tensor, made_up_worker
 from tests.support.vision_models import make_vision_model
 
@@ -61,7 +63,9 @@ def write_folder(family: str, folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def build_model(folder: Path, *, awaits_refit: bool, **engine_args: Any) -> tuple[nn.Module, Any]:
+def build_model(
+    folder: Path, *, awaits_refit: bool, images: EngineImages | None = None, **engine_args: Any
+) -> tuple[nn.Module, Any]:
     """Start vLLM's model of an engine as its worker does; return it with vLLM's configuration."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -75,6 +79,7 @@ def build_model(folder: Path, *, awaits_refit: bool, **engine_args: Any) -> tupl
         precision="bfloat16",
         max_total_sequence_length=128,
         awaits_refit=awaits_refit,
+        images=images,
     )
     config = AsyncEngineArgs(**make_engine_arguments(settings), skip_tokenizer_init=True).create_engine_config()
     with set_current_vllm_config(config), torch.no_grad():
@@ -159,6 +164,27 @@ def test_a_tower_that_engines_do_not_build_is_not_read(
     assert stored.keys() > sent.keys()
     monkeypatch.setattr(placeholder_loader, "read_tensors", lambda *_: pytest.fail("the folder was read"))
     build_model(tmp_path, awaits_refit=True)
+
+
+@pytest.mark.parametrize("mode", ["reshard", "broadcast"])
+def test_a_refit_fills_the_text_part_and_leaves_the_tower(mode: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for seed, folder in enumerate(folders):
+        make_image_model(folder, seed)
+    first, second = (load_file(folder / "model.safetensors") for folder in folders)
+    tower = {name: tensor for name, tensor in first.items() if name.startswith("visual.")}
+    save_file({**second, **tower}, folders[1] / "model.safetensors", {"format": "pt"})
+    vision = read_model_shape(folders[0]).vision
+    assert vision is not None
+    images = EngineImages(str(tmp_path), vision, 1)
+    expected, _ = build_model(folders[1], awaits_refit=False, images=images)
+    actual, config = build_model(folders[0], awaits_refit=True, images=images)
+    assert find_differences(expected, actual)
+    tensors = {name: second[name].bfloat16() for name in measure_tensors(read_model_shape(folders[1]))}
+    assert not tower.keys() & tensors.keys(), "no byte of the tower is sent"
+    refit(actual, config, folders[1], tensors, mode)
+    assert find_differences(expected, actual) == []
 
 
 @pytest.mark.slow

@@ -1,0 +1,121 @@
+"""Prompts with images: the model's own processor makes the token ids, once, and the images go into the run's store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from megatron_grpo.batch.images import StoredImage, require_placeholders
+from megatron_grpo.data.chat_messages import read_row_tools
+from megatron_grpo.data.image_rows import place_images, read_images, show_images
+from megatron_grpo.data.processors import REFERENCE, DatumSpec, Message, TaskDataSpec, apply_prompt_file, find_task
+from megatron_grpo.data.prompt_renderer import PromptRenderer
+from megatron_grpo.models.image_store import decode_image, store_image
+from megatron_grpo.models.vision_shape import VisionShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSource:
+    """Where a set's images come from, and how the model takes them."""
+
+    column: str
+    folder: Path  # of paths that are not absolute: that of the set's file
+    store: Path
+    model: Path
+    vision: VisionShape
+    max_tokens: int  # of one prompt's images
+
+
+@lru_cache(maxsize=2)
+def load_processor(model: Path) -> Any:
+    """Load the processor of a model's folder; ValueError: it has none."""
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(model, trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"{model} has no processor that can be loaded: {reason}") from None
+    if not hasattr(processor, "image_processor"):
+        raise ValueError(f"{model} has a processor without an image processor (preprocessor_config.json)")
+    return processor
+
+
+@dataclass(frozen=True)
+class ImagePromptProcessor:
+    """Makes prompts of rows with images (`DataProcessor`)."""
+
+    source: ImageSource
+
+    def __call__(
+        self, row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
+    ) -> DatumSpec:
+        """Make the prompt of a row, and store its images.
+
+        ValueError: an image cannot be read, or the prompt's places and images differ, or its images have too many
+        tokens; or as `math_data_processor`.
+        """
+        source = self.source
+        try:
+            prompt = apply_prompt_file(row[spec.prompt_key], row, spec, idx)
+            messages, contents = place_images(prompt, read_images(row.get(source.column), source.folder), source.folder)
+            text = self._render(messages, row, spec, tokenizer)
+            token_ids, images = self._encode(text, contents)
+        except (TemplateError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            raise ValueError(f"row {idx}: the tokenizer's chat template refuses the prompt: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"row {idx}: {error}") from None
+        apart = (spec.prompt_key, source.column)  # environments get no images
+        extra = {key: value for key, value in row.items() if key not in apart}
+        if spec.answer_key is not None:
+            extra = {"answer": row[spec.answer_key], **extra, REFERENCE: str(row[spec.answer_key])}
+        if len(token_ids) > max_seq_length and spec.long_prompts == "error":
+            text = f"has {len(token_ids)} tokens, more than data.max_input_seq_length={max_seq_length}"
+            raise ValueError(f"row {idx}: the prompt {text} (data.long_prompts=error)")
+        return DatumSpec(
+            message_log=[Message(role="user", content=text, token_ids=token_ids)],
+            length=len(token_ids),
+            extra_env_info=extra,
+            loss_multiplier=1.0 if len(token_ids) <= max_seq_length else 0.0,
+            idx=idx,
+            task_name=find_task(row, spec.task_name),
+            prompt=show_images(messages),
+            images=images,
+        )
+
+    @staticmethod
+    def _render(messages: list[dict[str, Any]], row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any) -> str:
+        renderer = PromptRenderer(tokenizer, spec)
+        if not renderer.has_template:
+            raise ValueError("the tokenizer has no chat template, which says where images stand")
+        return renderer.render_first_turn(messages, read_row_tools(row))
+
+    def _encode(self, text: str, contents: list[bytes]) -> tuple[list[int], list[StoredImage]]:
+        """Encode a rendered prompt as the model's processor does."""
+        source, processor = self.source, load_processor(self.source.model)
+        if not contents:
+            return list(processor.tokenizer(text, add_special_tokens=False)["input_ids"]), []
+        decoded = []
+        for number, content in enumerate(contents, start=1):
+            try:
+                decoded.append(decode_image(content))
+            except ValueError as error:
+                raise ValueError(f"image {number} {error}") from None
+        count = text.count(processor.image_token)
+        if count != len(contents):
+            raise ValueError(f"has {len(contents)} images, and the rendered prompt {count} x {processor.image_token}")
+        inputs = processor(text=[text], images=decoded, add_special_tokens=False)
+        token_ids = np.asarray(inputs["input_ids"][0])
+        grids = np.asarray(inputs["image_grid_thw"]).tolist()
+        images = [StoredImage(store_image(source.store, c), r, w) for c, (_, r, w) in zip(contents, grids, strict=True)]
+        require_placeholders(token_ids, images, source.vision)
+        count = sum(image.count_tokens(source.vision) for image in images)
+        if count > source.max_tokens:
+            text = f"has images of {count} tokens, more than data.max_image_tokens={source.max_tokens}"
+            raise ValueError(f"{text}; make them smaller, or raise the limit")
+        return token_ids.tolist(), images

@@ -1,0 +1,173 @@
+"""Images of rows in every form of data: paths, bytes, data URLs, features of hub sets, parts of messages."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.models.image_store import MAX_BYTES
+
+MARK = "<image>"  # in a prompt's text, stands for the next image of the row
+_KINDS = ("image", "image_url", "input_image")  # of a message's part
+_PLACE: dict[str, Any] = {"type": "image"}
+
+
+def read_images(value: Any, folder: Path) -> list[bytes]:
+    """Read the images of a row's column, as contents of image files.
+
+    `value`: an image or a list of images; null: none. `folder`: of paths that are not absolute. ValueError: an image
+    is missing, or of an unknown form.
+    """
+    if value is None:
+        return []
+    if isinstance(value, list | tuple):
+        return [_read_numbered(number, image, folder) for number, image in enumerate(value, start=1)]
+    return [_read_numbered(1, value, folder)]
+
+
+def _read_numbered(number: int, image: Any, folder: Path) -> bytes:
+    try:
+        return read_image(image, folder)
+    except ValueError as error:
+        raise ValueError(f"image {number} {error}") from None
+
+
+def read_image(image: Any, folder: Path) -> bytes:
+    """Read the content of an image's file; ValueError: missing, or of unknown form."""
+    if isinstance(image, bytes):
+        return image
+    if isinstance(image, Mapping):  # the feature of a hub set that is not decoded
+        content, path = image.get("bytes"), image.get("path")
+        if isinstance(content, bytes):
+            return content
+        image = path
+    if hasattr(image, "save") and hasattr(image, "size"):  # an image that a script has opened with Pillow
+        file = io.BytesIO()
+        image.save(file, format="PNG")
+        return file.getvalue()
+    if not isinstance(image, str) or not image:
+        raise ValueError(f"is {type(image).__name__}; give a path, bytes, a data URL, or {{bytes, path}}")
+    if image.startswith("data:"):
+        return _decode_url(image)
+    if "://" in image and not image.startswith("file://"):
+        raise ValueError(f"is a link ({image[:60]}), and nothing is fetched; give its file, or a data URL")
+    return _read_file(folder / image.removeprefix("file://"))
+
+
+def _decode_url(url: str) -> bytes:
+    header, comma, text = url.partition(",")
+    if not comma or not header.endswith(";base64"):
+        raise ValueError("is a data URL that is not in base64; write data:image/png;base64,...")
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"is a data URL whose base64 is damaged: {error}") from None
+
+
+def _read_file(file: Path) -> bytes:
+    try:
+        if not file.is_file():
+            raise ValueError(f"is not there: {file}")
+        if file.stat().st_size > MAX_BYTES:
+            raise ValueError(f"has more than {MAX_BYTES:,} bytes: {file}")
+        return file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot be read: {file}: {error.strerror}") from None
+
+
+def has_images(content: Any) -> bool:
+    """True for a content of parts that are images and texts."""
+    parts = content if isinstance(content, list) else []
+    return any(_is_image(part) for part in parts) and all(_is_image(part) or _is_text(part) for part in parts)
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in _KINDS
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def show_images(prompt: Any) -> Any:
+    """Write the images of a prompt's messages as `MARK`."""
+    if not isinstance(prompt, list):
+        return prompt
+    return [
+        {**message, "content": _show_parts(message["content"])}
+        if isinstance(message, Mapping) and has_images(message.get("content"))
+        else message
+        for message in prompt
+    ]
+
+
+def _show_parts(parts: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(MARK if _is_image(part) else str(part["text"]) for part in parts)
+
+
+def place_images(prompt: Any, images: Sequence[bytes], folder: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """Give each image of a row its place in the messages.
+
+    A place is a part of type image, or `MARK` in a text; a part may hold its image itself. Without any place the images
+    stand before the text of the user's first message.
+
+    Returns:
+        The messages, whose images are parts without content, and the images in the order of their places.
+
+    Raises:
+        ValueError: there are more or fewer images than places, or one cannot be read.
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(turn) for turn in prompt]
+    remaining, ordered, slot_count = iter(images), list[bytes](), 0
+    for message in messages:
+        parts = list(_split_parts(message.get("content")))
+        if not any(_is_image(part) for part in parts):
+            continue
+        for number, part in enumerate(parts):
+            if not _is_image(part):
+                continue
+            slot_count += 1
+            image = _read_part(part, slot_count, folder)
+            image = next(remaining, None) if image is None else image
+            if image is not None:
+                ordered.append(image)
+            parts[number] = _PLACE
+        message["content"] = parts
+    unused = len(list(remaining))
+    if not slot_count and images:
+        first = next((message for message in messages if message.get("role") == "user"), None)
+        if first is None:
+            raise ValueError("has images, and no message is the user's")
+        text = first.get("content")
+        rest = [{"type": "text", "text": text}] if isinstance(text, str) else list(text or ())
+        first["content"] = [*[_PLACE] * len(images), *rest]
+        return messages, list(images)
+    if unused or len(ordered) != slot_count:
+        raise ValueError(f"has {len(images)} images in its column, and {slot_count} places for images in its prompt")
+    return messages, ordered
+
+
+def _split_parts(content: Any) -> Iterator[dict[str, Any]]:
+    """Split a message's content into parts, also a text at its marks."""
+    for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if _is_image(part) or not isinstance(text, str):
+            yield part
+            continue
+        for number, piece in enumerate(text.split(MARK)):
+            if number:
+                yield _PLACE
+            if piece:
+                yield {"type": "text", "text": piece}
+
+
+def _read_part(part: Mapping[str, Any], number: int, folder: Path) -> bytes | None:
+    """Read the image that a part holds; None: it holds none."""
+    value = next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None), None)
+    if isinstance(value, Mapping) and "url" in value:
+        value = value["url"]
+    return None if value is None else _read_numbered(number, value, folder)

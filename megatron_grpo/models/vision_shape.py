@@ -1,0 +1,16 @@
+"""How a model takes images: what batches, ranks and engines need to know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionShape:
+    """How a model takes images: their tokens and their positions."""
+
+    image_token: int  # stands for each token of an image
+    placeholders: tuple[int, ...]  # tokens that stand for images or video, which are never sampled
+    merge: int  # patches along a side of the square that becomes one token
+    rotary_axes: tuple[int, ...]
+    """[rotated features / 2]: the position that each frequency turns by: 0 for time, 1 for height, 2 for width."""

@@ -1,0 +1,71 @@
+"""The decoder of images: odd files, limits, and the store under digests."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megatron_grpo.models import image_store
+from megatron_grpo.models.image_store import decode_image, digest_image, open_stored_image, store_image
+from tests.support.image_models import draw_picture, save
+
+
+def test_a_picture_is_decoded_to_its_pixels() -> None:
+    content = draw_picture(2, 3)
+    image = decode_image(content)
+    assert (image.mode, image.size) == ("RGB", (24, 16))
+    assert np.asarray(image)[0, 0].tolist() == np.random.default_rng(0).integers(0, 256, 3, dtype=np.uint8).tolist()
+
+
+def test_other_colours_become_rgb() -> None:
+    cmyk = decode_image(save(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG"))
+    assert np.asarray(cmyk)[4, 4, 0] > 200
+    grey = decode_image(save(Image.fromarray(np.full((8, 8), 257 * 100, dtype=np.uint16))))
+    assert np.asarray(grey)[0, 0].tolist() == [100, 100, 100], "16 bits are scaled, not cut off"
+    clear = decode_image(save(Image.new("RGBA", (8, 8), (0, 0, 0, 0))))
+    assert np.asarray(clear)[0, 0].tolist() == [255, 255, 255], "transparency shows white"
+
+
+def test_a_cameras_rotation_is_applied() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    assert decode_image(save(Image.new("RGB", (16, 8)), "JPEG", exif=exif)).size == (8, 16)
+
+
+def test_what_is_no_whole_still_image_is_refused() -> None:
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    animation = save(frames[0], "WEBP", save_all=True, append_images=frames[1:], duration=100)
+    for content, reason in {
+        b"no image": "no image that can be read; give PNG, JPEG, WEBP",
+        save(Image.new("RGB", (8, 8)), "BMP"): "no image that can be read",
+        draw_picture(8, 8)[:-300]: "cannot be decoded",
+        animation: "is an animation of 2 images",
+    }.items():
+        with pytest.raises(ValueError, match=reason):
+            decode_image(content)
+
+
+def test_a_bomb_is_refused_by_its_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    bomb = save(Image.new("1", (10_000, 8_000)))
+    assert len(bomb) < 100_000
+    monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("it was decoded"))
+    with pytest.raises(ValueError, match="has 10000 x 8000 pixels, more than 67,108,864 together"):
+        decode_image(bomb)
+    monkeypatch.setattr(image_store, "MAX_BYTES", 10)
+    with pytest.raises(ValueError, match="more than 10"):
+        decode_image(draw_picture(1, 1))
+
+
+def test_equal_contents_are_stored_once_and_a_changed_one_is_noticed(tmp_path: Path) -> None:
+    content = draw_picture(1, 2)
+    digests = {store_image(tmp_path, content) for _ in range(3)}
+    assert digests == {digest_image(content)}
+    assert len(list(tmp_path.iterdir())) == 1
+    (digest,) = digests
+    assert open_stored_image(tmp_path, digest).size == (16, 8)
+    (tmp_path / digest).write_bytes(draw_picture(1, 3))
+    with pytest.raises(ValueError, match="was changed since it was stored"):
+        open_stored_image(tmp_path, digest)
+    with pytest.raises(ValueError, match="cannot be read from"):
+        open_stored_image(tmp_path, "0" * 64)

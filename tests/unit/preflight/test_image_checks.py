@@ -1,0 +1,78 @@
+"""What cannot take prompts with images yet is refused before the start, each by its key."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_grpo.config.errors import ConfigError
+from megatron_grpo.models.families.reading import parse_model_shape
+from megatron_grpo.models.source import PREPARED_MODELS
+from megatron_grpo.preflight.image_checks import find_image_problems, refuse_images
+from megatron_grpo.preflight.load import compose_config
+
+SHAPE = parse_model_shape(PREPARED_MODELS["counting"])
+TEXT = parse_model_shape(PREPARED_MODELS["addition"])
+
+
+def collect_problems(*overrides: str) -> dict[str, str]:
+    """What is said of images in the recipe, changed in its values."""
+    try:
+        compose_config(["+exp=quickstart_vision", *overrides])
+    except ConfigError as error:
+        return {problem.key: problem.text for problem in error.problems if "image" in problem.text}
+    return {}
+
+
+def test_the_recipe_has_no_problem() -> None:
+    assert collect_problems() == {}
+    assert list(find_image_problems(compose_config(["+exp=quickstart"]), TEXT)) == []
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.long_prompts=cut_left",
+        "data.apply_chat_template=False",
+        "data.processor=package.module.function",
+        "grpo.async_grpo.enabled=True",
+        "policy.lora.rank=4",
+        "policy.fp8.format=hybrid",
+        "policy.logprob_kernel=fused",
+        "generation.server.urls=[http://127.0.0.1:8000]",
+        "generation.endpoint.enabled=True",
+        "generation.parallel.pipeline=2",
+        "generation.engine.speculative.num_speculative_tokens=3",
+        "env.counting.type=judge",
+        "env.counting.type=openenv",
+        "generation.top_p=0.9",
+        "generation.top_k=5",
+        "generation.min_p=0.1",
+    ],
+)
+def test_each_is_refused_by_its_key(override: str) -> None:
+    assert list(collect_problems(override)) == [override.partition("=")[0]]
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "sft", "dpo", "kto", "distillation", "self_distillation"])
+def test_other_algorithms_are_refused(algorithm: str) -> None:
+    assert list(collect_problems(f"algorithm={algorithm}")) == ["algorithm"]
+
+
+def test_a_model_that_does_not_see_is_refused() -> None:
+    config = compose_config(["+exp=quickstart_vision"])
+    (problem,) = find_image_problems(config, TEXT)
+    assert problem.key == "policy.model.path"
+    assert problem.text.endswith("those that do: Qwen2_5_VLForConditionalGeneration")
+
+
+def test_recorded_rollouts_of_such_a_model_are_no_rows() -> None:
+    config = compose_config(["+exp=quickstart"])
+    recorded = replace(config, data=replace(config.data, from_rollouts="run"))
+    assert [problem.key for problem in find_image_problems(recorded, SHAPE)] == ["data.from_rollouts"]
+    assert list(find_image_problems(recorded, TEXT)) == []
+
+
+def test_commands_that_compute_no_images_say_so() -> None:
+    with pytest.raises(ConfigError, match="the doctor does not compute prompts with images"):
+        refuse_images(compose_config(["+exp=quickstart_vision"]), "the doctor")
+    refuse_images(compose_config(["+exp=quickstart"]), "the doctor")
