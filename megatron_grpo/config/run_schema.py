@@ -281,8 +281,9 @@ class PrepareConfig(Section):
     name: PreparedName | None = None
     """A tiny Qwen3 and its data. addition: sums of two numbers, 4 in 10 right; addition_moe: a Qwen3-MoE;
     addition_hybrid: a Qwen3.5 with delta nets; addition_text: sums as reasoning_gym asks for them; distillation: with
-    a teacher that learnt longer; preference: pairs; labelled: responses with labels; counting: a
-    Qwen2.5-VL and pictures of squares to count; calculator: calls a calculator; two_tasks: sums, and a game of several turns; null: none."""
+    a teacher that learnt longer; preference: pairs; labelled: responses with labels; counting: a Qwen2.5-VL and
+    pictures of squares to count; calculator: calls a calculator; two_tasks: sums, and a game of several turns;
+    null: none."""
 
     folder: PathText = "${oc.env:MEGATRON_GRPO_CACHE,${oc.env:HOME,.}/.cache/megatron_grpo}/${prepare.name}"
     """Folder of the model and its data; later runs reuse them."""
