@@ -1,0 +1,25 @@
+"""An agent whose finished work is written down, and which waits at a sample until it is let go."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.data.scores import ModelAccess
+from tests.integration.example_agent import twice
+
+WORK = "MEGATRON_GRPO_TEST_WORK"
+"""Environment variable with a folder; a file `wait` in it holds up every agent that begins after `done` is long."""
+DONE_FIRST = 40
+
+
+async def work(prompt: str, access: ModelAccess, **columns: Any) -> int:
+    """As `twice`; a line in `done` for each."""
+    folder = Path(os.environ[WORK])
+    done = folder / "done"
+    while (folder / "wait").exists() and done.exists() and len(done.read_text().splitlines()) >= DONE_FIRST:
+        time.sleep(0.1)
+    result = await twice(prompt, access, **columns)
+    with done.open("a") as file:
+        file.write(f"{prompt}\n")
+    return result
