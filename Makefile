@@ -31,7 +31,7 @@ UNIT_TOOLS := $(addprefix tests/unit/,planning verification config/test_gpu_reci
 RUN_TOOLS := $(addprefix tests/parity/,test_doctor_replay.py test_replay.py test_rounding.py test_verify.py \
     test_verify_loss.py) \
     $(addprefix tests/integration/,test_doctor.py test_new_run.py test_replay.py test_replay_runs.py test_report.py \
-    test_slurm.py test_tutorial.py)
+    test_slurm.py test_tutorial.py test_watch.py)
 PART := all
 OPTIONS :=
 SHELL_SCRIPTS := $(wildcard launchers/*.sh launchers/*.sbatch requirements/*.sh) .ci/run

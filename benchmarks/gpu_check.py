@@ -83,8 +83,8 @@ def _options(arguments: list[str] | None, checks: tuple[Check, ...]) -> argparse
     parser.add_argument("--dry", action="store_true")
     options = parser.parse_args(arguments)
     names = [check.name for check in checks]
-    for option, extra in (("again", {"failed"}), ("only", set())):
-        if unknown := {*getattr(options, option)} - {*names, *extra}:
+    for option, allowed in {"again": {*names, "failed"}, "only": {*names}}.items():
+        if unknown := {*getattr(options, option)} - allowed:
             parser.error(f"--{option} {', '.join(sorted(unknown))}: no such check; there are {', '.join(names)}")
     return options
 

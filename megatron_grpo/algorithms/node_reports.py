@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -33,7 +34,7 @@ def check_nodes(config: Config, folder: Path, run_dir: Path) -> list[str]:
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0)]
     hosts = [str(node["NodeManagerHostname"]) for node in nodes]
     shape, folders = read_policy_shape(config, folder), list_shared_folders(config, folder, run_dir)
-    examine = ray.remote(num_cpus=0, max_retries=0)(examine_here)
+    examine: Any = ray.remote(num_cpus=0, max_retries=0)(examine_here)
     calls = []
     for node in nodes:
         on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)

@@ -47,8 +47,8 @@ class FinishedSamples:
             self._read(file)
         folder.mkdir(exist_ok=True)
         if self._file.exists() and not self._file.read_bytes().endswith(b"\n"):
-            with self._file.open("a") as file:  # a line that a killed worker left unfinished must not spoil the next
-                file.write("\n")
+            with self._file.open("a") as lines:  # a line that a killed worker left unfinished must not spoil the next
+                lines.write("\n")
 
     def find(self, row: int, sample: int, digest: str) -> tuple[Trajectory, str | None] | None:
         """Find a sample of an earlier start, with the state of its environment in JSON."""

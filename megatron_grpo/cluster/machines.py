@@ -60,7 +60,8 @@ ROLE_LABEL, TRAINING_ROLE, GENERATION_ROLE = "megatron-grpo-role", "training", "
 
 def list_roles(nodes: Sequence[Mapping[str, Any]]) -> set[str]:
     """List the roles that living nodes have; empty: each may have every process."""
-    return {node["Labels"][ROLE_LABEL] for node in nodes if node["Alive"] and ROLE_LABEL in node["Labels"]}
+    labels = [node.get("Labels", {}) for node in nodes if node["Alive"]]
+    return {label[ROLE_LABEL] for label in labels if ROLE_LABEL in label}
 
 
 def check_machines(cluster: ClusterConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:

@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -65,7 +65,6 @@ class RayCluster:
             else:
                 _join(self.config.ray_address)
                 self._await_machines()
-                self._roles = machines.list_roles(ray.nodes())
 
     def _start_local(self, remove_if_killed: FolderRemover | None) -> None:
         # A short name, because the path of a socket has at most 107 bytes.
@@ -113,6 +112,7 @@ class RayCluster:
                 logger.warning(text, len(joined), self.config.num_nodes, ", ".join(joined))
                 logged = joined
             time.sleep(JOIN_S)
+        self._roles = machines.list_roles(ray.nodes())
 
     def reserve(
         self,
@@ -168,9 +168,9 @@ class RayCluster:
             bundles.append({"GPU": gpus, "CPU": gpus + sum(begin <= rank < begin + per_node for rank in guests)})
         return self._pack(bundles, machines.TRAINING_ROLE)
 
-    def _pack(self, bundles: list[dict[str, float]], role: str) -> PlacementGroup:
+    def _pack(self, bundles: Sequence[Mapping[str, float]], role: str) -> PlacementGroup:
         selectors = [self._select_nodes(role)] * len(bundles)
-        return placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
+        return placement_group(list(bundles), strategy="PACK", bundle_label_selector=selectors)
 
     def _select_nodes(self, role: str) -> dict[str, str]:
         """Select the nodes of a role by label; empty: no node has it."""

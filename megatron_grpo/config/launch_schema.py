@@ -30,7 +30,7 @@ def _make_check(pattern: str) -> Predicate:
 # A batch system, a shell and YAML read these texts, so they have no spaces, quotes, line breaks and $.
 _WORD = r"[A-Za-z0-9][A-Za-z0-9_.,:/@%+=*\[\]-]*"
 SlurmWord = Annotated[str, _make_check(_WORD), "a word without spaces and quotes"]
-SlurmOption = Annotated[str, _make_check(rf"--[a-z][a-z-]*(={_WORD})?"), "--NAME or --NAME=VALUE", Starts("asks Slurm")]
+SlurmOption = Annotated[str, _make_check(rf"--[a-z][a-z-]*(={_WORD})?"), "--NAME=VALUE", Starts("asks Slurm")]
 # Of Kubernetes: the name of an object, and NAME=VALUE of a resource or of a node's label.
 ObjectName = Annotated[
     str, _make_check(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"), "small letters, digits, - and . between them"
@@ -43,7 +43,7 @@ Mount = Annotated[
     str, _make_check(r"/[^\x00-\x1f,:]*:/[^\x00-\x1f,:]*"), "/FROM:/TO", Starts("mounts a folder of a machine")
 ]
 ImageName = Annotated[
-    str, _make_check(r"[^\s'\"\\$`]+"), "a name or path without spaces and quotes", Starts("runs a container image")
+    str, _make_check(r"[^\s'\"\\$`]+"), "an image without spaces and quotes", Starts("runs a container image")
 ]
 Program = Annotated[PathText, Starts("starts a program")]
 JobServer = Annotated[str, _make_check(r"https?://[^\s'\"\\$`]+"), "http://HOST:PORT", Starts(CONNECTS)]

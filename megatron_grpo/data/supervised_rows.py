@@ -182,7 +182,10 @@ def recorded_data_processor(
 
 
 def describe_missing_column(row: Mapping[str, Any], setting: str, column: str) -> str:
-    """Describe that a row lacks the column of `data.setting`, and which one may be meant."""
+    """Describe a missing column, and the one that may be meant.
+
+    `setting`: key of `data` that names the column.
+    """
     text = f"has no column {column!r} (data.{setting}); it has {', '.join(map(str, row)) or 'none'}"
     usual = next((name for name in _USUAL_COLUMNS[setting] if name in row), None)
     return text if usual is None else f"{text}; did you mean data.{setting}={usual}?"

@@ -94,8 +94,8 @@ def build_manifest(request: Request) -> dict[str, Any]:
     role = TRAINING_ROLE if launch.generation_nodes is not None else None
     workers = [_build_workers(config, "workers" if role is None else role, training, role, settings.node_labels)]
     if launch.generation_nodes is not None:
-        labels = settings.generation_node_labels or settings.node_labels
-        workers.append(_build_workers(config, GENERATION_ROLE, launch.generation_nodes, GENERATION_ROLE, labels))
+        node_labels = settings.generation_node_labels or settings.node_labels
+        workers.append(_build_workers(config, GENERATION_ROLE, launch.generation_nodes, GENERATION_ROLE, node_labels))
     spec: dict[str, Any] = {
         "entrypoint": f"cd {shlex.quote(settings.folder)} && exec {shlex.join(request.command)}",
         "submissionMode": settings.submission_mode,
@@ -157,6 +157,7 @@ def _build_pod(config: Config, name: str, resources: dict[str, Any]) -> dict[str
         # Hundreds of processes import from one filesystem at once, and Ray waits for a minute.
         "RAY_worker_register_timeout_seconds": "600",
         "RAY_gcs_server_request_timeout_seconds": "600",
+        "RAY_raylet_start_wait_time_s": "600",
     }
     container: dict[str, Any] = {
         "name": name,

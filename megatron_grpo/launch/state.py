@@ -54,7 +54,7 @@ def _describe_processes(run_dir: Path) -> str:
     heartbeats = read_heartbeats(run_dir / LOGS_FOLDER / HEARTBEATS_FOLDER)
     silent = sorted(name for name, heartbeat in heartbeats.items() if time.time() - heartbeat.beat > ALIVE_S)
     phases = heartbeats[DRIVER].phases
-    text = f"{len(heartbeats) - len(silent)} processes alive"
+    text = f"processes alive: {len(heartbeats) - len(silent)}"
     text += f"; the driver: {phases[0].name}" if phases else ""
     text += f"; silent: {', '.join(silent)}" if silent else ""
     return text + ("; it will end after this step" if (run_dir / STOP_FILE).exists() else "")

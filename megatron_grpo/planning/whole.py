@@ -184,7 +184,9 @@ class Plan:
     @property
     def checkpoints(self) -> CheckpointPlan | None:
         """Checkpoints; None: the run writes none, or its steps are not planned."""
-        return self.times and plan_checkpoints(self.config, self.shape, self.hardware, self.times.step_s)
+        if self.times is None:
+            return None
+        return plan_checkpoints(self.config, self.shape, self.hardware, self.times.step_s)
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to JSON; figures are null where engines have no room."""

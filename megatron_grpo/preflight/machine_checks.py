@@ -222,7 +222,7 @@ def find_package_problems(config: Config) -> Iterator[Rule]:
     policy, logger, has_gpus = config.policy, config.logger, config.cluster.gpus > 0
     is_local, uses_triton = config.cluster.ray_address is None, policy.logprob_kernel == "fused"
     te, te_advice = "transformer_engine", "pip install 'transformer-engine[pytorch]', or use off"
-    otlp, otlp_advice = "opentelemetry.exporter.otlp", "pip install opentelemetry-exporter-otlp, or use null"
+    otlp, otlp_advice = "opentelemetry.sdk", "pip install opentelemetry-sdk opentelemetry-exporter-otlp, or use null"
     muon, muon_advice = "emerging_optimizers", "pip install emerging-optimizers, or use adamw"
     packages: list[tuple[str, object, str, str]] = [
         ("policy.fp8.format", policy.fp8.is_on_device and has_gpus, te, te_advice),

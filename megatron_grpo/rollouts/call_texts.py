@@ -36,7 +36,7 @@ class TextReader:
     def __init__(
         self, tokenizer: Any = None, tool_parser: str | None = None, reasoning_parser: str | None = None
     ) -> None:
-        """Load the parsers, and a tokenizer given as a folder; SamplingError if they do not fit."""
+        """Load tokenizer and parsers; SamplingError if they do not fit."""
         self._tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self._renderers: dict[str, PromptRenderer] = {}
         self._parser_class: Any = None

@@ -358,7 +358,7 @@ def list_unsent(model: nn.Module, boxes: Iterable[Box]) -> list[Tensor]:
                 tensors.append(parameter.data)
         tensors += [value for _, value in _walk("", layer, lambda _: None) if isinstance(value, Tensor)]
     excluded |= {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
-    device, unsent = next(model.parameters()).device, {}
+    device, unsent = next(model.parameters()).device, dict[Any, Tensor]()
     for tensor in tensors:
         address = tensor.untyped_storage().data_ptr()
         if tensor.device == device and address not in excluded:

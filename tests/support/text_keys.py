@@ -9,12 +9,17 @@ from megatron_grpo.config.keys import FREE_TYPE, read_keys
 from megatron_grpo.config.schema import Config
 from megatron_grpo.run.directory import override_values
 
+# Of launch.*: names, paths and options in a form that a shell and YAML read as they are.
+_FORMS = "a word without.*|an image without.*|--NAME.*|NAME=.*|/FROM.*|an absolute path.*|small letters.*|"
+_OF_LORA = "peft's names,?|all-linear"
+_FORMS += "the name of an object|http://HOST:PORT"
+
 
 def can_hold_text(key: str) -> bool:
     kinds = read_keys()[key].type.removeprefix("list of ").split(" or ")
     if names_code(key):
         return True
-    plain = re.compile(r"int\b.*|float\b.*|null|true|false|one of .*|0 \(greedy\)|-1|peft's names,?|all-linear")
+    plain = re.compile(rf"{_FORMS}|int\b.*|float\b.*|null|true|false|one of .*|0 \(greedy\)|-1|{_OF_LORA}")
     return read_keys()[key].type == FREE_TYPE or not all(map(plain.fullmatch, kinds))
 
 

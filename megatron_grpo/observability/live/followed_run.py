@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ PROMPT_ROWS = 400  # most rollouts of one prompt
 SEARCH_S = 3.0  # most seconds that rollouts of a prompt are looked for
 LATEST_ALARMS = 50
 _KEPT_TABLES = 4
+SOURCES = ("training", "validation")
 GROUPS = (METRICS, *run_files.CLOCK_FIGURES)
 
 
@@ -52,6 +54,8 @@ class FollowedRun:
         self._vocabulary: TokenBytes | None = None
         self._remark: str | None = None
         self._model: str | None = None
+        self._description: dict[str, Any] = {}
+        self._described_at: list[int] | None = None  # times of the files that it was read from
         self._tables: OrderedDict[tuple[str, int, int], dict[str, Any]] = OrderedDict()
 
     def refresh(self) -> None:
@@ -60,37 +64,44 @@ class FollowedRun:
         self.validations.read_more()
 
     def describe(self) -> dict[str, Any]:
-        """Describe the run without its figures: name, settings, starts, summary, alarms, recorded steps."""
-        description = describe_run(self.folder)
-        self._load_vocabulary()
-        learnt = self.choose_kind("training")
-        return description | {
-            "alarms": read_alarms(self.folder)[-LATEST_ALARMS:],
-            "is_live": self._is_live(self.folder),
-            "remark": self._remark,
-            "devices": _count_devices(read_config(self.folder)),
-            "training_tables": self._list_steps(learnt),
-            "validation_tables": self._list_steps(VALIDATION_FOLDER),
-        }
+        """Describe the run without its figures: name, settings, starts, summary, alarms."""
+        files = (run_files.CONFIG_FILE, run_files.STARTS_FILE, run_files.SUMMARY_FILE)
+        changed = [_read_time(self.folder / name) for name in files]
+        if changed != self._described_at:
+            self._load_vocabulary()
+            settings = {"remark": self._remark, "devices": _count_devices(read_config(self.folder))}
+            self._description, self._described_at = describe_run(self.folder) | settings, changed
+        alarms = read_alarms(self.folder)[-LATEST_ALARMS:]
+        return self._description | {"alarms": alarms, "is_live": self._is_live(self.folder)}
 
-    def select_figures(self, versions: list[int], rows: list[int]) -> dict[str, Any]:
-        """Select the figures that the page does not have yet.
+    def select_news(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+        """Select what the page does not have yet.
 
-        `versions` and `rows` that it has of the files of steps and of validations. If the versions differ, or much is
-        new, all figures are sent, thinned.
+        `answer`: `known` of the last answer, which the page sends back. If a file was written anew or much is new, all
+        figures are sent, thinned.
         """
-        files = (self.steps, self.validations)
-        new_rows = [len(file.steps) - row for file, row in zip(files, rows, strict=False)]
-        is_known = versions == [file.version for file in files] and len(new_rows) == len(files)
-        is_known = is_known and all(0 <= count <= MOST_NEW_ROWS for count in new_rows)
-        after = rows if is_known else [0, 0]
+        self.refresh()
+        files, description = (self.steps, self.validations), self.describe()
+        tables = {source: self._list_steps(source) for source in SOURCES}
+        digest = hashlib.sha256(format_json(description).encode()).hexdigest()[:16]
+        counts = [len(files[0].steps), len(files[1].steps), *(len(steps) for _, steps in tables.values())]
+        versions = [file.version for file in files]
+        earlier = _read_numbers(answer, "counts", len(counts))
+        is_known = _read_numbers(answer, "versions", len(versions)) == versions
+        is_known = is_known and all(0 <= now - then <= MOST_NEW_ROWS for now, then in zip(counts, earlier, strict=True))
+        after = earlier if is_known else [0] * len(counts)
         figures = {group: self.steps.select_columns(group, after[0]) for group in GROUPS}
         figures["validation"] = self.validations.select_columns(METRICS, after[1])
+        table_news = {
+            source: {"kind": kind, "steps": steps[then:]}
+            for (source, (kind, steps)), then in zip(tables.items(), after[2:], strict=True)
+        }
         return {
-            "is_whole": not is_known,
-            "versions": [file.version for file in files],
-            "rows": [len(file.steps) for file in files],
+            "description": None if digest == answer.get("digest") else description,
             "figures": figures,
+            "tables": table_news,
+            "is_whole": not is_known,
+            "known": {"digest": digest, "versions": versions, "counts": counts},
         }
 
     def choose_kind(self, source: str) -> str:
@@ -140,8 +151,9 @@ class FollowedRun:
         token_ids = {token_id for trajectory in table["full"].values() for token_id in trajectory.get("ids", ())}
         return table | {"texts": make_token_table(self._vocabulary, token_ids)}
 
-    def _list_steps(self, kind: str) -> dict[str, Any]:
-        return {"kind": kind, "steps": list(find_recorded_steps(self.folder / kind))}
+    def _list_steps(self, source: str) -> tuple[str, list[int]]:
+        kind = self.choose_kind(source)
+        return kind, list(find_recorded_steps(self.folder / kind))
 
     def _load_vocabulary(self) -> None:
         model = read_config(self.folder).get("policy.model.path")
@@ -153,6 +165,20 @@ class FollowedRun:
         except ValueError as error:
             reason = str(error)
         self._remark = None if self._vocabulary else f"Responses are shown as text, not as tokens: {reason}."
+
+
+def _read_numbers(answer: Mapping[str, Any], name: str, count: int) -> list[int]:
+    """Read numbers that a page sends back; -1 for each if it sends others."""
+    numbers = answer.get(name)
+    is_valid = isinstance(numbers, list) and len(numbers) == count and all(type(number) is int for number in numbers)
+    return list(numbers) if is_valid and isinstance(numbers, list) else [-1] * count
+
+
+def _read_time(file: Path) -> int:
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _take_rows(step: int, file: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ A text of a run may be any text of a model: it leaves here as JSON, and the page
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import secrets
 import time
@@ -17,12 +16,11 @@ from typing import Any
 from aiohttp import web
 
 from megatron_grpo.observability.live import lanes
-from megatron_grpo.observability.live.followed_run import FollowedRun, format_json
+from megatron_grpo.observability.live.followed_run import SOURCES, FollowedRun, format_json
 from megatron_grpo.observability.page.write import SCRIPTS, make_runs_element, read_assets, render_page
 
 HOST = "127.0.0.1"
 OWN_NAMES = ("127.0.0.1", "localhost", "[::1]")  # in the header Host: also at the near end of an SSH tunnel
-POLL_S = 2.0  # seconds between two questions of the page
 MOST_WINDOW_S = 30 * 86400.0
 _LIVE_SCRIPTS = ("processes.js", "live.js")  # before the last of SCRIPTS, which starts the page
 _COOKIE = "megatron_grpo_watch_{}".format  # by port: browsers send cookies to all ports of a host
@@ -92,7 +90,13 @@ class PageServer:
             response.set_cookie(_COOKIE(self.port), self._token, httponly=True, samesite="Strict", path="/")
             return response
         state = await self._read(self._make_state, [{} for _ in self.runs])
-        first = [run["description"] | run["figures"] | {"live": run["known"]} for run in state["runs"]]
+        first = [
+            news["description"]
+            | news["figures"]
+            | {f"{source}_tables": table for source, table in news["tables"].items()}
+            | {"live": news["known"]}
+            for news in state["runs"]
+        ]
         style, script, body = read_assets((*SCRIPTS[:-1], *_LIVE_SCRIPTS, SCRIPTS[-1]))
         title = "Run, followed" if len(self.runs) == 1 else "Runs, followed"
         text = render_page(style, script, body, [make_runs_element(first)], title, asks=True)
@@ -128,21 +132,8 @@ class PageServer:
 
         `earlier`: `known` of the last answers, which the page sends back.
         """
-        answers = []
-        for run, before in zip(self.runs, earlier, strict=True):
-            run.refresh()
-            description = run.describe()
-            digest = hashlib.sha256(format_json(description).encode()).hexdigest()[:16]
-            figures = run.select_figures(before.get("versions", []), before.get("rows", []))
-            answers.append(
-                {
-                    "description": description if digest != before.get("digest") else None,
-                    "figures": figures.pop("figures"),
-                    "is_whole": figures.pop("is_whole"),
-                    "known": figures | {"digest": digest},
-                }
-            )
-        return {"runs": answers, "time": datetime.now().strftime("%H:%M:%S"), "poll_s": POLL_S}
+        answers = [run.select_news(answer) for run, answer in zip(self.runs, earlier, strict=True)]
+        return {"runs": answers, "time": datetime.now().strftime("%H:%M:%S")}
 
     async def _read(self, work: Callable[..., Any], *arguments: Any) -> Any:
         async with self._reading:
@@ -157,7 +148,7 @@ class PageServer:
 
 def _choose_source(request: web.Request) -> str:
     source = request.query.get("source", "training")
-    if source not in ("training", "validation"):
+    if source not in SOURCES:
         raise LookupError("source is training or validation")
     return source
 

@@ -359,3 +359,13 @@ def test_gloo_takes_the_interface_of_the_nodes_address(monkeypatch: pytest.Monke
     gpus.prepare_network("10.1.0.7")
     gpus.prepare_network("127.0.0.1")  # what is set stays
     assert gpus.os.environ == {"RES_OPTIONS": "timeout:1 attempts:1", "GLOO_SOCKET_IFNAME": "ib0"}
+
+
+def test_roles_are_those_of_living_nodes() -> None:
+    nodes = [
+        {"Alive": True, "Labels": {gpus.ROLE_LABEL: gpus.TRAINING_ROLE}},
+        {"Alive": False, "Labels": {gpus.ROLE_LABEL: gpus.GENERATION_ROLE}},
+        {"Alive": True, "Labels": {}},
+    ]
+    assert gpus.list_roles(nodes) == {"training"}
+    assert gpus.list_roles(nodes[1:]) == set()

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.cluster.heartbeat import Heartbeat
+from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.launch.__main__ import main
 from megatron_grpo.launch.launch_request import load_request
 from megatron_grpo.launch.ray_jobs import RayTarget
 from megatron_grpo.launch.slurm import SlurmTarget
+from megatron_grpo.launch.state import describe_run
 from megatron_grpo.launch.target import (
     Launch,
     choose_log,
@@ -21,6 +23,7 @@ from megatron_grpo.launch.target import (
     read_launch,
     record_launch,
 )
+from megatron_grpo.run.directory import load_run_config
 
 LOGS = ["driver.log", "policy_rank_0.log", "policy_rank_1.log", "generation_engine_0.log", "rollout_worker_0.log"]
 QUICKSTART = ("+exp=quickstart", "policy.optimizer.warmup_steps=1")
@@ -164,6 +167,31 @@ def test_mistakes_are_one_message(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "launch.image=evil",
+        "launch.python=evil",
+        "launch.slurm.options=[--wrap=evil]",
+        "launch.slurm.mounts=[/a:/b]",
+        "launch.kubernetes.secrets=[token]",
+        "launch.ray.address=http://evil:8265",
+    ],
+)
+def test_what_a_recorded_run_would_start_elsewhere_needs_trust(setting: str, tmp_path: Path) -> None:
+    key, _, value = setting.partition("=")
+    text = f"algorithm: grpo\npolicy: {{model: {{path: model}}}}\nlaunch: {nest(key.split('.')[1:], value)}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    load_run_config(tmp_path, [], sections=("policy.",))
+    with pytest.raises(ConfigError, match=f"{key}.*give trust_run=true if you trust the run"):
+        load_request([f"run_dir={tmp_path}"], "files", SlurmTarget().find_problems)
+
+
+def nest(names: list[str], value: str) -> str:
+    """YAML of a value below sections."""
+    return value if not names else f"{{{names[0]}: {nest(names[1:], value)}}}"
+
+
 def test_engines_need_room_on_nodes_of_their_own() -> None:
     with pytest.raises(ValueError, match="has 8 GPUs for engines, which need 32"):
         load_request(["+exp=llama3_70b_slurm", "launch.generation_nodes=1"], "nothing", SlurmTarget().find_problems)
@@ -191,3 +219,23 @@ def test_what_was_submitted_is_in_the_folder_of_the_run(
     assert launch is not None
     assert launch.job == "7"
     assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o700
+
+
+def test_the_state_of_a_run_is_read_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", beat=1)
+    assert list(describe_run(run)) == ["the run has not begun", "processes alive: 1"]
+    (run / "config.yaml").write_text("algorithm: grpo\ngrpo: {max_num_steps: 9}\n")
+    assert next(describe_run(run)) == "no step yet"
+    steps = [{"step": step, "timing": {"total": 2.0}} for step in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (run / "stop").touch()
+    assert list(describe_run(run)) == [
+        "step 2 of 9, 2.0 s each lately",
+        "processes alive: 1; it will end after this step",
+    ]
+    killed = make_run(tmp_path / "killed", beat=3600)
+    (killed / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
+    assert list(describe_run(killed))[-1] == "the driver is not alive, and has written no summary: it was killed"
+    (killed / "summary.json").write_text(json.dumps({"outcome": "failed", "reason": "no memory"}))
+    assert main(["status", str(killed)]) == 0
+    assert capsys.readouterr().out == "step 2, 2.0 s each lately\nended: failed: no memory\n"

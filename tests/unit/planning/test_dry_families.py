@@ -87,7 +87,7 @@ def test_delta_nets_in_torch_have_the_operators_and_memory_of_their_functions(
                 saved[tensor.untyped_storage().data_ptr()] = tensor
             return tensor
 
-        log, counts = WorkLog(), []
+        log, counts = WorkLog(), list[float]()
         token = LOG.set(log)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             with OperatorCount() as forward:

@@ -51,12 +51,15 @@ def test_a_loop_ends_in_time_saves_and_tells_its_launcher(tmp_path: Path, monkey
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(job_time, "time", SimpleNamespace(time=lambda: NOW + clock.now))
     monkeypatch.setenv(END_VARIABLE, str(int(NOW + 540)))
-    update: Any = run.loader.observe
-    run.loader.observe = lambda outcomes: setattr(clock, "now", clock.now + 100) or update(outcomes)
-    begin = run.checkpointer.finish
+
+    def observe(_: Any) -> None:  # once a step
+        clock.now += 100
+
+    monkeypatch.setattr(run.loader, "observe", observe)
+    finish = run.checkpointer.finish
 
     def save() -> None:
-        begin()
+        finish()
         run.checkpointer.save_s.update(dict.fromkeys(run.checkpointer.save_s, 60.0))
 
     monkeypatch.setattr(run.checkpointer, "finish", save)

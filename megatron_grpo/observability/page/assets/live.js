@@ -18,11 +18,14 @@ function appendColumns(table, fresh) {
 }
 
 /** Takes the server's answer for a run over; true: something of it is new. */
-function takeOver(run, { description, figures, is_whole: isWhole, known }) {
-  const changed = description !== null || isWhole || Object.values(figures).some((table) => table.step && table.step.length);
+function takeOver(run, { description, figures, tables, is_whole: isWhole, known }) {
+  const changed = description !== null || isWhole || Object.values(figures).some((table) => table.step && table.step.length) || Object.values(tables).some(({ steps }) => steps.length);
   if (description) Object.assign(run, description);
   for (const [group, table] of Object.entries(figures)) {
     if (isWhole) run[group] = table; else appendColumns(run[group], table);
+  }
+  for (const [source, { kind, steps }] of Object.entries(tables)) {
+    run[`${source}_tables`] = { kind, steps: isWhole ? steps : [...run[`${source}_tables`].steps, ...steps] };
   }
   run.live = (run.metrics.step || []).length > LONGEST ? {} : known;
   return changed;

@@ -46,6 +46,7 @@ class Lanes {
     this.canvas.addEventListener("pointermove", (event) => this.follow(event));
     this.canvas.addEventListener("pointerleave", hideTip);
     new ResizeObserver(() => this.draw()).observe(this.element);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
   }
 
   async load(seconds) {
