@@ -93,6 +93,16 @@ def test_what_plans_of_published_rl_steps_are_worth() -> None:
             assert f"| **{word}**, {title} | {cells} |" in page
 
 
+def test_what_plans_of_published_refits_are_worth() -> None:
+    summary, page = newest("*_plan_refit_rows.json")["summary"], (ROOT / "docs" / "plan.md").read_text()
+    for text, key in (
+        ("messages alone, all rows", "messages alone, all"),
+        ("as planned, all rows", "planned, all"),
+        ("as planned, rows held out", "planned, held_out"),
+    ):
+        assert f"| {text} | {100 * summary[key]['median']:.0f}% | {100 * summary[key]['worst']:.0f}% |" in page
+
+
 def test_the_numbers_of_the_readme() -> None:
     page = " ".join((ROOT / "README.md").read_text().split())
     refit = newest("*_refit_306mb_cpu.json")
