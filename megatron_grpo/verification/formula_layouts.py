@@ -70,8 +70,9 @@ def list_formulas(names: Sequence[str]) -> list[str]:
 
 
 def make_subjects(model: Path, batch: TokenBatch, problems: Sequence[FormulaProblem], seed: int) -> list[Subject]:
-    """Compute a model's results in transformers: with each problem's loss, or without problems its own.
+    """Compute a model's results in transformers with the loss of each problem.
 
+    Without problems the loss is that of `make_loss`.
     RunError: transformers cannot load or compute the model.
     """
     reference = compute_truth(model, batch)
