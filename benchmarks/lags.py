@@ -156,13 +156,16 @@ def _write_cell(run: dict[str, Any]) -> str:
 def _draw(runs: Sequence[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    shown = [run for run in runs if run["task"] == "quickstart"]
-    methods, lags = list(dict.fromkeys(run["method"] for run in shown)), sorted({run["lag"] for run in shown})
+    runs_of_task = [run for run in runs if run["task"] == "quickstart"]
+    methods, lags = (
+        list(dict.fromkeys(run["method"] for run in runs_of_task)),
+        sorted({run["lag"] for run in runs_of_task}),
+    )
     for index, method in enumerate(methods):
-        line = sorted((run for run in shown if run["method"] == method), key=lambda run: run["lag"])
-        places = [lags.index(run["lag"]) + 0.06 * (index - len(methods) / 2) for run in line]
+        line = sorted((run for run in runs_of_task if run["method"] == method), key=lambda run: run["lag"])
+        positions = [lags.index(run["lag"]) + 0.06 * (index - len(methods) / 2) for run in line]
         halves = [run["interval"][1] - run["mean"] for run in line]
-        axes.errorbar(places, [run["mean"] for run in line], halves, label=method, color=f"C{index}", linewidth=1.4)
+        axes.errorbar(positions, [run["mean"] for run in line], halves, label=method, color=f"C{index}", linewidth=1.4)
     axes.set(xlabel="lag in steps", ylabel="held-out accuracy", ylim=(0, 1))
     axes.set_xticks(range(len(lags)), [str(lag) for lag in lags])
     axes.spines[["top", "right"]].set_visible(False)

@@ -60,7 +60,7 @@ def sample(model: Any, prompts: Tensor, config: Config, draw: torch.Generator | 
     inputs, cache, columns, logprobs = prompts, None, [], []
     longest = config.generation.max_new_tokens
     lengths = torch.full((len(prompts),), longest)
-    for place in range(longest):
+    for position in range(longest):
         output = model(inputs, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         distribution = (output.logits[:, -1].float() / config.generation.temperature).log_softmax(-1)
@@ -68,8 +68,8 @@ def sample(model: Any, prompts: Tensor, config: Config, draw: torch.Generator | 
         inputs = chosen[:, None]
         columns.append(chosen)
         logprobs.append(distribution.gather(1, inputs)[:, 0])
-        lengths = torch.where((chosen == _EOS) & (lengths > place + 1), place + 1, lengths)
-        if int(lengths.max()) <= place + 1:
+        lengths = torch.where((chosen == _EOS) & (lengths > position + 1), position + 1, lengths)
+        if int(lengths.max()) <= position + 1:
             break
     return Samples(torch.stack(columns, dim=1), torch.stack(logprobs, dim=1), lengths)
 
@@ -163,8 +163,8 @@ class Learner:
         advantages = response_advantages(
             self.estimator, rewards.view(shape), samples.lengths.view(shape), reward_parts=None, task_baselines=None
         )
-        places = torch.arange(tokens.shape[1]).expand_as(tokens)
-        sampled = (places >= width) & (places < (width + samples.lengths)[:, None])
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        sampled = (positions >= width) & (positions < (width + samples.lengths)[:, None])
         logprobs = torch.nn.functional.pad(samples.logprobs, (width, 0))
         return TokenFields(
             loss_mask=sampled.float(),
@@ -193,10 +193,10 @@ def train(run: LaggedRun) -> dict[str, Any]:
     for _ in range(config.loop.max_num_steps):
         engine.load_state_dict(versions[0])
         chosen = torch.randperm(len(problems.prompts), generator=draw)[: learner.loop.num_prompts_per_step]
-        asked = problems.select(chosen.repeat_interleave(group))
-        samples = sample(engine, asked.prompts, config, draw)
-        scores = asked.score(samples)
-        changed += learner.learn(asked.prompts, samples, scores)
+        problems_of_step = problems.select(chosen.repeat_interleave(group))
+        samples = sample(engine, problems_of_step.prompts, config, draw)
+        scores = problems_of_step.score(samples)
+        changed += learner.learn(problems_of_step.prompts, samples, scores)
         versions.append(learner.copy_weights())
         rewards.append(float(scores.mean()))
         lengths.append(samples.lengths)

@@ -154,19 +154,12 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     with phase("transformers' outputs and gradients"):
         subjects = make_subjects(model, batch, problems, request.seed, store)
     one_rank: dict[str, Row] = {}
+    images_folder = "" if store is None else str(store)
     for name, parallel, most_tokens in _list_cases(request, layouts, sum(batch.lengths)):
         for packed in request.packing:
-            place, limits = (str(model), parallel, packed), (request.steps, request.seed, request.timeout_s)
+            layout, limits = (str(model), parallel, packed), (request.steps, request.seed, request.timeout_s)
             tasks = [
-                Task(
-                    *place,
-                    part.batch,
-                    *limits,
-                    part.loss,
-                    most_tokens,
-                    part.formula,
-                    "" if store is None else str(store),
-                )
+                Task(*layout, part.batch, *limits, part.loss, most_tokens, part.formula, images_folder)
                 for part in subjects
             ]
             try:
@@ -251,7 +244,7 @@ _HEADER = "layout       packed  |d logprob|  gradient err  d loss    import=expo
 
 
 def _print_row(row: Row, reference: Distance | None) -> None:
-    """Print a row, and before the first one the header and the distance of transformers."""
+    """Print a row; with a reference the header and its distance come first."""
     if reference is not None:
         print(_describe_reference(reference), _HEADER, sep="\n")
     print(_format_row(row), *(f"    {text}" for text in row.faults), sep="\n", flush=True)

@@ -17,6 +17,7 @@ from megatron_grpo.cluster.spans import SpanRecorder
 
 logger = logging.getLogger(__name__)
 
+SERVE = "serve"  # phase of a process that serves others, from its start to its end
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

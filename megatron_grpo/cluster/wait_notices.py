@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from megatron_grpo.cluster.overdue import ProcessStatus, describe_activity, read_statuses
-from megatron_grpo.cluster.phases import THIS_PROCESS
+from megatron_grpo.cluster.phases import SERVE, THIS_PROCESS
 from megatron_grpo.cluster.process_log import find_current_log
 
 FIRST_S = 15.0  # silence before the first line; each further line comes after twice the time of the last
@@ -75,8 +75,13 @@ def describe_wait(waited_s: float) -> str:
     statuses = read_statuses(log)
     described = [status for status in statuses if status.is_hanging]
     if not described:
-        described = sorted((status for status in statuses if status.heartbeat.phases), key=_read_begin)
+        described = sorted((status for status in statuses if _is_at_work(status)), key=_read_begin)
     return "".join([text, *(f"; {_describe(status)}" for status in described[:MAX_PROCESSES])])
+
+
+def _is_at_work(status: ProcessStatus) -> bool:
+    # A process that serves is in that phase for longest, and others wait for its callers.
+    return any(phase.name != SERVE for phase in status.heartbeat.phases)
 
 
 def _read_begin(status: ProcessStatus) -> float:

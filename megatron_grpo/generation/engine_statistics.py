@@ -31,9 +31,12 @@ class EngineStatistics:
         assert manager is not None, "an engine with loggers has a manager of them"
         manager.stat_loggers = [self]
         if has_prometheus:
-            from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+            from ray.util import metrics
+            from vllm.v1.metrics import ray_wrappers
 
-            manager.stat_loggers.append(RayPrometheusStatLogger(llm.vllm_config, manager.engine_indexes))
+            # vLLM takes Ray's metrics only where Ray Serve is installed, which it needs for one label alone.
+            ray_wrappers.ray_metrics = metrics
+            manager.stat_loggers.append(ray_wrappers.RayPrometheusStatLogger(llm.vllm_config, manager.engine_indexes))
 
     def record(self, scheduler_stats: SchedulerStats | None, *_: Any, **__: Any) -> None:
         stats, counts = scheduler_stats, self._counts

@@ -19,6 +19,7 @@ import psutil
 from megatron_grpo.batch.special_tokens import list_added_tokens
 from megatron_grpo.cluster.cleanup import find_shared_files, remove_segments
 from megatron_grpo.cluster.machines import prepare_network
+from megatron_grpo.cluster.phases import SERVE
 from megatron_grpo.cluster.process_log import OncePerMessage, begin_process_log
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.tokenizer import find_difference, load_tokenizer, make_sample_texts
@@ -107,7 +108,7 @@ def begin_process() -> None:
         from megatron_grpo.cluster.ray_cluster import find_node_address
 
         prepare_network(find_node_address())
-    begin_process_log(f"{os.environ[ENGINE_MARKER]} {role}", lasting_phase="serve")
+    begin_process_log(f"{os.environ[ENGINE_MARKER]} {role}", lasting_phase=SERVE)
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), name="parent-watchdog", daemon=True).start()
 
 

@@ -27,6 +27,7 @@ from megatron_grpo.losses.selections import mark_selected
 from megatron_grpo.verification.problem import SequenceLoss, Truth, compute_truth, count_tokens, make_loss
 
 SAMPLES = 4  # responses of a prompt, of which groups of advantages are made
+SMALL_SHIFT = 1e-6  # of a log-probability, for derivatives in float64
 SHIFT = 0.3  # standard deviation of log-probabilities from those of the model
 # Values of keys at which a formula changes some of the drawn tokens, and not all.
 _LIMITS: dict[str, Any] = {
@@ -72,10 +73,9 @@ def list_formulas(names: Sequence[str]) -> list[str]:
 def make_subjects(
     model: Path, batch: TokenBatch, problems: Sequence[FormulaProblem], seed: int, store: Path | None = None
 ) -> list[Subject]:
-    """Compute a model's results in transformers: with each problem's loss, or without problems its own.
+    """Compute a model's results in transformers with the loss of each problem.
 
-    `store`: of the images that sequences have; None: they have none.
-
+    Without problems the loss is that of `make_loss`. `store`: of the images that sequences have; None: they have none.
     RunError: transformers cannot load or compute the model.
     """
     reference = compute_truth(model, batch, store=store)
@@ -84,7 +84,10 @@ def make_subjects(
     subjects = []
     for problem in problems:
         drawn = draw_fields(problem, batch, reference.logprobs, seed)
-        exact = compute_truth(model, drawn, make_rectangle_loss(problem.loss, drawn), store)
+        rectangles = make_rectangle_loss(problem.loss, drawn)
+        exact = compute_truth(model, drawn, rectangles, store)
+        if any("responses" in formula.inputs for formula in (problem.loss.objective, *problem.loss.corrections)):
+            exact = replace(exact, sensitivity=measure_sensitivity(rectangles, exact.logprobs, drawn.lengths))
         subjects.append(Subject(formula=problem.name, batch=drawn, loss=problem.loss, reference=exact))
     return subjects
 
@@ -150,6 +153,23 @@ def draw_fields(problem: FormulaProblem, batch: TokenBatch, logprobs: Tensor, se
         wide = replace(config, clip_cov_share=0.3, kl_cov_share=0.3, clip_cov_min=-1.0)
         fields.selected = mark_selected(wide, figures, require_field(fields.advantages), is_candidate)
     return TokenBatch(batch.lengths, fields)
+
+
+def measure_sensitivity(loss: SequenceLoss, logprobs: Tensor, lengths: list[int]) -> float:
+    """Sum the sizes of the loss's derivatives by log-probabilities, [tokens], in float64.
+
+    Differences, because factors without gradient change the loss, too.
+    """
+
+    def compute(values: Tensor) -> float:
+        return float(loss([piece[1:] for piece in values.split(lengths)]))
+
+    exact, total = compute(logprobs), 0.0
+    for index in logprobs.nonzero()[:, 0].tolist():
+        shifted = logprobs.clone()
+        shifted[index] += SMALL_SHIFT
+        total += abs(compute(shifted) - exact) / SMALL_SHIFT
+    return total
 
 
 def _estimate_advantages(estimator: NamedFormula, batch: TokenBatch, draw: torch.Generator) -> Tensor:

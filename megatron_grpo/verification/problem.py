@@ -223,11 +223,13 @@ class Truth:
     """Distance of transformers' own float32 results."""
     loss: float
     """Loss of the batch."""
+    sensitivity: float = 1.0
+    """Largest change of the loss if each log-probability is off by 1, for small errors."""
 
     @property
     def tolerances(self) -> Tolerances:
         """Largest distances of a layout that rounding explains."""
-        return Tolerances.from_reference(self.reference, float(self.logprobs.abs().max()))
+        return Tolerances.from_reference(self.reference, float(self.logprobs.abs().max()), self.sensitivity)
 
 
 def make_batch(vocab: int, sequences: int, longest: int, seed: int) -> TokenBatch:

@@ -74,9 +74,11 @@ class Tolerances:
     """By the names of `Distance`, in nats."""
     gradients: Mapping[str, float]
     """Relative error by tensor."""
+    sensitivity: float = 1.0
+    """Largest change of the loss if each log-probability is off by 1, for small errors."""
 
     @staticmethod
-    def from_reference(reference: Distance, largest: float) -> Tolerances:
+    def from_reference(reference: Distance, largest: float, sensitivity: float = 1.0) -> Tolerances:
         """Choose them by the distance of transformers in float32.
 
         `largest`: largest log-probability, absolute. A log-probability of this size cannot be rounded more exactly.
@@ -88,10 +90,10 @@ class Tolerances:
             name: max(LEAST_GRADIENT, GRADIENT_FACTOR * max(error, typical))
             for name, error in reference.gradients.items()
         }
-        return Tolerances(logprobs, gradients)
+        return Tolerances(logprobs, gradients, sensitivity)
 
     @property
     def loss(self) -> float:
         """Largest difference of the loss after optimizer steps."""
-        # The loss is a mean of log-probabilities times advantages.
-        return max(LEAST_LOSS, self.logprobs["logprob"])
+        # The loss is a mean of log-probabilities times advantages; ratios of whole responses add up many errors.
+        return max(LEAST_LOSS, self.logprobs["logprob"] * max(1.0, self.sensitivity))

@@ -39,6 +39,31 @@ def test_defaults_every_measured_preset_and_ppo_learn_to_add() -> None:
     assert min(reached.values()) >= 0.8
 
 
+def test_every_preset_is_measured_or_said_not_to_be() -> None:
+    """A preset is in the first table, was trained on older weights, or is in the list of those that were not."""
+    intro = PAGE.partition("`+variant=`")[2].partition("\n## ")[0]
+    first = set(re.findall(r"^\| `(\w+)` \|", intro, re.MULTILINE))
+    on_older, others = (
+        set(re.findall(r"`(\w+)`", intro.partition(begin)[2].partition(".\n" if begin == "trained for" else ". ")[0]))
+        for begin in ("(#on-samples-of-older-weights):", "trained for")
+    )
+    presets = {*list_config_groups()["variant"]}
+    assert first | on_older | others == presets
+    assert len(first) + len(on_older) + len(others) == len(presets)
+    overrides = [text for method in newest("*_lags_cpu.json")["methods"].values() for text in method]
+    measured = {text.removeprefix("+variant=") for text in overrides if text.startswith("+variant=")}
+    assert measured - first == on_older
+
+
+def test_accuracies_on_older_weights() -> None:
+    result = newest("*_lags_cpu.json")
+    assert f"Measured {result['date']} on a CPU ({result['machine']})." in PAGE
+    assert len(result["seeds"]) == 3
+    for run in result["runs"]:
+        low, high = run["interval"]
+        assert f" {run['mean']:.2f} ± {(high - low) / 2:.2f} |" in PAGE
+
+
 def test_with_minibatches_they_learn_too() -> None:
     """Only then do clipping and what takes its place act; SAPO needs the smaller learning rate that the page names."""
     reached = {run["name"]: run["accuracy_after"] for run in newest("*_variants_minibatches_cpu.json")["runs"]}
@@ -91,6 +116,16 @@ def test_what_plans_of_published_rl_steps_are_worth() -> None:
         for word in ("Median", "Worst"):
             cells = " | ".join(f"{100 * summary[f'{name}_{key}'][word.lower()]:.0f}%" for name in names)
             assert f"| **{word}**, {title} | {cells} |" in page
+
+
+def test_what_plans_of_published_refits_are_worth() -> None:
+    summary, page = newest("*_plan_refit_rows.json")["summary"], (ROOT / "docs" / "plan.md").read_text()
+    for text, key in (
+        ("messages alone, all rows", "messages alone, all"),
+        ("as planned, all rows", "planned, all"),
+        ("as planned, rows held out", "planned, held_out"),
+    ):
+        assert f"| {text} | {100 * summary[key]['median']:.0f}% | {100 * summary[key]['worst']:.0f}% |" in page
 
 
 def test_the_numbers_of_the_readme() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.cluster.heartbeat import HEARTBEATS_FOLDER, Heartbeat, read_heartbeats
+from megatron_grpo.cluster.phases import SERVE
 from megatron_grpo.cluster.process_log import DRIVER, LOGS_FOLDER
 from megatron_grpo.cluster.spans import FILE_BYTES, OLDER, SPANS_FOLDER, Span
 from megatron_grpo.config.outside_files import parse_file_json, require_regular
@@ -26,7 +27,7 @@ STEP_PHASE = re.compile(r"step (\d{1,12})")  # phase of the driver around a step
 RUNNING_S = 30.0  # a heartbeat that is no older is of a process that lives
 _ENGINE, _RANK = re.compile(r"generation engine \d+"), re.compile(r"(policy|value) rank \d+")  # names of processes
 _NUMBERED = re.compile(r" of version \d+| \d+$")  # what is left out of the name of a phase
-_LASTING = frozenset({"serve"})  # phases of processes that are always in one
+_LASTING = frozenset({SERVE})  # phases of processes that are always in one
 _BLOCK_BYTES = 2**16  # of a file that are read at a time, from its end
 _ORDER_S = 10.0  # spans are written in the order of their ends, but for the seconds between two beats
 IDLE = -1  # number of no phase

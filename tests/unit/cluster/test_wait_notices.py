@@ -62,7 +62,9 @@ def test_commands_say_it_on_standard_error(capsys: pytest.CaptureFixture[str], m
     assert re.match(r"waiting: \d+ s so far, in the dry run of rank 3\n", errors)
 
 
-def write_heartbeat(folder: Path, name: str, *, seconds: float, beat_age: float = 0.0, pid: int | None = None) -> None:
+def write_heartbeat(
+    folder: Path, name: str, *, seconds: float, beat_age: float = 0.0, pid: int | None = None, phase: str = "score"
+) -> None:
     now = time.time()
     record: dict[str, Any] = {
         "name": name,
@@ -70,7 +72,7 @@ def write_heartbeat(folder: Path, name: str, *, seconds: float, beat_age: float 
         "host": "here",
         "machine": identify_machine(),
         "beat": now - beat_age,
-        "phases": [{"name": "score", "since": now - seconds, "count": 1}],
+        "phases": [{"name": phase, "since": now - seconds, "count": 1}],
         "idle_since": now - seconds,
         "last_phase": None,
     }
@@ -81,6 +83,7 @@ def test_the_process_that_is_late_is_named(tmp_path: Path, monkeypatch: pytest.M
     folder = tmp_path / "heartbeats"
     folder.mkdir()
     monkeypatch.setattr(wait_notices, "find_current_log", lambda: SimpleNamespace(folder=tmp_path, name="driver"))
+    write_heartbeat(folder, "generation engine 0 core", seconds=500, phase="serve")
     write_heartbeat(folder, "environment math 0", seconds=20)
     write_heartbeat(folder, "rollout worker 0", seconds=21)
     write_heartbeat(folder, "policy rank 1", seconds=2)

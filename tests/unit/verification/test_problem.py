@@ -1,6 +1,7 @@
 """Command lines of verify, damaged rollouts, the model that layouts compute, and results of transformers."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GlmMoeDsaConfig
 
 from megatron_grpo import doctor, replay, report, verify
@@ -18,6 +20,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.planning.generation_cost import read_recorded_lengths
+from megatron_grpo.verification.formula_layouts import measure_sensitivity
 from megatron_grpo.verification.problem import EXPERTS, SMALL, compute_truth, make_batch, prepare_model
 from megatron_grpo.verify import read_layouts, read_request
 from tests.support.hf_configs import read_released
@@ -205,3 +208,14 @@ def test_functions_name_a_damaged_file(damage: Callable[[Path], None], run_dir: 
             read()
     with pytest.raises(ValueError, match=r"^(is damaged or was not written to its end: |was written by )"):
         read_recorded_rollouts(file)
+
+
+def test_sensitivity_has_what_factors_without_gradient_change() -> None:
+    """Of -sg(exp(sum)) log pi: (number of tokens) times and once the factor, by token."""
+    logprobs = torch.tensor([0.0, -0.1, -0.3, 0.0, -0.2], dtype=torch.float64)
+
+    def loss(pieces: list[Tensor]) -> Tensor:
+        return torch.stack([-(piece.sum().exp().detach() * piece).sum() for piece in pieces]).sum()
+
+    expected = 2 * math.exp(-0.4) * abs(1 - 0.4) + math.exp(-0.2) * abs(1 - 0.2)
+    assert measure_sensitivity(loss, logprobs, [3, 2]) == pytest.approx(expected, rel=1e-4)

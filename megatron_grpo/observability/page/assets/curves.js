@@ -27,6 +27,8 @@ const MAIN = [
   { title: "Margin of the pairs", note: "margin: chosen minus rejected", curves: [["metrics", "margin", "training", "main"], ["validation", "val_margin", "held out", "marked"]] },
   { title: "Rewards of the pairs", note: "rewards_chosen_mean, rewards_rejected_mean",
     curves: [["metrics", "rewards_chosen_mean", "chosen", "main"], ["metrics", "rewards_rejected_mean", "rejected", "second"]] },
+  { title: "Reference point", note: "reference_point: mean gain of responses to other prompts, at least 0", floor: 0,
+    curves: [["metrics", "reference_point", "gain", "main"]] },
   { title: "Divergence from the teacher", note: "teacher_divergence", floor: 0, curves: [["metrics", "teacher_divergence", "divergence", "main"]] },
   { title: "Loss of the values", note: "value_loss", floor: 0, curves: [["metrics", "value_loss", "loss", "main"]] },
   { title: "Explained variance of the values", note: "explained_variance", curves: [["metrics", "explained_variance", "share", "main"]] },

@@ -21,6 +21,7 @@ function changeOf(number, name, group, metric) {
 const TILES = {
   reward: "Reward", val_reward: "Held-out reward", accuracy: "Accuracy", val_accuracy: "Held-out accuracy", loss: "Loss", val_loss: "Held-out loss",
   preference_accuracy: "Preference accuracy", margin: "Margin", teacher_divergence: "Divergence from the teacher", value_loss: "Loss of the values",
+  reference_point: "Reference point",
 };
 const MOST_TILES = 3; // figures of the algorithm in the head
 
