@@ -178,7 +178,8 @@ class Trajectory(Outcome):
 
     def to_row(self) -> dict[str, Any]:
         """Convert to types of JSON, without the counts and the routed experts."""
-        row = {name: getattr(self, name) for name in ROW_FIELDS if name != "routed"}
+        apart = ("routed",) if self.images else ("routed", "images")
+        row = {name: getattr(self, name) for name in ROW_FIELDS if name not in apart}
         row["token_ids"], row["logprobs"] = self.token_ids.tolist(), self.logprobs.tolist()
         row["spans"] = [[span.start, span.end, span.version] for span in self.spans]
         return row

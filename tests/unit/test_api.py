@@ -61,7 +61,7 @@ def test_the_start_up_begins_with_the_call(monkeypatch: pytest.MonkeyPatch) -> N
         (
             "foo",
             "no such argument; there is config, train_dataset, val_dataset, rewards, environments, tokenizer, "
-            "callbacks; settings are in config",
+            "processor, callbacks; settings are in config",
         ),
     ],
 )

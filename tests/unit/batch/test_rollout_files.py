@@ -14,6 +14,7 @@ import pytest
 from megatron_grpo import observability
 from megatron_grpo.batch import replay_files, rollout_files
 from megatron_grpo.batch.generation_requests import EngineCounts, compute_engine_metrics
+from megatron_grpo.batch.images import StoredImage
 from megatron_grpo.batch.replay_files import (
     StateFigure,
     StepFigures,
@@ -86,6 +87,13 @@ def test_every_field_survives(tokens: int, prev: bool, tmp_path: Path, monkeypat
         make_expected_row(7, group, trajectory, prev) for group, trajectory in zip([0, 0, 5, 5], ROWS, strict=True)
     ]
     assert str([plain(row) for row in read_rollouts(tmp_path, 7)]) == str(expected_rows)
+
+
+def test_a_row_keeps_images_and_has_no_entry_without_any() -> None:
+    images = [StoredImage("9f86d081884c7d65", 6, 8)]
+    row = json.loads(json.dumps(replace(ROWS[0], images=images).to_saved_row()))
+    assert Trajectory.from_row(row).images == images
+    assert "images" not in ROWS[0].to_saved_row()
 
 
 def test_rollouts_of_a_step_that_failed_before_it_had_advantages(tmp_path: Path) -> None:
