@@ -121,7 +121,8 @@ def place_images(prompt: Any, images: Sequence[bytes], folder: Path) -> tuple[li
     Raises:
         ValueError: there are more or fewer images than places, or one cannot be read.
     """
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(turn) for turn in prompt]
+    turns: list[dict[str, Any]] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = [dict(turn) for turn in turns]
     remaining, ordered, slot_count = iter(images), list[bytes](), 0
     for message in messages:
         parts = list(_split_parts(message.get("content")))

@@ -195,7 +195,8 @@ def split_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, 
 
 def iterate_refitted(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield modules by name, without those of a frozen vision tower."""
-    mapping = model.get_mm_mapping() if hasattr(model, "get_mm_mapping") else None
+    find_mapping: Any = getattr(model, "get_mm_mapping", None)
+    mapping = None if find_mapping is None else find_mapping()
     frozen = () if mapping is None else tuple(filter(None, [*mapping.tower_model, *mapping.connector]))
     return ((name, module) for name, module in model.named_modules() if not f"{name}.".startswith(frozen))
 

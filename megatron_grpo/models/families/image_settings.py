@@ -38,8 +38,8 @@ def read_vision_shape(raw: Mapping[str, Any], form: ImageForm, shape: ModelShape
     sections = read_section(text, *_ROPE).get(_SECTIONS, form.defaults[_SECTIONS])
     is_list = isinstance(sections, list | tuple) and len(sections) == 3 and all(type(part) is int for part in sections)
     if not is_list or sum(sections) != shape.head_dim // 2 or min(sections) < 0:
-        text = f"must be the frequencies of time, height and width, {shape.head_dim // 2} together"
-        raise ValueError(f"{_SECTIONS}={to_text(sections)} {text}, half of head_dim={shape.head_dim}")
+        reason = f"must be the frequencies of time, height and width, {shape.head_dim // 2} together"
+        raise ValueError(f"{_SECTIONS}={to_text(sections)} {reason}, half of head_dim={shape.head_dim}")
     return VisionShape(
         image_token=tokens[0],
         placeholders=tokens,
