@@ -106,7 +106,7 @@ def _find_changed_prompts(config: Config, data: PromptData) -> Iterator[Problem]
                 text = f"lacks {', '.join(map(str, omissions))}: the chat template leaves it out;"
                 text += " give one that shows it in data.chat_template"
                 remarks[frozenset(omission.role for omission in omissions)] = text
-        if decoded != expected:
+        if decoded != expected and not prompt.get("images"):  # whose placeholders are repeated
             difference = quote_difference(decoded, expected)
             remarks["changed"] = f"reaches the model as another text, because its tokenizer changes it: {difference}"
         for kind in remarks.keys() - kinds:
