@@ -26,7 +26,7 @@ def digest_request(*parts: object) -> str:
 
 
 def remove_taken(folder: Path, generation_batch: int) -> None:
-    """Remove the samples of batches up to this one, which a checkpoint has learnt from."""
+    """Remove batches up to this one, which a checkpoint has."""
     for file in folder.glob("batch_*.jsonl"):
         name = _NAME.fullmatch(file.name)
         if name is not None and int(name[1]) <= generation_batch:
@@ -51,11 +51,14 @@ class FinishedSamples:
                 lines.write("\n")
 
     def find(self, row: int, sample: int, digest: str) -> tuple[Trajectory, str | None] | None:
-        """Find a sample of an earlier start, with the state of its environment in JSON."""
+        """Find an earlier start's sample, with its environment's state in JSON."""
         return self._earlier.get((row, sample, digest))
 
     def add(self, trajectory: Trajectory, state: str | None, digest: str) -> None:
-        """Keep a sample with the state of its environment in JSON; None: it has none."""
+        """Keep a sample.
+
+        `state`: that of its environment in JSON; None: it has none.
+        """
         line = {"digest": digest, "state": state, "trajectory": trajectory.to_saved_row()}
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

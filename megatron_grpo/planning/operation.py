@@ -111,7 +111,7 @@ def describe_start(config: Config, shape: ModelShape) -> str:
 
 
 def list_host_parts(config: Config, shape: ModelShape) -> dict[str, float]:
-    """List GiB on the host of a node of the policy, whose tensors all of them are."""
+    """List GiB on the host of one of the policy's nodes, by part."""
     nodes = math.ceil(config.policy.parallel.world_size / max(config.cluster.gpus, 1))
     shares_gpus = config.generation.is_colocated and config.needs_generation
     processes = config.cluster.gpus * (2 if shares_gpus else 1)

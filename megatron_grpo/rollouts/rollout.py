@@ -186,8 +186,8 @@ class GroupRollout:
         """Run one sample; a failed one is retried once with equal seeds."""
         failures = list[RolloutFailure]()
         try:
-            if (kept := self._find_finished(sample)) is not None:
-                return kept
+            if (earlier := self._find_finished(sample)) is not None:
+                return earlier
             for attempt in range(ATTEMPTS):
                 if attempt:
                     # The next engine is picked before the failed engine's load is lowered: otherwise a stuck engine
@@ -210,10 +210,10 @@ class GroupRollout:
 
     def _find_finished(self, sample: int) -> tuple[Trajectory, Any] | None:
         """Find the sample among those that an earlier start finished."""
-        kept = None if self.finished is None else self.finished.find(self.datum["idx"], sample, self._digest)
-        if kept is None:
+        earlier = None if self.finished is None else self.finished.find(self.datum["idx"], sample, self._digest)
+        if earlier is None:
             return None
-        trajectory, state = kept
+        trajectory, state = earlier
         # A run that goes back to a checkpoint first comes to steps before those that drew these tokens. Their weights
         # are not there yet: the sample is drawn again now, and a later step finds its own.
         newest = self.settings.trainer_state.global_step

@@ -16,10 +16,10 @@ DONE_FIRST = 40
 async def work(prompt: str, access: ModelAccess, **columns: Any) -> int:
     """As `twice`; a line in `done` for each."""
     folder = Path(os.environ[WORK])
-    done = folder / "done"
-    while (folder / "wait").exists() and done.exists() and len(done.read_text().splitlines()) >= DONE_FIRST:
+    works = folder / "done"
+    while (folder / "wait").exists() and works.exists() and len(works.read_text().splitlines()) >= DONE_FIRST:
         time.sleep(0.1)
     result = await twice(prompt, access, **columns)
-    with done.open("a") as file:
+    with works.open("a") as file:
         file.write(f"{prompt}\n")
     return result

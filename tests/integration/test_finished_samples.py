@@ -38,18 +38,18 @@ def test_finished_agents_do_not_work_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv(slow_agent.WORK, str(folder))
     run = TrainingRun(tmp_path / "run", *OPTIONS)
     run.start()
-    kept = run.run_dir / "finished_samples"
-    run.wait_for(lambda: count_lines(kept) >= slow_agent.DONE_FIRST)
+    samples = run.run_dir / "finished_samples"
+    run.wait_for(lambda: count_lines(samples) >= slow_agent.DONE_FIRST)
     run.kill()
     run.assert_nothing_left()
-    done = len((folder / "done").read_text().splitlines())
-    finished = count_lines(kept)
+    works_before = len((folder / "done").read_text().splitlines())
+    finished = count_lines(samples)
     (folder / "wait").unlink()
     complete(run_again := TrainingRun(run.run_dir, *OPTIONS))
-    assert len((folder / "done").read_text().splitlines()) == done + works - finished
+    assert len((folder / "done").read_text().splitlines()) == works_before + works - finished
     for step in (1, 2):
         assert run_again.rollouts(step) == straight.rollouts(step)
-    assert list(kept.iterdir()) == []
+    assert list(samples.iterdir()) == []
 
 
 def count_lines(folder: Path) -> int:

@@ -40,16 +40,16 @@ def test_defaults_every_measured_preset_and_ppo_learn_to_add() -> None:
 
 
 def test_every_preset_is_measured_or_said_not_to_be() -> None:
-    """A preset is in the first table, was trained on older weights, or is in the list of those that were not."""
+    """A preset is in the first table, was trained on older weights, or is listed as neither."""
     intro = PAGE.partition("`+variant=`")[2].partition("\n## ")[0]
     first = set(re.findall(r"^\| `(\w+)` \|", intro, re.MULTILINE))
-    on_older, others = (
+    on_older, unmeasured = (
         set(re.findall(r"`(\w+)`", intro.partition(begin)[2].partition(".\n" if begin == "trained for" else ". ")[0]))
         for begin in ("(#on-samples-of-older-weights):", "trained for")
     )
     presets = {*list_config_groups()["variant"]}
-    assert first | on_older | others == presets
-    assert len(first) + len(on_older) + len(others) == len(presets)
+    assert first | on_older | unmeasured == presets
+    assert len(first) + len(on_older) + len(unmeasured) == len(presets)
     overrides = [text for method in newest("*_lags_cpu.json")["methods"].values() for text in method]
     measured = {text.removeprefix("+variant=") for text in overrides if text.startswith("+variant=")}
     assert measured - first == on_older
