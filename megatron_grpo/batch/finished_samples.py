@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.outside_files import parse_file_json, require_regular
 
+logger = logging.getLogger(__name__)
+PICKLE = b"\x80"  # the first byte of a pickle, and of no JSON
 FINISHED_FOLDER = "finished_samples"  # in a run's folder
 _NAME = re.compile(r"batch_([1-9][0-9]*)\.worker_[0-9]+\.jsonl")
 
@@ -36,11 +39,19 @@ def remove_taken(folder: Path, generation_batch: int) -> None:
 class FinishedSamples:
     """The finished samples of one generation batch, in the folder of a run.
 
-    `folder`: of all batches, on a file system that all nodes share. Files are JSON lines; a line that was cut off or
-    damaged counts as absent: the sample is drawn again.
+    Files are JSON lines; a line that was cut off or damaged counts as absent: the sample is drawn again.
     """
 
-    def __init__(self, folder: Path, generation_batch: int, worker: int) -> None:
+    def __init__(self, folder: Path, generation_batch: int, worker: int, versions: range) -> None:
+        """Read the samples of earlier starts.
+
+        Args:
+            folder: of all batches, on a file system that all nodes share.
+            generation_batch: its number.
+            worker: number of the rollout worker, which has a file of its own.
+            versions: weights that may have drawn the tokens of a sample which is taken.
+        """
+        self._versions = versions
         self._file = folder / f"batch_{generation_batch}.worker_{worker}.jsonl"
         self._earlier: dict[tuple[int, int, str], tuple[Trajectory, str | None]] = {}
         for file in sorted(folder.glob(f"batch_{generation_batch}.worker_*.jsonl")):
@@ -50,16 +61,25 @@ class FinishedSamples:
             with self._file.open("a") as lines:  # a line that a killed worker left unfinished must not spoil the next
                 lines.write("\n")
 
-    def find(self, row: int, sample: int, digest: str) -> tuple[Trajectory, str | None] | None:
-        """Find an earlier start's sample, with its environment's state in JSON."""
-        return self._earlier.get((row, sample, digest))
+    def find(self, row: int, sample: int, digest: str) -> tuple[Trajectory, bytes | None] | None:
+        """Find an earlier start's sample, with its environment's state."""
+        earlier = self._earlier.get((row, sample, digest))
+        if earlier is None:
+            return None
+        trajectory, state = earlier
+        # A run that goes back to a checkpoint first comes to steps before those that drew these tokens. Their weights
+        # are not there yet: the sample is drawn again now, and a later step finds its own.
+        if trajectory.oldest_version not in self._versions or trajectory.version not in self._versions:
+            return None
+        return trajectory, None if state is None else state.encode()
 
-    def add(self, trajectory: Trajectory, state: str | None, digest: str) -> None:
-        """Keep a sample.
-
-        `state`: that of its environment in JSON; None: it has none.
-        """
-        line = {"digest": digest, "state": state, "trajectory": trajectory.to_saved_row()}
+    def add(self, trajectory: Trajectory, state: bytes | None, digest: str) -> None:
+        """Keep a sample, unless its environment's state is pickled."""
+        if state is not None and state.startswith(PICKLE):  # what a file holds must not be unpickled
+            logger.info("a finished sample of %s is not kept: its state is no JSON", trajectory.task_name)
+            return
+        text = None if state is None else state.decode()
+        line = {"digest": digest, "state": text, "trajectory": trajectory.to_saved_row()}
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 

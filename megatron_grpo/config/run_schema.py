@@ -280,9 +280,8 @@ class PrepareConfig(Section):
 
     name: PreparedName | None = None
     """A tiny Qwen3 and its data. addition: sums of two numbers, 4 in 10 right; addition_moe: a Qwen3-MoE;
-    addition_hybrid: a Qwen3.5 with delta nets; addition_text: sums as reasoning_gym asks for them; distillation: with
-    a teacher that learnt longer; preference: pairs; labelled: responses with labels; counting: a Qwen2.5-VL and
-    pictures of squares to count; calculator: calls a calculator; two_tasks: sums, and a game of several turns;
+    addition_hybrid: a Qwen3.5; addition_text: as reasoning_gym asks; distillation: with a teacher; preference: pairs;
+    labelled: labels; counting: a Qwen2.5-VL and pictures; calculator: calls one; two_tasks: sums and a game;
     null: none."""
 
     folder: PathText = "${oc.env:MEGATRON_GRPO_CACHE,${oc.env:HOME,.}/.cache/megatron_grpo}/${prepare.name}"

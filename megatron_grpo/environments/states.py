@@ -8,7 +8,7 @@ from typing import Any
 
 from ray import cloudpickle
 
-_PICKLE = b"\x80"  # the first byte of a pickle, and of no JSON
+from megatron_grpo.batch.finished_samples import PICKLE
 
 
 def pack_state(state: Any) -> bytes:
@@ -23,19 +23,7 @@ def pack_state(state: Any) -> bytes:
 
 def unpack_state(content: bytes) -> Any:
     """Invert `pack_state`."""
-    return cloudpickle.loads(content) if content.startswith(_PICKLE) else json.loads(content)
-
-
-def read_plain_state(content: bytes | None) -> str | None:
-    """Read a state's JSON text, which a file may hold.
-
-    ValueError: it is pickled; what a file holds must not be unpickled.
-    """
-    if content is None:
-        return None
-    if content.startswith(_PICKLE):
-        raise ValueError("the state is no JSON")
-    return content.decode()
+    return cloudpickle.loads(content) if content.startswith(PICKLE) else json.loads(content)
 
 
 def _is_plain(value: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import math
 import struct
 from collections.abc import Collection, Sequence
@@ -34,7 +33,6 @@ from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.row_text import describe_row
 from megatron_grpo.data.scores import EnvironmentRequest, ScoreOrError, TrainerState, is_reward
-from megatron_grpo.environments.states import read_plain_state
 from megatron_grpo.rollouts.conversation import Conversation, Segment
 from megatron_grpo.rollouts.endpoint import Endpoint
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
@@ -42,7 +40,6 @@ from megatron_grpo.rollouts.environment_client import PROMPT_WORK, EnvironmentCl
 from megatron_grpo.rollouts.failures import AbandonedCall, ResponseFailure, RolloutFailure, mark_failed, settle_faults
 from megatron_grpo.rollouts.repeated_samples import record_repeated_samples
 
-logger = logging.getLogger(__name__)
 ATTEMPTS = 2  # at a rollout, and at scoring it
 # A rollout's deadline that passes during a step is the response's fault from this share of the deadline in the step:
 # otherwise a slow engine may have taken the time.
@@ -102,14 +99,8 @@ class GroupRollout:
         self._sampled: list[tuple[Trajectory, Any]] = []
         self._deadline = 0.0
         settings = self.settings
-        self._digest = digest_request(
-            settings.run_seed,
-            settings.sampling,
-            settings.max_turns,
-            settings.max_total_sequence_length,
-            self.datum["task_name"],
-            self._prompt_ids.tolist(),
-        )
+        limits = settings.run_seed, settings.sampling, settings.max_turns, settings.max_total_sequence_length
+        self._digest = digest_request(*limits, self.datum["task_name"], ids)
 
     async def sample(self, engine: EngineClient) -> None:
         """Run every sample, first on this engine, whose load includes them."""
@@ -198,7 +189,8 @@ class GroupRollout:
                     is_repeated = any(isinstance(failure, ResponseFailure) for failure in failures)
                     trajectory, state = await self._attempt(sample, engine, is_repeated=is_repeated)
                     trajectory.engine = engine.number
-                    await self._keep_finished(trajectory, state)
+                    if self.finished is not None and trajectory.fault is None:
+                        await asyncio.to_thread(self.finished.add, trajectory, state, self._digest)
                     return trajectory, state
                 except TimeoutError as error:
                     failures.append(self._explain_delay(error, engine))
@@ -208,28 +200,10 @@ class GroupRollout:
             engine.load -= 1
         return await self._judge_failures(sample, failures), None
 
-    def _find_finished(self, sample: int) -> tuple[Trajectory, Any] | None:
+    def _find_finished(self, sample: int) -> tuple[Trajectory, bytes | None] | None:
         """Find the sample among those that an earlier start finished."""
         earlier = None if self.finished is None else self.finished.find(self.datum["idx"], sample, self._digest)
-        if earlier is None:
-            return None
-        trajectory, state = earlier
-        # A run that goes back to a checkpoint first comes to steps before those that drew these tokens. Their weights
-        # are not there yet: the sample is drawn again now, and a later step finds its own.
-        newest = self.settings.trainer_state.global_step
-        if not newest - self.settings.max_age_steps <= trajectory.oldest_version <= trajectory.version <= newest:
-            return None
-        return replace(trajectory, group=self.group), None if state is None else state.encode()
-
-    async def _keep_finished(self, trajectory: Trajectory, state: bytes | None) -> None:
-        if self.finished is None or trajectory.fault is not None:
-            return
-        try:
-            text = read_plain_state(state)
-        except ValueError as error:
-            logger.info("a finished sample of %s is not kept: %s", self.datum["task_name"], error)
-            return
-        await asyncio.to_thread(self.finished.add, trajectory, text, self._digest)
+        return None if earlier is None else (replace(earlier[0], group=self.group), earlier[1])
 
     def _explain_delay(self, error: TimeoutError, engine: EngineClient) -> RolloutFailure:
         """Make the failure of an attempt that missed its deadline."""

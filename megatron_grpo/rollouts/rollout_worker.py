@@ -102,8 +102,11 @@ class RolloutWorker:
                 task.cancel()
 
     async def _open_finished_samples(self, settings: RolloutSettings) -> FinishedSamples | None:
-        folder, batch = settings.finished_folder, settings.generation_batch
-        return None if folder is None else await asyncio.to_thread(FinishedSamples, folder, batch, self._index)
+        folder, newest = settings.finished_folder, settings.trainer_state.global_step
+        if folder is None:
+            return None
+        versions = range(newest - settings.max_age_steps, newest + 1)
+        return await asyncio.to_thread(FinishedSamples, folder, settings.generation_batch, self._index, versions)
 
     async def hand_over(self, complete: list[tuple[int, int]]) -> tuple[PackedGroups, list[str]]:
         """Return and forget groups (batch, prompt), and remarks for the log."""

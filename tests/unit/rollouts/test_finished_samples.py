@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo.batch.finished_samples import FinishedSamples, digest_request, remove_taken
+from megatron_grpo.batch.finished_samples import PICKLE, FinishedSamples, digest_request, remove_taken
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.data.scores import EnvironmentReturn, TrainerState, Turn
-from megatron_grpo.environments.states import pack_state, read_plain_state, unpack_state
+from megatron_grpo.environments.states import pack_state, unpack_state
 from megatron_grpo.rollouts.failures import RolloutFailure
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings
 from tests.support.virtual_time import run_at_once
@@ -41,7 +41,9 @@ class PackedEnvironment(FakeEnvironment):
 def run(
     folder: Path, engine: FakeEngine, settings: RolloutSettings = SETTINGS, environment: Any = None, worker: int = 0
 ) -> list[Trajectory]:
-    finished = FinishedSamples(folder, settings.generation_batch, worker)
+    newest = settings.trainer_state.global_step
+    versions = range(newest - settings.max_age_steps, newest + 1)
+    finished = FinishedSamples(folder, settings.generation_batch, worker, versions)
 
     async def scene() -> list[Trajectory]:
         group = GroupRollout(4, DATUM, settings, engine, environment or PackedEnvironment(), None, finished)  # type: ignore[arg-type]
@@ -129,7 +131,7 @@ def test_files_of_batches_that_a_checkpoint_has_are_removed(tmp_path: Path) -> N
 def test_a_pipe_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "batch_2.worker_9.jsonl")
     with pytest.raises(ValueError, match="batch_2"):
-        FinishedSamples(tmp_path, 2, 0)
+        FinishedSamples(tmp_path, 2, 0, range(8))
 
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False, allow_infinity=False)
@@ -140,20 +142,18 @@ PLAIN = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.
 def test_plain_states_travel_as_json(state: Any) -> None:
     content = pack_state(state)
     assert repr(unpack_state(content)) == repr(state)
-    assert json.loads(read_plain_state(content) or "") == state
+    assert json.loads(content) == state
 
 
-def test_pickled_states_are_not_read_from_files() -> None:
+def test_other_states_travel_pickled() -> None:
     for state in ((1, 2), OrderedDict(a=1), {1: 2}, np.float64(0.5), float("nan")):
         content = pack_state(state)
         assert repr(unpack_state(content)) == repr(state)
-        with pytest.raises(ValueError, match="no JSON"):
-            read_plain_state(content)
+        assert content.startswith(PICKLE)
     deep: list[Any] = []
     for _ in range(500):
         deep = [deep]
     assert unpack_state(pack_state(deep)) == deep
-    assert read_plain_state(None) is None
 
 
 def test_a_digest_tells_requests_apart() -> None:

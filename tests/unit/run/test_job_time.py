@@ -44,7 +44,7 @@ def test_the_end_is_slurms(value: str, end: float | None, monkeypatch: pytest.Mo
 
 
 def test_a_loop_ends_in_time_saves_and_tells_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job of 540 s has four steps of 100 s and a save of 60 s, but no fifth step."""
+    """A job of 540 s has four steps of 100 s and a save of 60 s, no fifth step."""
     validating(monkeypatch, AssertionError("there is no time for it"))
     run = Run(tmp_path, replace(LIMITS, val_at_end=True))
     clock = SimpleNamespace(now=0.0)
