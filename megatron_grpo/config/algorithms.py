@@ -57,6 +57,8 @@ class Algorithm:
     """True if a run loads a reference policy."""
     uses_rewards: Callable[[Config], bool] = lambda config: True
     """True if rewards change what a run learns."""
+    takes_images: bool = False
+    """True if prompts may have images."""
     reads: frozenset[str]
     """Keys that some algorithms do not read; a section ends in a point."""
     metrics: frozenset[str] = frozenset()
@@ -108,6 +110,7 @@ ALGORITHMS = {
         Algorithm(
             name="grpo",
             section="grpo",
+            takes_images=True,
             reads=frozenset({"grpo."}) | (_LOSS - _DIVERGENCE),
             train=f"{_OWN}.grpo:grpo_train",
             run=f"{_OWN}.context:GRPORun",

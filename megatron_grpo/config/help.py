@@ -16,6 +16,7 @@ COMMANDS = {
     "new": "write a folder to start from, with a recipe, rewards, an environment, a test and rows: NAME",
     "evaluate": "answer held-out prompts: checkpoint=RUN_DIR/checkpoints/step_N data.val_path=FILE output=DIR",
     "report": "write the page of a run, or of two side by side: RUN_DIR [OTHER_RUN_DIR]",
+    "watch": "look at a run while it goes on, in a browser or a terminal: RUN_DIR [--text]",
     "export": "turn a checkpoint into a Hugging Face folder: checkpoint=RUN_DIR/checkpoints/step_N output=PATH",
     "verify": "prove on this machine that layouts compute the same: model=tiny:qwen3 'layouts=[tp2,pp2]'",
     "replay": "do a recorded step again, in another layout or precision: RUN_DIR step=N policy.parallel.tensor=2",

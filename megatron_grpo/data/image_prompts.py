@@ -90,7 +90,7 @@ class ImagePromptProcessor:
 
     @staticmethod
     def _render(messages: list[dict[str, Any]], row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any) -> str:
-        renderer = PromptRenderer(tokenizer, spec)
+        renderer = PromptRenderer(tokenizer, spec, takes_images=True)
         if not renderer.has_template:
             raise ValueError("the tokenizer has no chat template, which says where images stand")
         return renderer.render_first_turn(messages, read_row_tools(row))

@@ -58,6 +58,8 @@ class PromptRenderer:
 
     tokenizer: Any
     format: PromptFormat
+    takes_images: bool = False
+    """Whether the model is given the images of messages; otherwise they are refused."""
 
     @property
     def has_template(self) -> bool:
@@ -201,8 +203,8 @@ class PromptRenderer:
     def read(self, message: ChatMessage, number: int = 1) -> dict[str, Any]:
         """Read a message in the form, and by the role, that the template knows."""
         content = message.get("content")
-        keeps_parts = isinstance(content, list) and (has_images(content) or self._can_read_parts)
-        plain = normalize_message(message, number, keeps_parts=keeps_parts)
+        is_kept = isinstance(content, list) and (self.takes_images if has_images(content) else self._can_read_parts)
+        plain = normalize_message(message, number, keeps_parts=is_kept)
         # Thoughts keep their names, and get those that the template reads.
         source = str(self.format.chat_template or getattr(self.tokenizer, "chat_template", ""))
         for name in REASONING:

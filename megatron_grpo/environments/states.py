@@ -12,7 +12,7 @@ from megatron_grpo.batch.finished_samples import PICKLE
 
 
 def pack_state(state: Any) -> bytes:
-    """Convert a state to bytes, of JSON if that loses nothing."""
+    """Convert a state to bytes, of JSON where possible."""
     try:
         if _is_plain(state):
             return json.dumps(state).encode()

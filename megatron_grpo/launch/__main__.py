@@ -28,7 +28,6 @@ from megatron_grpo.launch.target import (
     record_launch,
 )
 from megatron_grpo.observability.run_files import write_text
-from megatron_grpo.planning.check import describe_plan
 from megatron_grpo.run.directory import STOP_FILE
 
 USAGE = """\
@@ -75,6 +74,8 @@ def main(arguments: Sequence[str]) -> int:
 def _launch(target: Target, overrides: Sequence[str], *, is_dry: bool) -> int:
     """Check a run, and submit or print it."""
     request = load_request(overrides, target.reach, target.find_problems)
+    from megatron_grpo.planning.check import describe_plan  # here, because it imports torch
+
     for line in describe_plan(request.config):
         print(line, file=sys.stderr, flush=True)
     text = target.render(request)

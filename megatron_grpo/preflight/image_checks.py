@@ -27,7 +27,7 @@ def find_image_problems(config: Config, shape: ModelShape | None) -> Iterator[Ru
     text = f"is a model that takes no {_WITH_IMAGES}; those that do: {names}"
     yield shape is not None and shape.vision is None, "policy.model.path=", text
     text = f"has no {_WITH_IMAGES} yet; use grpo"
-    yield config.algorithm != "grpo", "algorithm=", text
+    yield not config.method.takes_images, "algorithm=", text
     yield from _check_rows(config)
     yield from _check_training(config)
     yield from _check_sampling(config)

@@ -78,7 +78,7 @@ def find_node_remarks(config: Config) -> Iterator[Problem]:
 
 
 def measure_shared_memory() -> int | None:
-    """Measure the size of /dev/shm in bytes; None: there is none."""
+    """Measure /dev/shm in bytes; None: there is none."""
     try:
         stat = os.statvfs("/dev/shm")
     except OSError:

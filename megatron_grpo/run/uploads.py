@@ -72,7 +72,7 @@ class CheckpointUploads:
         self._is_overdue_noted = False
 
     def add(self, folder: Path) -> None:
-        """Send a complete checkpoint, after the one that is being sent."""
+        """Send a complete checkpoint, after the one before."""
         if self._config.upload_to is None and self._config.push_to_hub is None:
             return
         with self._changed:

@@ -112,12 +112,14 @@ def train_on_fakes(config: Config, folder: Path) -> Any:
     if config.teaches_itself:
         run.hinted_prompts = [run.loader.make_row(number) for number in range(2)]
     run.val_prompts = [run.loader.make_row(7)]
-    run.logger = SimpleNamespace(run_dir=folder)
+    run.logger = SimpleNamespace(run_dir=folder, stop_reason=None, alarms=[])
     for name in ("note", "note_once", "end_early", "log_validation", "show_samples"):
         setattr(run.logger, name, lambda *_: None)
     run.logged = []
     run.logger.log_step = lambda step, metrics, *_: run.logged.append(metrics)
-    run.checkpointer = SimpleNamespace(list_steps=list, finish=lambda: None, advance=lambda: None)
+    uploads = SimpleNamespace(finish=lambda: None)
+    run.checkpointer = SimpleNamespace(list_steps=list, finish=lambda: None, advance=lambda: None, save_s={})
+    run.checkpointer.is_due, run.checkpointer.uploads = lambda step: False, uploads
     resolve_name(method.train)(run)
     return run
 

@@ -228,7 +228,7 @@ def _find_memory(spans: Mapping[str, Sequence[Span]]) -> list[list[Any]]:
     """Find the most GiB that torch held after each phase."""
     largest: dict[tuple[str, str], float] = {}
     for name, process_spans in spans.items():
-        kind = re.sub(r"\s*\d+.*", "", name)
+        kind = re.split(r"\d", name, maxsplit=1)[0].strip()
         for span in process_spans:
             if span.gpu_gib is not None:
                 largest[kind, span.phase] = max(largest.get((kind, span.phase), 0.0), span.gpu_gib)

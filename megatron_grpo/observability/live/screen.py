@@ -27,7 +27,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def show_screen(runs: Sequence[FollowedRun], console: Console | None = None, *, once: bool = False) -> None:
-    """Draw the runs until they have ended; `once`: a single time."""
+    """Draw the runs until they end; `once`: a single time."""
     console = console or Console(highlight=False)
     if once or not console.is_terminal:
         console.print(draw_runs(runs))

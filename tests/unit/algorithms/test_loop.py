@@ -34,7 +34,7 @@ def test_the_steps_before_one_that_cannot_be_sampled_are_saved_as_they_were(tmp_
 
 def test_the_state_before_a_step_that_is_recorded_is_saved(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.config.checkpointing = replace(run.config.checkpointing, save_period=100)
+    run.config.checkpointing = run.checkpointer.config = replace(run.config.checkpointing, save_period=100)
     run.config.logger = replace(run.config.logger, replay_every=5)
     run.train()
     assert run.checkpointer.list_steps() == [4, 9], "9 because it is the last"

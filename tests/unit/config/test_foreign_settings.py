@@ -119,9 +119,8 @@ def test_what_is_said_of_a_name(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["push_to_hub", "hub_model_id", "hub_private_repo", "push_to_hub_token"])
-def test_a_model_is_pushed_when_it_is_exported(name: str) -> None:
-    text = "python -m megatron_grpo.export checkpoint=... output=... push_to_hub=ORGANISATION/NAME sends the model"
-    assert describe_unknown_key(name, "grpo").text.startswith(f"unknown key; {text}")
+def test_a_model_is_pushed_while_it_is_trained(name: str) -> None:
+    assert "checkpointing.push_to_hub" in describe_unknown_key(name, "grpo").text
 
 
 def test_the_best_model_is_a_checkpoint_that_is_kept() -> None:

@@ -171,7 +171,7 @@ def test_all_mistakes_come_under_the_fields_names(tmp_path: Path) -> None:
         (
             {"environment": "maths"},
             "job.yaml: environment=maths",
-            "no such environment; there is addition, calculator, math, reasoning_gym, two_tasks",
+            "no such environment; there is addition, calculator, counting, math, reasoning_gym, two_tasks",
         ),
         ({"ratio_clip_max": date(2026, 1, 2)}, "job.yaml: ratio_clip_max=2026-01-02", "must be float >= 0"),
         ({"ratio_clip_max": "${"}, "job.yaml: ratio_clip_max=${", "must be float >= 0"),

@@ -29,6 +29,7 @@ INERT = {
     "name data.task_name data.train_sets.<name>.task_name data.val_sets.<name>.task_name": "names",
     "logger.wandb.project logger.wandb.name logger.mlflow.experiment logger.mlflow.name": "names at trackers",
     "logger.swanlab.project logger.swanlab.name": "names at trackers",
+    "logger.rl_insight.project logger.rl_insight.name data.image_key": "names",
     "run_dir refit.directory prepare.folder": "folders that are written",
     "policy.model.path value.model.path teacher.model.path teachers.<name>.model.path": "code of models never runs",
     "data.train_path data.val_path data.train_sets.<name>.path data.val_sets.<name>.path": "rows",
@@ -70,6 +71,7 @@ def list_flagged_keys() -> Iterator[tuple[str, Any]]:
     for key, documented in read_keys().items():
         if can_hold_text(key):
             value = STARTING.replace(":", ".") if names_code(key) else fit_text(documented.type, STARTING)
+            value = "team/model" if documented.type.startswith("ORGANISATION") else value
             if list_started_values(set_key(key, value)):
                 yield key, value
     yield "sandbox.required", "limits"

@@ -104,10 +104,11 @@ async def test_prompts_cached_under_earlier_weights_are_not_used(
     """A cache that outlasts refits is kept apart by the version of the weights."""
     async_settings = AsyncGRPOConfig(enabled=True, recompute_kv_cache_after_weight_updates=False)
     engine._settings = replace(engine._settings, in_flight=async_settings)
-    salts: list[str | None] = []
+    contents: list[dict[str, str]] = []
 
-    def record(tokens: list[int], cache_salt: str | None = None) -> None:
-        salts.append(cache_salt)
+    def record(tokens: list[int]) -> dict[str, str]:
+        contents.append({})
+        return contents[-1]
 
     monkeypatch.setattr("vllm.inputs.engine.tokens_input", record)
     request = GenerationRequest(prompt_ids=np.array([2, 3], dtype=np.int32), seed=0, max_new_tokens=2)
@@ -119,7 +120,7 @@ async def test_prompts_cached_under_earlier_weights_are_not_used(
         llm.refused = f"{version}.0"
         with pytest.raises(ValueError, match="cannot be sampled"):
             await engine._add(str(version), [request], SamplingSettings(max_new_tokens=2))
-    assert len(set(salts)) == 3
+    assert len({content["cache_salt"] for content in contents}) == 3
 
 
 async def _confirm(*_: Any) -> list[None]:

@@ -211,5 +211,6 @@ def test_token_ids_of_prepared_models_are_those_of_their_vocabulary(name: str) -
         else source.CONVERSATION_VOCABULARY
     )
     config = PREPARED_MODELS[name]
+    config = config.get("text_config", config)
     numbers = [config[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")]
     assert numbers == [len(ids), ids[source.EOS], ids[source.PAD]]

@@ -55,7 +55,7 @@ def test_bad_rows_are_named_by_file_and_line(base_overrides: list[str], rows: Pa
 
 def test_rows_with_one_mistake_are_one_problem(base_overrides: list[str], rows: Path) -> None:
     wrong = '{"question": "1?"}\n'
-    text = "has no column 'prompt' (data.prompt_key); it has question"
+    text = "has no column 'prompt' (data.prompt_key); it has question; did you mean data.prompt_key=question?"
     rows.write_text(wrong * 100)
     assert problems_of(base_overrides) == {str(rows): f"{text} (as in all of its 100 rows)"}
     rows.write_text('{"prompt": "1+1=", "answer": "2"}\n' + wrong * 99)

@@ -274,7 +274,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     settings = ["ppo.max_num_steps=17", "ppo.seed=5", "checkpointing.save_period=3"]
     record_start(folder, compose_config(["+exp=quickstart_ppo", f"run_dir={folder}", *settings]))
-    monkeypatch.setattr(load, "_check_machine", lambda checked, rewards: None)
+    monkeypatch.setattr(load, "_check_machine", lambda checked, rewards, reach: None)
     return folder
 
 

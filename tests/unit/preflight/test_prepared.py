@@ -13,7 +13,13 @@ from megatron_grpo.prepare.lessons import RECIPES, TRAIN_FILE, VAL_FILE, make_pr
 SUMS = dict.fromkeys(
     ("addition", "addition_moe", "addition_hybrid", "distillation", "preference", "labelled"), (4588, 512)
 )
-ROWS = {**SUMS, "addition_text": (6705, 496), "calculator": (3495, 256), "two_tasks": (2550, 512)}
+ROWS = {
+    **SUMS,
+    "addition_text": (6705, 496),
+    "calculator": (3495, 256),
+    "two_tasks": (2550, 512),
+    "counting": (4000, 256),
+}
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -1,12 +1,14 @@
 """The endpoint as OpenAI's own client sees it, over a loopback socket; the engine writes a script."""
 
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI
 
 from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.rollouts.call_texts import TextReader
 from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
 from tests.support.asked_endpoint import ANSWER, LOGPROBS, open_endpoint, open_rollout
 from tests.support.asked_endpoint import model as model  # a fixture
@@ -68,13 +70,21 @@ class Calls:
         return {**message, "content": None, "tool_calls": calls}
 
 
+def replace_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("check_tools", "read"):
+        monkeypatch.setattr(TextReader, name, getattr(Calls, name))
+
+
 ADD: Any = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_tool_calls_are_objects_and_their_results_continue_the_talk(model: str, is_streamed: bool) -> None:
+async def test_tool_calls_are_objects_and_their_results_continue_the_talk(
+    model: str, is_streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_parser(monkeypatch)
     async with open_rollout(model) as (client, access, endpoint):
-        endpoint.texts.reader.parser = cast("Any", Calls())
+        endpoint.texts.config = replace(endpoint.texts.config, tool_parser="calls")
         messages: list[Any] = [{"role": "user", "content": "ab"}]
         tools: Any = [{"type": "function", "function": ADD}]
         call: dict[str, Any] = {"model": access.model, "tools": tools, "reasoning_effort": "low"}
@@ -98,9 +108,10 @@ async def test_tool_calls_are_objects_and_their_results_continue_the_talk(model:
     assert len(segments) == 2, "this template does not show the thinking that was sampled"
 
 
-async def test_responses_with_tools_and_a_previous_response(model: str) -> None:
+async def test_responses_with_tools_and_a_previous_response(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_parser(monkeypatch)
     async with open_rollout(model) as (client, access, endpoint):
-        endpoint.texts.reader.parser = cast("Any", Calls())
+        endpoint.texts.config = replace(endpoint.texts.config, tool_parser="calls")
         call: dict[str, Any] = {"model": access.model, "tools": [{"type": "function", **ADD}]}
         call |= {"reasoning": {"effort": "low"}, "instructions": "be"}
         first = await client.responses.create(input="ab", **call)

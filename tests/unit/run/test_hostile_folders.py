@@ -141,7 +141,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of that folder, in the working directory."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(load, "_check_machine", lambda checked, rewards: None)
+    monkeypatch.setattr(load, "_check_machine", lambda checked, rewards, reach: None)
     return Path(shutil.copytree(recorded, tmp_path / "run"))
 
 

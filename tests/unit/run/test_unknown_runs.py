@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "evil.jinja").write_text("{{ messages }}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(load, "_check_machine", lambda checked, rewards: None)
+    monkeypatch.setattr(load, "_check_machine", lambda checked, rewards, reach: None)
     return tmp_path
 
 
