@@ -36,7 +36,7 @@ ALL_FIGURES = 80  # of a step, with those of the clock
 
 
 def measure(call: Callable[[int], object], steps: int) -> float:
-    """Median CPU seconds of call(step): what other processes of the machine do is no cost of the call."""
+    """Median CPU seconds of call(step); other processes of the machine do not add to them."""
     seconds = []
     for step in range(1, steps + 1):
         began = time.process_time()

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_grpo_kernels.head import CHUNK_NUMBERS, BackwardInput, Head, HeadKernel, Statistics
 
 EXCLUDED = -1e30
-"""Logit of an excluded entry: its probability is 0, and products with 0 are 0, which those of -inf are not."""
+"""Logit of an excluded entry. Its probability is 0, and its product with 0 is 0; that of -inf would be NaN."""
 
 
 @dataclass(frozen=True, slots=True)

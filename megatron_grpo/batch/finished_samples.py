@@ -47,7 +47,7 @@ class FinishedSamples:
 
         Args:
             folder: of all batches, on a file system that all nodes share.
-            generation_batch: its number.
+            generation_batch: number of the generation batch that is sampled.
             worker: number of the rollout worker, which has a file of its own.
             versions: weights that may have drawn the tokens of a sample which is taken.
         """

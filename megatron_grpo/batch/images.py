@@ -38,7 +38,7 @@ def compute_grid_positions(token_ids: NDArray[np.integer], images: Images, visio
     Args:
         token_ids: [tokens], of one sequence.
         images: the sequence's images, in order.
-        vision: of the model.
+        vision: how the model takes images.
 
     Returns:
         [3, tokens], int64.

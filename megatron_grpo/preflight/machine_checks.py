@@ -129,7 +129,7 @@ def examine_machine(
     """Check what a run needs of this machine; returns problems and remarks.
 
     Args:
-        config: its configuration.
+        config: configuration of the run.
         reads_rows: whether rows and recorded rollouts are read.
         reach: what of this machine the run will meet; with "files" its GPUs, network and packages are not examined.
     """

@@ -117,10 +117,10 @@ def find_delta_problems(config: Config, shape: ModelShape | None) -> Iterator[Ru
 def examine_node(
     config: Config, shape: ModelShape | None, folders: Sequence[str]
 ) -> tuple[list[Problem], list[Problem]]:
-    """Check what a run needs of this node; returns problems and remarks.
+    """Check this node for a run; returns problems and remarks.
 
     Args:
-        config: the run's.
+        config: configuration of the run.
         shape: the policy's sizes; None: not known.
         folders: those that every node reads.
     """

@@ -129,12 +129,12 @@ def test_rollouts_are_narrowed_and_a_prompt_is_followed_over_steps(page: Page, t
         rewards = "trajectories.panels[0].table.rows.map(row => row.reward.toFixed(2))"
         page.evaluate(
             "{ const [from, to] = document.querySelectorAll('.ranges input'); from.value = '0.3'; to.value = '0.6';"
-            "for (const one of [from, to]) one.dispatchEvent(new Event('input')); }"
+            "for (const field of [from, to]) field.dispatchEvent(new Event('input')); }"
         )
         assert page.evaluate(rewards) == ["0.43", "0.57"]
         page.evaluate(
-            "{ const one = document.querySelector('.ranges select'); one.value = 'game';"
-            "one.dispatchEvent(new Event('change')); }"
+            "{ const menu = document.querySelector('.ranges select'); menu.value = 'game';"
+            "menu.dispatchEvent(new Event('change')); }"
         )
         assert page.evaluate(rewards) == ["0.57"]
         page.evaluate("document.querySelector('.over-steps').click()")

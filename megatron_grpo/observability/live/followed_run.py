@@ -75,7 +75,7 @@ class FollowedRun:
         return self._description | {"alarms": alarms, "is_live": self._is_live(self.folder)}
 
     def select_news(self, answer: Mapping[str, Any]) -> dict[str, Any]:
-        """Select what the page does not have yet.
+        """Select the steps and events that the page lacks.
 
         `answer`: `known` of the last answer, which the page sends back. If a file was written anew or much is new, all
         figures are sent, thinned.

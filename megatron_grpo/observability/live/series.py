@@ -35,7 +35,7 @@ class SeriesFile:
         self._read_bytes, self._rest = 0, b""
 
     def read_more(self) -> None:
-        """Read what was appended; lines that are not of a step are left out."""
+        """Read the appended lines of steps; others are left out."""
         try:
             require_regular(self.path, links=False)
             with self.path.open("rb") as file:

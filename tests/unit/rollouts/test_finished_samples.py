@@ -25,7 +25,7 @@ SETTINGS = replace(BATCH_SETTINGS, trainer_state=TrainerState(global_step=7), ma
 
 
 class PackedEnvironment(FakeEnvironment):
-    """Its states travel packed, as a process of an environment gives them."""
+    """An environment whose states are bytes, as processes of environments give them."""
 
     async def reset(self, prompt: Any, extra_env_info: dict[str, Any], *, is_repeated: bool) -> Any:
         return pack_state([])
