@@ -27,8 +27,6 @@ from megatron_grpo.platform.hardware import Hardware, load_hardware
 
 HERE = Path(__file__).parent
 _SUMMARIES: dict[str, RefitSummary] = {}  # some rows differ in the GPU alone
-IDEAL = {"refit": 1.0, "refit_s": 0.0, "refit_piece_s": 0.0}
-"""Efficiencies with which a refit is its messages alone, at the speed of collectives."""
 
 
 def load_gpu(name: str) -> Hardware:
@@ -59,7 +57,8 @@ def _summarize_once(key: str, config: Config, shape: ModelShape, gpu: Hardware) 
 def evaluate(row: Mapping[str, Any], models: Mapping[str, Any]) -> dict[str, Any]:
     """Plan a row, and compare it with its published seconds."""
     config, shape, gpu = build_config(row), shape_of(row["model"], models), load_gpu(row["gpu"])
-    ideal = replace(gpu, efficiency=replace(gpu.efficiency, **IDEAL))
+    messages_alone = replace(gpu.efficiency, refit=1.0, refit_s=0.0, refit_piece_s=0.0)  # at the speed of collectives
+    ideal = replace(gpu, efficiency=messages_alone)
     summary = _summarize_once(repr((config, shape)), config, shape, gpu)
     planned = {"planned": time_transfer(config, summary, gpu), "messages alone": time_transfer(config, summary, ideal)}
     lowest, highest = row["published"]

@@ -17,7 +17,7 @@ from torch.multiprocessing import ProcessContext, ProcessExitedException, Proces
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import read_family_environment, set_family_environment
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.platform.device import connect_store, open_store
+from megatron_grpo.platform.device import connect_store, environment, open_store
 from megatron_grpo.trainer.parallel import forbid_tf32, initialize_parallel
 
 T = TypeVar("T")
@@ -50,8 +50,6 @@ def run_on_ranks(
     if gpus and gpus < world:
         raise RunError(f"the layout has {world} ranks, and this machine {gpus} GPUs")
     threads = int(os.environ.get("OMP_NUM_THREADS", "0")) or max(1, (os.cpu_count() or 1) // world)
-    os.environ["PYTHONSAFEPATH"] = "1"  # keeps the working folder off the ranks' import path
-    os.environ["PYTHONWARNINGS"] = "ignore"  # every rank would repeat the warnings of packages
     # After a failure torch ends the other ranks, and would log each of them.
     logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)
     store, deadline = open_store("127.0.0.1", timeout_s), time.monotonic() + timeout_s
@@ -59,9 +57,11 @@ def run_on_ranks(
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, body.__module__])
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        environment = read_family_environment()
-        arguments = (body, task, parallel, seed, timeout_s, gpus, threads, store.port, folder, environment)
-        ranks = start_processes(_run_rank, arguments, world, join=False, daemon=True, start_method="forkserver")
+        family_variables = read_family_environment()
+        arguments = (body, task, parallel, seed, timeout_s, gpus, threads, store.port, folder, family_variables)
+        # Ranks do not import from the working folder, nor does each of them repeat the warnings of packages.
+        with environment(PYTHONSAFEPATH="1", PYTHONWARNINGS="ignore"):
+            ranks = start_processes(_run_rank, arguments, world, join=False, daemon=True, start_method="forkserver")
         _wait_for_ranks(ranks, folder, deadline, timeout_s)
         return [torch.load(folder / f"{rank}.results", weights_only=True) for rank in range(world)]
 
@@ -104,10 +104,10 @@ def _run_rank(
     threads: int,
     port: int,
     folder: Path,
-    environment: dict[str, str],
+    family_variables: dict[str, str],
 ) -> None:
     """Run a rank's process; it writes phase and results to the folder."""
-    set_family_environment(environment)
+    set_family_environment(family_variables)
     # Before CUDA starts in this process, which then sees one GPU, or none.
     if gpus is not None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

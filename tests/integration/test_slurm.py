@@ -78,7 +78,7 @@ def test_a_mistake_ends_the_job_with_the_message(slurm: Slurm, tmp_path: Path) -
     job = submit(slurm, tmp_path, "+exp=quickstart", "grpo.max_num_step=2")
     state = slurm.wait(job)
     output = (tmp_path / f"slurm-{job}.out").read_text()
-    assert state == "FAILED"
+    assert state == "FAILED", output
     assert "did you mean grpo.max_num_steps?" in output
     assert "Traceback" not in output
     assert traces(job) == []
