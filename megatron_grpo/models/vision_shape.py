@@ -14,3 +14,5 @@ class VisionShape:
     merge: int  # patches along a side of the square that becomes one token
     rotary_axes: tuple[int, ...]
     """[rotated features / 2]: the position that each frequency turns by: 0 for time, 1 for height, 2 for width."""
+    levels: int = 0
+    """Layers, from the first, to whose outputs further features of images are added (Meng et al. 2024, DeepStack)."""

@@ -79,7 +79,9 @@ class ModelRank(ABC):
         self.teacher_heads: TeacherHeads | None = None  # of a policy with teachers, on its last stage
         if settings.distillation is not None and self.chunks[-1].post_process:
             self.teacher_heads = TeacherHeads(settings, self.chunks[-1])
-        self.maker = maker or MicrobatchMaker(config, shape, self.platform, make_tower(settings, self.platform))
+        takes_images = any(chunk.takes_images for chunk in self.chunks)
+        tower = make_tower(settings, self.platform) if takes_images else None
+        self.maker = maker or MicrobatchMaker(config, shape, self.platform, tower)
         self.routing: StepRouting | None = None
         if shape.experts is not None:
             replays = config.moe.replay_routing and not shape.head.is_scalar
@@ -245,8 +247,9 @@ class ModelRank(ABC):
         def forward_step(data: Iterator[Microbatch], module: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             microbatch = next(data)
             # The rotary embedding takes its positions from the packed sequences.
-            options = {"rows": microbatch.rows, "images": microbatch.images}
-            output = module(microbatch.token_ids, None, None, packed_seq_params=microbatch.sequences, **options)
+            output = module(
+                microbatch.token_ids, None, None, packed_seq_params=microbatch.sequences, rows=microbatch.rows
+            )
             return output, lambda output: finish(output[0], microbatch)
 
         # Lazily, one at a time: the index tensors of a whole step may not fit the device.

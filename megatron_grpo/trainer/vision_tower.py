@@ -1,4 +1,4 @@
-"""The frozen vision tower of the first pipeline stage: transformers' own module, and the features of images."""
+"""The frozen vision tower of a rank: transformers' own module, and the features of images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.image_tokens import ImageTokens
 from megatron_grpo.trainer.messages import RankSettings
-from megatron_grpo.trainer.model.build import PlacedImages
+from megatron_grpo.trainer.model.packed_sequences import PlacedImages
 
 KEPT_TOKENS = 2**16
 """Most image tokens whose features are kept: those of the samples of a prompt are computed once."""
@@ -26,8 +26,9 @@ KEPT_TOKENS = 2**16
 class VisionTower:
     """The vision part of a model, which is not trained.
 
-    Every tensor-parallel and context-parallel rank of the first stage has all of it, and computes an image alone, so
-    that its features depend neither on the layout nor on the images beside it. It is loaded with the first image.
+    Every rank whose layers take features has all of it, and computes an image alone, so that its features depend
+    neither on the layout nor on the images beside it. Those are the ranks of the first pipeline stage, and of others
+    with one of the first layers where features enter these too. It is loaded with the first image.
     """
 
     def __init__(self, settings: RankSettings, platform: Platform) -> None:
@@ -45,7 +46,7 @@ class VisionTower:
         return PlacedImages(move(tokens.slots), features[move(tokens.features)])
 
     def _find_features(self, image: StoredImage) -> Tensor:
-        """Find or compute an image's features: [tokens, hidden]."""
+        """Find or compute an image's features: [tokens, 1 + levels, hidden]."""
         features = self._features.pop(image.digest, None)
         if features is None:
             features = self._compute_features(image)
@@ -69,8 +70,8 @@ class VisionTower:
             text = f"{grid[0, 1]} x {grid[0, 2]} patches, and {image.rows} x {image.columns} when its prompt was made"
             raise RunError(f"the image {image.digest} has {text}; its processor in {self._folder} has changed")
         values = pixels["pixel_values"].to(self._platform.device, self._dtype)
-        features: Tensor = self._tower(values, grid_thw=grid.to(self._platform.device)).pooler_output
-        return features
+        output = self._tower(values, grid_thw=grid.to(self._platform.device))
+        return torch.stack([output.pooler_output, *(getattr(output, "deepstack_features", None) or ())], dim=1)
 
 
 def make_tower(settings: RankSettings, platform: Platform) -> VisionTower | None:

@@ -19,7 +19,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LossConfig, MoeConfig
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.models.families import add_text_prefix, find_family, is_carried
+from megatron_grpo.models.families import add_text_prefix, find_family, is_carried, measure_tensors
 from megatron_grpo.models.families.reading import UnknownFamilyError, read_model_shape
 from megatron_grpo.models.shape import ExpertShape, ModelShape, read_config_json
 from megatron_grpo.models.source import download_config, fetch_model_folder, find_local_folder, is_hub_name
@@ -346,9 +346,10 @@ def _run_transformers(
 def _name_as_stored(model: Any, tensors: dict[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
     """Give trained tensors of transformers' model the folder's names and form."""
     if shape.vision is not None:
-        stored = revert_weight_conversion(model, tensors)
+        stored, sizes = revert_weight_conversion(model, tensors), measure_tensors(shape)
         trained = {name: tensor for name, tensor in stored.items() if not is_carried(name, shape)}
-        return {add_text_prefix(name, shape.text_prefix): tensor for name, tensor in trained.items()}
+        # transformers turns Qwen3-VL's experts over when it loads them, and does not turn them back.
+        return {name: tensor if tensor.shape == sizes.get(name) else tensor.mT for name, tensor in trained.items()}
     if shape.experts is None or not shape.experts.packed:  # transformers, too, has packed experts
         tensors = revert_weight_conversion(model, tensors)
     return {add_text_prefix(name, shape.text_prefix): tensor for name, tensor in tensors.items()}
@@ -357,7 +358,7 @@ def _name_as_stored(model: Any, tensors: dict[str, Tensor], shape: ModelShape) -
 def _keep_router_logits(model: Any) -> list[Tensor]:
     """Make the model append its routers' logits, [tokens, experts], to a list."""
     router_logits: list[Tensor] = []
-    for layer in model.model.layers:
+    for layer in getattr(model.model, "language_model", model.model).layers:
         router = find_router(layer)
         if hasattr(router, "proj"):  # Gemma 4's router returns probabilities
             router.proj.register_forward_hook(lambda _module, _inputs, logits: router_logits.append(logits))

@@ -157,6 +157,8 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
     if vision is not None and architecture == vision.architecture:
         _require_model_type(raw, (vision.model_type,), architecture)
         shape = family.read(_select_text_part(raw, vision))
+        if vision.packs_experts and shape.experts is not None:
+            shape = replace(shape, experts=replace(shape.experts, packed=True))
         if vision.images is not None:
             shape = replace(shape, vision=read_vision_shape(raw, vision.images, shape))
         tied = shape.tied_embeddings or read_flag(raw, "tie_word_embeddings", default=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -25,18 +25,12 @@ from megatron_grpo.models.weight_map import pad_vocab
 from megatron_grpo.platform.device import Platform, detect_platform
 from megatron_grpo.trainer.model.attention import RotaryAtPositions, RotaryTable, compute_scaled_rope
 from megatron_grpo.trainer.model.experts import ExpertRouter, mark_experts
+from megatron_grpo.trainer.model.image_layer import ImageLayer
 from megatron_grpo.trainer.model.layer_spec import build_layer_specs, uses_transformer_engine
 from megatron_grpo.trainer.model.lora import train_adapters_alone
 from megatron_grpo.trainer.model.megatron_config import build_transformer_config, require_fp8
+from megatron_grpo.trainer.model.packed_sequences import PackedSequences
 from megatron_grpo.trainer.model.rounding import keep_outer_layers
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedImages:
-    """Features of images, and the places of their tokens on this rank."""
-
-    slots: Tensor  # [image tokens of this rank], int64: index among the tokens that the rank embeds
-    features: Tensor  # [image tokens of this rank, hidden]
 
 
 class DecoderModel(GPTModel):
@@ -46,18 +40,16 @@ class DecoderModel(GPTModel):
     padding never reach it, and logits of all tokens are never held.
     """
 
-    def forward(
-        self, *arguments: Any, rows: Tensor | None = None, images: PlacedImages | None = None, **keywords: Any
-    ) -> Tensor:
+    def forward(self, *arguments: Any, rows: Tensor | None = None, **keywords: Any) -> Tensor:
         """Compute logits of all tokens or, of chosen ones, hidden states.
 
-        `rows`: [rows], int64, indices of the chosen tokens; only the last stage reads them. `images`: features in place
-        of the embeddings of their tokens; only the first stage reads them.
+        `rows`: [rows], int64, indices of the chosen tokens; only the last stage reads them. On the first stage features
+        of images are in place of the embeddings of their tokens.
         """
-        select = None if rows is None else self._select_rows
-        if images is not None and self.pre_process:
-            embedded = self.embedding(input_ids=arguments[0], position_ids=None)
-            keywords["decoder_input"] = embedded.index_copy(0, images.slots, images.features[:, None].type_as(embedded))
+        select, packed = None if rows is None else self._select_rows, keywords.get("packed_seq_params")
+        if self.pre_process and isinstance(packed, PackedSequences) and packed.images is not None:
+            embedded, images = self.embedding(input_ids=arguments[0], position_ids=None), packed.images
+            keywords["decoder_input"] = embedded.index_copy(0, images.slots, images.features[:, :1].type_as(embedded))
         output: Tensor = super().forward(*arguments, output_processor=select, output_processor_context=rows, **keywords)
         return output
 
@@ -67,6 +59,11 @@ class DecoderModel(GPTModel):
             # Every rank gets the complete gradient of the rows from the head, so backward only slices out its tokens.
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return hidden_states[context].transpose(0, 1)
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether a layer here takes features of images, or the embedding."""
+        return self.pre_process or any(isinstance(layer, ImageLayer) for layer in self.decoder.layers)
 
     @property
     def head_weight(self) -> Tensor:
