@@ -35,8 +35,8 @@ def make_image_model(folder: Path, seed: int = 0, name: str = "qwen2_5_vl", **te
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
+        for key, parameter in model.named_parameters():
+            if "norm" in key:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
             else:
                 parameter.normal_(0.0, 0.1)
