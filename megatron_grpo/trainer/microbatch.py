@@ -55,7 +55,7 @@ class MicrobatchMaker:
         self, config: PolicyConfig, shape: ModelShape, platform: Platform, tower: VisionTower | None = None
     ) -> None:
         """`tower`: makes features of images; None: no layer of this rank takes them."""
-        self._tower = tower
+        self.tower = tower
         self._config, self._parallel, self._shape = config, config.parallel, shape
         self._move = platform.move
         uses_te = uses_transformer_engine(shape, platform, config.precision)
@@ -140,13 +140,13 @@ class MicrobatchMaker:
 
     def _place_images(self, layout: packs.PackedLayout, batch: TokenBatch) -> packs.PlacedImages | None:
         """Compute features of images for the tokens that this rank embeds."""
-        if self._tower is None or batch.images is None or not any(batch.images):
+        if self.tower is None or batch.images is None or not any(batch.images):
             return None
         part, parts = 0, 1
         if self._parallel.sequence:
             part, parts = parallel_state.get_tensor_model_parallel_rank(), self._parallel.tensor
         source = packs.select_source(layout, part=part, parts=parts)
-        return self._tower.compute(ImageTokens.locate(batch, source, self._shape))
+        return self.tower.compute(ImageTokens.locate(batch, source, self._shape))
 
     def _find_grid_positions(self, layout: packs.PackedLayout, batch: TokenBatch) -> NDArray[np.int64]:
         """Find the positions of this rank's tokens in time, height and width: [3, tokens]."""

@@ -289,21 +289,26 @@ def count_tokens(batch: TokenBatch) -> GlobalCounts:
 
 
 def compute_truth(
-    folder: Path, batch: TokenBatch, loss: SequenceLoss | None = None, store: Path | None = None
+    folder: Path,
+    batch: TokenBatch,
+    loss: SequenceLoss | None = None,
+    store: Path | None = None,
+    shape: ModelShape | None = None,
 ) -> Truth:
     """Compute a batch in transformers, in float32 and in float64.
 
     One sequence at a time, without padding. `loss`: of the whole batch; None: that of `make_loss`. `store`: of the
-    images that sequences have; None: they have none.
+    images that sequences have; None: they have none. `shape`: with the vision tower if that is trained; None: as read.
 
     Raises:
         RunError: transformers cannot load or compute the model.
     """
     try:
-        loss = loss or write_out_loss(batch)
-        logprobs, gradients, weights, _ = _run_transformers(folder, batch, torch.float32, loss, store)
+        loss, shape = loss or write_out_loss(batch), shape or read_model_shape(folder)
+        arguments = loss, store, shape
+        logprobs, gradients, weights, _ = _run_transformers(folder, batch, torch.float32, *arguments)
         with DoublePrecision():
-            exact_logprobs, exact_gradients, _, total = _run_transformers(folder, batch, torch.float64, loss, store)
+            exact_logprobs, exact_gradients, _, total = _run_transformers(folder, batch, torch.float64, *arguments)
     except Exception as error:  # a model's own code may raise anything
         raise RunError(f"transformers cannot compute {folder}: {type(error).__name__}: {error}") from error
     reference = measure_distance(logprobs, gradients, exact_logprobs, exact_gradients)
@@ -311,12 +316,13 @@ def compute_truth(
 
 
 def _run_transformers(
-    folder: Path, batch: TokenBatch, dtype: torch.dtype, loss: SequenceLoss, store: Path | None
+    folder: Path, batch: TokenBatch, dtype: torch.dtype, loss: SequenceLoss, store: Path | None, shape: ModelShape
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor], float]:
     """Compute log-probabilities, gradients, weights and loss, as `Truth` has them."""
-    shape = read_model_shape(folder)
     load = load_eager_model if shape.vision is None else load_whole_model
     model = load(folder, dtype).to(dtype)  # some families keep parameters in float32
+    if shape.vision is not None:
+        model.model.visual.requires_grad_(shape.vision.trained is not None)
     # torch leaves the gradient of this token's row out. Training has no such token: padding is never computed.
     model.get_input_embeddings().padding_idx = None
     experts = shape.experts

@@ -69,12 +69,11 @@ def _draw_pictures(vision: VisionShape, folder: Path, store: Path, seed: int) ->
 
 
 def load_whole_model(folder: Path, dtype: torch.dtype) -> Any:
-    """Load a vision model in transformers' plain torch code, with its vision tower frozen."""
+    """Load a vision model in transformers' plain torch code."""
     from transformers import AutoModelForImageTextToText
 
     options: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, trust_remote_code=False, **options)
-    model.model.visual.requires_grad_(False)
     return model.eval()
 
 

@@ -39,10 +39,21 @@ def test_two_ranks_share_the_tokens_of_an_image(tmp_path: Path, capsys: pytest.C
     ]
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe"])
-def test_one_rank(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("name", "tower"), [("qwen3_vl", "true"), ("qwen3_vl_moe", "false")])
+def test_one_rank(name: str, tower: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_image_model(tmp_path / "model", name=name)
-    assert len(run_verify(tmp_path / "model", capsys, "layouts=[tp1]")) == 1
+    assert len(run_verify(tmp_path / "model", capsys, "layouts=[tp1]", f"tower={tower}")) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layouts"), [("qwen2_5_vl", "tp2,pp2,tp2cp2"), ("qwen3_vl", "tp2sp,cp2,dp2"), ("qwen3_vl_moe", "ep2,tp2")]
+)
+def test_a_trained_tower(name: str, layouts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = {"num_hidden_layers": 4} if name == "qwen2_5_vl" else {}
+    make_image_model(tmp_path / "model", name=name, **text)
+    rows = run_verify(tmp_path / "model", capsys, f"layouts=[{layouts}]", "packing=both", "tower=true")
+    assert len(rows) == 2 * (1 + len(layouts.split(",")))
 
 
 @pytest.mark.slow

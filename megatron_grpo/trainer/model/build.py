@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from megatron_grpo.cluster.process_log import AdviceOnce
 from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.vision_shape import TrainedTower
 from megatron_grpo.models.weight_map import pad_vocab
 from megatron_grpo.platform.device import Platform, detect_platform
 from megatron_grpo.trainer.model.attention import RotaryAtPositions, RotaryTable, compute_scaled_rope
@@ -31,6 +33,7 @@ from megatron_grpo.trainer.model.lora import train_adapters_alone
 from megatron_grpo.trainer.model.megatron_config import build_transformer_config, require_fp8
 from megatron_grpo.trainer.model.packed_sequences import PackedSequences
 from megatron_grpo.trainer.model.rounding import keep_outer_layers
+from megatron_grpo.trainer.model.vision_module import build_vision_module
 
 
 class DecoderModel(GPTModel):
@@ -59,6 +62,8 @@ class DecoderModel(GPTModel):
             # Every rank gets the complete gradient of the rows from the head, so backward only slices out its tokens.
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return hidden_states[context].transpose(0, 1)
+
+    vision_tower: Any  # one that is trained, in the first chunk of the first stage; None: there is none here
 
     @property
     def takes_images(self) -> bool:
@@ -148,6 +153,22 @@ def build_reference(
     return copies
 
 
+def _add_tower(model: DecoderModel, trained: TrainedTower | None) -> None:
+    """Add the vision tower, if it is trained, to the first chunk of the first stage."""
+    model.vision_tower = None
+    if trained is None:
+        return
+    if not model.pre_process:
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        assert first or not model.takes_images, "features that another stage takes have no way back to the tower"
+        return
+    module = build_vision_module(Path(trained.folder), model.config.params_dtype).to(model.config.platform.device)
+    for parameter in module.parameters():
+        # Under sequence parallelism a rank has the gradients of the features of its own tokens alone.
+        parameter.sequence_parallel = model.config.sequence_parallel
+    model.vision_tower = module
+
+
 def _find_rotated_share(shape: ModelShape) -> float:
     # Megatron-Core rounds head_dim * share down, which must not lose a feature to rounding.
     is_partial = shape.rotated_dim not in (None, shape.head_dim)
@@ -196,6 +217,7 @@ def _build_chunk(
             rotaries.append(local)
         axes = () if shape.vision is None else shape.vision.rotary_axes
         model.rotary_pos_emb = RotaryAtPositions(*rotaries, axes=axes)
+    _add_tower(model, None if shape.vision is None else shape.vision.trained)
     if shape.embedding_scale is not None and model.pre_process:
         scale = float(torch.tensor(shape.embedding_scale, dtype=settings.params_dtype))  # rounded as the embeddings are
         model.embedding.register_forward_hook(lambda _module, _inputs, embedded: embedded * scale)
