@@ -87,7 +87,7 @@ class Placement:
         self._unsettled = False
 
     def sleep_engines(self, timer: StepTimer, *, keep_weights: bool = True) -> None:
-        """Put engines to sleep, for models that are on the devices or start there."""
+        """Put engines to sleep, and leave the devices to models."""
         if self._engines is None or not (self._has_engines_awake or self._unsettled):
             return
         with timer.phase("sleep"):

@@ -250,7 +250,7 @@ def _resume(config: Config, startup: Startup, models: Models, loader: BatchLoade
     if is_restart or startup.start_from.result() is not None:
         # Only now can ranks read what they will load; in damaged checkpoints they find what the driver did not.
         path = checkpointer.find_start(read_contents=read_by_ranks(by_folder), is_restart=is_restart)
-    checkpointer.abandon()
+    checkpointer.pending = None  # of lost ranks; its folder is a leftover
     checkpointer.remove_leftovers()
     if path is not None:
         progress = _read_progress(config, path)

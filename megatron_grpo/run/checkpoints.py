@@ -78,11 +78,7 @@ class Checkpointer:
         return step % self.config.save_period == 0 or (minutes is not None and passed_s >= 60 * minutes)
 
     def find_start(
-        self,
-        stop: Event | None = None,
-        read_contents: files.ReadContents | None = None,
-        *,
-        is_restart: bool = False,
+        self, stop: Event | None = None, read_contents: files.ReadContents | None = None, *, is_restart: bool = False
     ) -> Path | None:
         """Find the checkpoint to start from (checkpointing.resume), and verify its files.
 
@@ -198,10 +194,6 @@ class Checkpointer:
             reason, steps = "the disk is full" if is_full else error, self.list_steps()
             advice = f"{self.locate(steps[-1])} is the last checkpoint" if steps else "there is no earlier checkpoint"
             raise RunError(f"{self.locate(step)} cannot be written: {reason}; {advice}") from error
-
-    def abandon(self) -> None:
-        """Forget the pending checkpoint, whose ranks are lost."""
-        self.pending = None  # `remove_leftovers` deletes its folder
 
     def replace_state(self, step: int, state: Mapping[str, Any]) -> None:
         """Atomically replace the driver's state in a checkpoint, then prune."""

@@ -98,9 +98,9 @@ def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitS
 
 
 def restart_models(models: Models, cluster: RayCluster) -> None:
-    """End all ranks, and begin to start new ones; engines that share their devices sleep.
+    """End all ranks, and begin to start new ones.
 
-    RunError: the policy's ranks have come to other GPUs than its engines.
+    Engines that share their devices sleep. RunError: the policy's ranks have come to other GPUs than its engines.
     """
     for model in models.by_name.values():
         model.replace_actors()
