@@ -223,6 +223,8 @@ class VllmEngine(Engine):
         calls.append(await_alive(llm, llm.update_weight_version(str(version))))
         if not self._settings.keeps_cache:
             calls.append(await_alive(llm, llm.reset_prefix_cache()))
+        if self._settings.images is not None and self._settings.images.is_tower_trained:
+            calls.append(await_alive(llm, llm.reset_encoder_cache()))  # features of images
         outcomes = await asyncio.gather(*calls, return_exceptions=True)  # waits for all, even if one fails
         for outcome in outcomes:
             if isinstance(outcome, BaseException):

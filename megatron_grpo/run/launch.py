@@ -146,7 +146,8 @@ def make_engine_images(config: Config, folder: Path) -> EngineImages | None:
         return None
     vision = read_model_shape(folder).vision
     assert vision is not None, "checks refuse images for a model that does not see"
-    return EngineImages(str(locate_images(config.run_dir)), vision, config.data.max_images)
+    folder_of_images, is_trained = str(locate_images(config.run_dir)), config.policy.train_vision_tower
+    return EngineImages(folder_of_images, vision, config.data.max_images, is_trained)
 
 
 def make_policy_settings(config: Config, folder: Path) -> RankSettings:

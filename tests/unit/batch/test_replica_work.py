@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -97,7 +97,6 @@ RESPONSES = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(
     partitions=st.lists(st.lists(RESPONSES, min_size=1, max_size=4), min_size=1, max_size=3),
     names=st.lists(st.sampled_from(sorted(STORED_DTYPES)), unique=True),
