@@ -55,6 +55,7 @@ def locate_sections(axis: str, sizes: Mapping[str, int]) -> Parts:
 def _locate_parts(tree: ast.expr, sizes: Mapping[str, int]) -> tuple[int, Parts]:
     """Count an axis's rows, and locate its sections."""
     if isinstance(tree, ast.Constant):
+        assert isinstance(tree.value, int), ast.unparse(tree)
         return tree.value, [(0, ((str(tree.value), tree.value, 1),))]
     if isinstance(tree, ast.Name):
         size = 1 if tree.id in LABELS else sizes[tree.id]

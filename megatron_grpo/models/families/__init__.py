@@ -136,8 +136,10 @@ def build_weight_map(shape: ModelShape) -> tuple[WeightEntry, ...]:
 
 def _map_tower(shape: ModelShape) -> Iterator[WeightEntry]:
     """Map the parameters of a vision tower that is trained."""
-    tower = None if shape.vision is None else shape.vision.trained
-    for name, sizes in () if tower is None else tower.tensors:
+    if shape.vision is None or shape.vision.trained is None:
+        return
+    tower = shape.vision.trained
+    for name, sizes in tower.tensors:
         yield _map_outer(f"{TOWER}{name}", f"{tower.prefix}{name}", *map(str, sizes))
 
 
