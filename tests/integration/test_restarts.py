@@ -49,40 +49,50 @@ def test_a_rank_that_dies_in_training_costs_the_steps_since_the_checkpoint(
     assert [start["resumed_after"] for start in read_jsonl(run.run_dir / "starts.jsonl")] == [None, 3]
 
 
+@pytest.fixture(scope="module")
+def light_run(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
+    """Four steps of two minibatches each, without interruption."""
+    folder = tmp_path_factory.mktemp("light")
+    return complete(TrainingRun(folder / "run", *OPTIONS["every_moment"]), timeout_s=900)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "faults",
+    [
+        f"generation:1:{KILL},validation:1:{KILL}",  # the first one before there is a checkpoint
+        f"log-probabilities:2:{KILL},restart:1:{KILL},training:5:{STOP},checkpoint:4:{KILL}",
+    ],
+)
 def test_a_rank_that_dies_at_any_other_moment_or_hangs(
-    straight_run: TrainingRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    faults: str, light_run: TrainingRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faults = [
-        f"generation:2:{KILL}",  # of step 1: there is no checkpoint yet
-        f"validation:3:{KILL}",  # that of step 3
-        f"checkpoint:1:{KILL}",
-        f"log-probabilities:9:{KILL}",
-        f"restart:1:{KILL}",
-        f"refit:16:{KILL}",
-        f"training:12:{STOP}",
-    ]
-    options = (*SHORT, "cluster.max_restarts=20", "policy.timeout_s=60", "refit.timeout_s=60")
-    run = faulty_run(tmp_path / "run", monkeypatch, ",".join(faults), *options)
+    run = faulty_run(tmp_path / "run", monkeypatch, faults, *OPTIONS["every_moment"])
+    assert run.log().count("fault at ") == faults.count(",") + 1, run.log()
+    expect_same_run(run, light_run, list_starts(run))
+    assert len(list_starts(run)) == faults.count(",") + 1
+
+
+def list_starts(run: TrainingRun) -> list[str]:
+    """Where each restart goes back to, by its warning."""
     warnings = [line for line in run.log().splitlines() if line.startswith("restart ")]
-    starts = [warning.partition("the run goes back to ")[2].partition(";")[0] for warning in warnings]
-    assert len(starts) == run.log().count("fault at "), run.log()
-    expect_same_run(run, straight_run, starts)
+    return [warning.partition("the run goes back to ")[2].partition(";")[0] for warning in warnings]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo", "asynchronous", "colocated"])
 def test_other_loops_and_placements(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = "quickstart_ppo" if name == "ppo" else "quickstart"
+    recipe, fault = ("quickstart_ppo", f"training:5:{KILL}") if name == "ppo" else ("quickstart", f"training:3:{KILL}")
+    straight = complete(TrainingRun(tmp_path / "straight", *OPTIONS[name], recipe=recipe), timeout_s=900)
     if name == "ppo":
         monkeypatch.setenv("FAULTY_VALUE", "1")
-    straight = complete(TrainingRun(tmp_path / "straight", *OPTIONS[name], recipe=recipe), timeout_s=900)
-    run = faulty_run(tmp_path / "run", monkeypatch, f"training:3:{KILL}", *OPTIONS[name], recipe=recipe)
+    run = faulty_run(tmp_path / "run", monkeypatch, fault, *OPTIONS[name], recipe=recipe)
+    assert len(list_starts(run)) == 1, run.log()
     if name == "asynchronous":  # the weights under a response depend on the clock
         assert [row["step"] for row in run.metrics()] == [row["step"] for row in straight.metrics()]
         assert read_prompts(run) == read_prompts(straight), "a prompt is lost or repeated"
     else:
-        expect_same_run(run, straight, ["step 1" if name == "ppo" else "step 2"])
+        expect_same_run(run, straight, list_starts(run))
 
 
 def read_prompts(run: TrainingRun) -> list[list[int]]:
