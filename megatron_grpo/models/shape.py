@@ -37,8 +37,7 @@ LayerKind = Literal[
     "latent_experts",
     "image_features",
 ]
-"""Kinds of layers, by their attention or what stands in its place (mixer), and by their feed-forward network (mlp).
-Features of images are added to the output of layers of the last kind."""
+"""Kinds of layers, by their attention or what stands in its place (mixer), and by their feed-forward network (mlp)."""
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
 """Activation of the gate in the feed-forward; gelu_tanh: GeLU in its approximation by tanh; clamped_swiglu: that of
@@ -192,8 +191,7 @@ class ModelShape:
     max_positions: int
     qkv_bias: bool
     qk_norm: bool  # each head of queries and keys is normalised
-    full_width_qk_norm: bool = False
-    """Whether all heads of queries are normalised together, and all of keys."""
+    full_width_qk_norm: bool = False  # all heads of queries are normalised together, and all of keys
     rotated_dim: int | None = None  # features of a head that are rotated, its first; None: all
     interleaved_rope: bool = False  # neighbours are rotated against each other instead of halves
     attention_bias: bool = False  # of the projection of attention's output
@@ -207,8 +205,7 @@ class ModelShape:
     """Whether the outputs of attention and feed-forward are normalised before they join the residual stream."""
     activation: Activation = "silu"
     softmax_scale: float | None = None  # factor of query-key products; None: 1 / sqrt(head_dim)
-    embedding_scale: float | None = None
-    """Factor of the embeddings, rounded to their dtype; None: embeddings are not scaled."""
+    embedding_scale: float | None = None  # factor of embeddings, rounded to their dtype; None: they are not scaled
     window: int | None = None
     """Tokens that each token attends to in layers with a window, itself included; None: no layer has one."""
     windowed: tuple[bool, ...] = ()  # [layers]: whether a layer has the window; empty: none has

@@ -102,8 +102,7 @@ class ModelOptimizer:
     def __init__(
         self, chunks: Sequence[GPTModel], config: PolicyConfig, decay_steps: int, decay: NamedFormula | None = None
     ) -> None:
-        settings = config.optimizer
-        shared = chunks[0].config  # all chunks have one configuration
+        settings, shared = config.optimizer, chunks[0].config  # all chunks have one configuration
         overlap_grad_reduce, self._gathers_late = _choose_overlaps(config, is_like_cuda=shared.platform.is_like_cuda)
         ours = {
             "grad_reduce_in_fp32": True,
@@ -115,11 +114,10 @@ class ModelOptimizer:
         buffers = build_megatron_config(DistributedDataParallelConfig, ours, config.ddp)
         self.chunks = list(_wrap_chunks(chunks, buffers, config))
 
-        self._complete_late: Callable[[], None] | None = None
+        self._complete_late: Callable[[], None] = lambda: None
 
         def sum_model_grads(model: Sequence[torch.nn.Module], _num_tokens: Any = None, **keywords: Any) -> None:
-            if self._complete_late is not None:
-                self._complete_late()
+            self._complete_late()
             finalize_model_grads(list(model), None, **keywords)  # without Megatron's division by the number of tokens
 
         shared.finalize_model_grads_func = sum_model_grads  # its schedule calls it after the last microbatch
@@ -144,12 +142,10 @@ class ModelOptimizer:
         """Let `backward` compute a module's gradients behind the last microbatch; it is in the first chunk."""
 
         def complete() -> None:
-            chunk = self.chunks[0]
-            with chunk.no_sync():
+            with self.chunks[0].no_sync():
                 backward()
-            if chunk.ddp_config.overlap_grad_reduce:  # the other gradients are being reduced already
-                for parameter in module.parameters():
-                    chunk.param_to_bucket_group[parameter].register_grad_ready(parameter)
+            for parameter in module.parameters() if self.chunks[0].ddp_config.overlap_grad_reduce else ():
+                self.chunks[0].param_to_bucket_group[parameter].register_grad_ready(parameter)
 
         self._complete_late = complete
 

@@ -1,9 +1,8 @@
 """One rank of a model in training: its shard, forward passes, optimizer steps, the reference policy. Without Ray.
 
-`planning/` builds the same ranks on tensors without numbers. It passes in
-- a `Platform` whose `move` makes such tensors, and whose `layer_modules` replace Transformer Engine's;
-- `maker`, a maker of microbatches that leaves the dry run's tensor modes;
-and sets `PolicyRank.head_kernel`, which turns hidden states into log-probabilities.
+`planning/` builds the same ranks on tensors without numbers. It passes in a `Platform` whose `move`
+makes such tensors, and whose `layer_modules` replace Transformer Engine's; `maker`, which leaves the dry run's tensor
+modes; and it sets `PolicyRank.head_kernel`, which turns hidden states into log-probabilities.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from megatron_grpo.trainer.optimizer import FrozenOptimizer, ModelOptimizer
 from megatron_grpo.trainer.parallel import StageCommunicator, collect_schedule_groups
 from megatron_grpo.trainer.step_record import StepRecorder
 from megatron_grpo.trainer.teacher import TeacherHeads, compute_teacher_output
-from megatron_grpo.trainer.vision_tower import make_tower
+from megatron_grpo.trainer.vision_tower import make_tower, use_tower
 from megatron_grpo_kernels.filtered_logprob import filtered_logprobs
 from megatron_grpo_kernels.head import HeadKernel
 from megatron_grpo_kernels.logprob import linear_logprobs
@@ -206,8 +205,7 @@ class ModelRank(ABC):
         # head adds, in place of the output.
         for chunk in chunks:
             chunk.eval()
-        # The last row takes the outputs of no token (index -1).
-        rows = sum(batch.lengths) + 1
+        rows = sum(batch.lengths) + 1  # the last takes the outputs of no token (index -1)
         result: Tensor | None = None
 
         def keep(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, None]:
@@ -247,10 +245,8 @@ class ModelRank(ABC):
 
         def forward_step(data: Iterator[Microbatch], module: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             microbatch = next(data)
-            # The rotary embedding takes its positions from the packed sequences.
-            output = module(
-                microbatch.token_ids, None, None, packed_seq_params=microbatch.sequences, rows=microbatch.rows
-            )
+            options = {"packed_seq_params": microbatch.sequences, "rows": microbatch.rows}
+            output = module(microbatch.token_ids, None, None, **options)  # positions are in the packed sequences
             return output, lambda output: finish(output[0], microbatch)
 
         # Lazily, one at a time: the index tensors of a whole step may not fit the device.
@@ -323,19 +319,8 @@ class PolicyRank(ModelRank):
                 with adapters_off(self.chunks):
                     return self._forward_tokens(self.gather_chunks(), batch, microbatches)
             loaded = on_device(self.reference, self.platform.device) if reference.offload else nullcontext()
-            with loaded, self._use_tower(self.reference):
+            with loaded, use_tower(self.maker, self.settings, self.platform, self.reference):
                 return self._forward_tokens(self.reference, batch, microbatches)
-
-    @contextmanager
-    def _use_tower(self, chunks: list[DecoderModel]) -> Iterator[None]:
-        """Compute images with the tower of other chunks, if they have their own."""
-        tower = self.maker.tower
-        if chunks[0].vision_tower is not None:
-            self.maker.tower = make_tower(self.settings, self.platform, chunks)
-        try:
-            yield
-        finally:
-            self.maker.tower = tower
 
     def compute_entropy(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """Compute the entropy of the distribution that drew each token."""

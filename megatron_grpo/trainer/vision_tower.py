@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.build import DecoderModel
 from megatron_grpo.trainer.model.packed_sequences import PlacedImages
 from megatron_grpo.trainer.model.vision_module import build_vision_module
+
+if TYPE_CHECKING:
+    from megatron_grpo.trainer.microbatch import MicrobatchMaker
 
 KEPT_TOKENS = 2**16
 """Most image tokens whose features are kept: those of the samples of a prompt are computed once."""
@@ -106,6 +110,20 @@ def make_tower(settings: RankSettings, platform: Platform, chunks: Sequence[Deco
     if settings.shape.vision is None or not settings.folder or not any(chunk.takes_images for chunk in chunks):
         return None
     return VisionTower(settings, platform, chunks[0].vision_tower)
+
+
+@contextmanager
+def use_tower(
+    maker: MicrobatchMaker, settings: RankSettings, platform: Platform, chunks: Sequence[DecoderModel]
+) -> Iterator[None]:
+    """Compute images with the tower of other chunks, if they have their own."""
+    tower = maker.tower
+    if chunks[0].vision_tower is not None:
+        maker.tower = make_tower(settings, platform, chunks)
+    try:
+        yield
+    finally:
+        maker.tower = tower
 
 
 def load_tower(folder: Path, shape: ModelShape, dtype: torch.dtype) -> Any:
