@@ -38,6 +38,7 @@ from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.conversation_checks import load_examined_prompts
 from megatron_grpo.preflight.environment_checks import check_user_code
+from megatron_grpo.preflight.script_checks import require_processor
 from megatron_grpo.prepare.models import prepare
 from megatron_grpo.rollouts.engine_replacer import RestoreEngines, refuse_to_restore
 from megatron_grpo.rollouts.pool import RolloutPool
@@ -47,7 +48,7 @@ from megatron_grpo.run.directory import ENGINES_FILE, POLICY_FOLDER, VALUE_FOLDE
 from megatron_grpo.run.exports import export_checkpoint_model
 from megatron_grpo.run.launch import Models, restore_from_folder, start_engines, start_models, start_rollouts
 from megatron_grpo.run.lifetime import Startup, open_run
-from megatron_grpo.run.user_objects import Callbacks
+from megatron_grpo.run.user_objects import Callbacks, UserObjects
 from megatron_grpo.weight_sync.refit_checks import Canary
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 
@@ -55,19 +56,24 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
+def setup(config: Config, startup: Startup | None = None, *, processor: Any = None) -> Iterator[Any]:
     """Start or continue a run; leaving the context ends its processes.
 
     Yields a run of the algorithm's type (`Algorithm.run`). With debug.train=false it is a SamplingRun without models,
     whose engines have the weights of the model folder. Without a `startup` from `open_run` Ray starts and ends here.
+    `processor`: the model's own processor of images and text, whose tokenizer replaces the folder's; None: none.
 
-    Raises ConfigError if the run's folder, the checkpoint to start from or a reward function cannot be used, and
-    RunError if a process did not start; the message says which.
+    Raises ConfigError if the run's folder, the checkpoint to start from, the processor or a reward function cannot be
+    used, and RunError if a process did not start; the message says which.
     """
     with ExitStack() as stack:
         if startup is None:
+            objects = UserObjects()
+            if processor is not None:
+                require_processor(processor, config.policy.model.path)
+                objects = UserObjects(tokenizer=processor.tokenizer)
             check_user_code(config)
-            startup = stack.enter_context(open_run(config))
+            startup = stack.enter_context(open_run(config, objects))
         _send_own_modules(config.method)
         run = _start_run(config, startup, stack)
         startup.write_summary = run.logger.write_summary
