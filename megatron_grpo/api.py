@@ -23,9 +23,11 @@ from megatron_grpo.config.paths import SCRIPT_STREAM
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.image_rows import write_images
 from megatron_grpo.data.table_values import StreamedRows
+from megatron_grpo.models.image_processor import require_own_processor
+from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.observability.run_files import read_steps
 from megatron_grpo.preflight.load import check_config, check_overrides
-from megatron_grpo.preflight.script_checks import find_argument_problems, find_processor_problems, require_processor
+from megatron_grpo.preflight.script_checks import find_argument_problems, find_processor_problems
 from megatron_grpo.run.user_objects import Callback, ScriptData, UserObjects
 
 Overrides = str | Sequence[str] | Mapping[str, Any]
@@ -94,7 +96,7 @@ def train(
         checked = _check_arguments(config, sets, rewards or (), environments or {}, functions, files)
         run_config = checked.require()
         if processor is not None:
-            require_processor(processor, run_config.policy.model.path)
+            require_own_processor(processor, fetch_model_folder(run_config.policy.model.path))
         for remark in checked.remarks:
             print(f"{remark.subject} {remark.text}", flush=True)
         # Only now, so that a refused start leaves the run's folder unchanged.

@@ -26,19 +26,21 @@ from megatron_grpo.batch.generation_requests import make_sampling_settings
 from megatron_grpo.batch.special_tokens import StopConditions
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.algorithms import Algorithm
+from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.loop_schema import SampledLoopConfig
 from megatron_grpo.config.outside_text import describe_error
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import PromptData
 from megatron_grpo.data.loader import BatchLoader
 from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.models.image_processor import require_own_processor
 from megatron_grpo.models.source import fetch_model_folder, is_prepared
 from megatron_grpo.observability.run_files import write_json
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.conversation_checks import load_examined_prompts
 from megatron_grpo.preflight.environment_checks import check_user_code
-from megatron_grpo.preflight.script_checks import require_processor
+from megatron_grpo.preflight.script_checks import find_processor_problems
 from megatron_grpo.prepare.models import prepare
 from megatron_grpo.rollouts.engine_replacer import RestoreEngines, refuse_to_restore
 from megatron_grpo.rollouts.pool import RolloutPool
@@ -70,7 +72,9 @@ def setup(config: Config, startup: Startup | None = None, *, processor: Any = No
         if startup is None:
             objects = UserObjects()
             if processor is not None:
-                require_processor(processor, config.policy.model.path)
+                if problems := list(find_processor_problems(processor)):
+                    raise ConfigError(problems)
+                require_own_processor(processor, fetch_model_folder(config.policy.model.path))
                 objects = UserObjects(tokenizer=processor.tokenizer)
             check_user_code(config)
             startup = stack.enter_context(open_run(config, objects))

@@ -8,11 +8,9 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.config.errors import ConfigError, Problem, to_text
+from megatron_grpo.config.errors import Problem, to_text
 from megatron_grpo.config.keys import load_tables
 from megatron_grpo.config.suggestions import describe_counterpart
-from megatron_grpo.models.image_processor import require_own_processor
-from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.run.user_objects import Callback
 
 # Parts of messages.
@@ -140,13 +138,6 @@ def _find_tokenizer_problems(tokenizer: Any) -> Iterator[Problem]:
     if hasattr(tokenizer, "tokenizer"):
         text = "give it as processor"
     yield Problem("tokenizer", f"is {_describe_kind(tokenizer)}; {text}")
-
-
-def require_processor(processor: Any, model: str) -> None:
-    """ConfigError: `processor` is not that of the model (policy.model.path)."""
-    if problems := list(find_processor_problems(processor)):
-        raise ConfigError(problems)
-    require_own_processor(processor, fetch_model_folder(model))
 
 
 def find_processor_problems(processor: Any) -> Iterator[Problem]:
