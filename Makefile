@@ -26,12 +26,12 @@ PYTEST_UNIT = $(PYTEST) -m "$(MARKS)" -n 4 --durations=10
 PYTEST_BY_FILE = $(PYTEST) -m "$(MARKS)" -n 3 --dist loadfile --no-loadscope-reorder --durations=10
 # Tests of commands beside training, and of benchmarks.
 UNIT_TOOLS := $(addprefix tests/unit/,planning verification config/test_gpu_recipes.py test_changed.py \
-    test_gpu_check.py test_installation.py test_launchers.py test_models_page.py test_new.py test_plan.py \
+    launch test_gpu_check.py test_installation.py test_launchers.py test_models_page.py test_new.py test_plan.py \
     test_refit_plan.py test_same_numbers.py test_scale.py test_wheel.py)
 RUN_TOOLS := $(addprefix tests/parity/,test_doctor_replay.py test_replay.py test_rounding.py test_verify.py \
     test_verify_loss.py) \
     $(addprefix tests/integration/,test_doctor.py test_new_run.py test_replay.py test_replay_runs.py test_report.py \
-    test_slurm.py test_tutorial.py test_watch.py)
+    test_launch.py test_slurm.py test_tutorial.py test_watch.py)
 PART := all
 OPTIONS :=
 SHELL_SCRIPTS := $(wildcard launchers/*.sh launchers/*.sbatch requirements/*.sh) .ci/run

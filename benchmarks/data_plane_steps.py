@@ -24,6 +24,7 @@ from megatron_grpo.algorithms.step_report import StepReport
 from megatron_grpo.batch.generation_requests import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.batch.trajectory import Span
+from megatron_grpo.cluster.actor_processes import ActorProcesses
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.loader import PromptLoader, Prompts, PromptSampler
@@ -117,7 +118,7 @@ class IdleRank(RankActor):
         """Every rank is a replica."""
         torch.set_num_threads(1)
         self.model = cast(Any, IdleModel())
-        return RankReport(data_rank=self.rank, device_name="cpu", startup_s={})
+        return RankReport(data_rank=self.rank, device_name="cpu", startup_s={}, processes=ActorProcesses("here", ()))
 
 
 class IdleTransport(WeightTransport):

@@ -15,12 +15,12 @@ from simulated_parts import RIGHT, WRONG, Member, Times
 
 from megatron_grpo.batch.generation_requests import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.batch.trajectory import Span
+from megatron_grpo.cluster.actor_processes import ActorProcesses
 from megatron_grpo.cluster.futures import wrap_for_pickling
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_interface import EngineStart, LoaderTrace, TensorShapes
-from megatron_grpo.generation.engine_processes import EngineProcesses
 from megatron_grpo.generation.vllm_requests import iterate_finished
 from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.planning.engine_shards import assume_boxes
@@ -148,9 +148,7 @@ class SimulatedEngine:
     async def start(self) -> EngineStart:
         """Begin to decode; the engine has no processes of its own."""
         self._decoder = Decoder(self._times, self._settings.config.sequences_per_engine)
-        return EngineStart(
-            {"processes": 0.0}, EngineProcesses(ray.get_runtime_context().get_node_id(), ()), settings={}
-        )
+        return EngineStart({"processes": 0.0}, ActorProcesses(ray.get_runtime_context().get_node_id(), ()), settings={})
 
     def set_speed(self, speed: float) -> None:
         """From now on decode at this share of the usual speed."""

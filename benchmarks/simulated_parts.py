@@ -18,6 +18,7 @@ import torch
 
 from megatron_grpo.batch.generation_requests import GenerationRequest, SamplingSettings
 from megatron_grpo.batch.token_batch import TokenFields
+from megatron_grpo.cluster.actor_processes import ActorProcesses
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.trainer.messages import ForwardResult, RankReport, RankSettings, RankTrainResult, ReplicaWork
 from megatron_grpo.weight_sync.links import Side
@@ -128,7 +129,7 @@ class SimulatedRank:
         self._is_last_stage = stage == parallel.pipeline - 1
         self._has_loss = self._is_last_stage and self._rank % parallel.tensor == 0
         self._is_output = self._has_loss and self._rank % inner == 0
-        return RankReport(data_rank=data, device_name="cpu", startup_s={})
+        return RankReport(data_rank=data, device_name="cpu", startup_s={}, processes=ActorProcesses("here", ()))
 
     async def train(
         self, work: ReplicaWork, loss_fn: LossFunction, counts: GlobalCounts, limit: float | None = None

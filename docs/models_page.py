@@ -70,8 +70,8 @@ Made by `make docs` from what tests and dry runs showed (`benchmarks/model_proof
 DeepSeek-V3.2's and GLM-5's sparse attention has no engine on a CPU
 ([how it is trained](#sparse-attention)). Not here: Gemma 4 E2B and E4B, and models that read
 images: in folders of Qwen3.5, Gemma 3 and 4, Llama 4, Mistral Small 3.1 and Ministral 3 the text
-part alone is trained, in those of Qwen2.5-VL also [with images](#images). Any model is checked by
-one command, which names the nearest family of a model that has none:
+part alone is trained, in those of Qwen2.5-VL and Qwen3-VL also [with images](#images). Any model is
+checked by one command, which names the nearest family of a model that has none:
 
     python -m megatron_grpo.verify model=FOLDER shrink=true
 

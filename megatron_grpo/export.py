@@ -19,7 +19,7 @@ from megatron_grpo.config.schema import Config, PolicyConfig
 from megatron_grpo.config.section import FamilyPath, PathText
 from megatron_grpo.config.started_values import TRUST, find_untrusted_values
 from megatron_grpo.models.families import exchange_head
-from megatron_grpo.models.families.reading import read_model_shape
+from megatron_grpo.models.families.reading import include_tower, read_model_shape
 from megatron_grpo.models.families.user_families import is_shared
 from megatron_grpo.models.heads import POLICY_HEADS, Head
 from megatron_grpo.models.shape import ModelShape
@@ -91,6 +91,8 @@ def main(arguments: Sequence[str]) -> int:
             "settings and tokenizer belong to the export: put it back, or correct the path in that file"
         )
     shape = exchange_head(read_model_shape(source, reward_models=head.is_scalar), head)
+    if policy.train_vision_tower:
+        shape = include_tower(shape, source)
     template = config_file.with_name(TEMPLATE_FILE)
     _write_model(checkpoint, source, shape, output, policy, form, template)
     print(f"wrote {output} from {checkpoint}")

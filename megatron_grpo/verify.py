@@ -21,7 +21,7 @@ from megatron_grpo.config.paths import list_import_folders
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.config.section import FamilyPath, NonNegative, Positive, Seconds
 from megatron_grpo.models.families import FAMILIES, adopt_families, explain_other_family
-from megatron_grpo.models.families.reading import read_model_shape
+from megatron_grpo.models.families.reading import include_tower, read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight.layout_checks import check_split
 from megatron_grpo.preflight.model_file_checks import find_weight_problems
@@ -60,6 +60,7 @@ many, and in [{FORMULA_LAYOUTS}]. The ranks of a layout start once for all formu
              (tiny:qwen3)
   family     module:NAME, a family of your own that reads the model (docs/extending.md)
   shrink     true: a small random model of the model's own configuration (false)
+  tower      true: the vision tower of a model that sees images is trained too (false)
   layouts    of tp (tensor), pp (pipeline), vp (virtual pipeline), cp (context), dp (data), ep (expert),
              etp (expert-tensor parallelism), sp (sequence), such as [tp2,tp2sp,pp2vp2,cp2dp2]; by default those of
              {DEFAULT_LAYOUTS},
@@ -91,6 +92,8 @@ class VerifyRequest:
     """Layouts to verify; None: the default layouts that fit the model."""
     packing: tuple[bool, ...] = (True,)
     shrink: bool = False
+    tower: bool = False
+    """Whether the vision tower is trained."""
     sequences: Positive = 12
     longest: Positive = 48
     steps: Positive = 3
@@ -142,6 +145,7 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     problems = [make_formula_problem(name, request.options) for name in list_formulas(request.losses)]
     model = prepare_model(request.model, request.shrink, folder / "model", request.seed)
     shape = read_model_shape(model)
+    shape = include_tower(shape, model) if request.tower else shape
     _require_readable(request, model, shape)
     # Before the tokens are computed, so that a layout that does not fit is refused at once.
     layouts = _select_layouts(request, shape)
@@ -152,14 +156,14 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
 
         batch = add_pictures(batch, shape.vision, model, store, request.seed)
     with phase("transformers' outputs and gradients"):
-        subjects = make_subjects(model, batch, problems, request.seed, store)
+        subjects = make_subjects(model, shape, batch, problems, request.seed, store)
     one_rank: dict[str, Row] = {}
     images_folder = "" if store is None else str(store)
     for name, parallel, most_tokens in _list_cases(request, layouts, sum(batch.lengths)):
         for packed in request.packing:
             layout, limits = (str(model), parallel, packed), (request.steps, request.seed, request.timeout_s)
             tasks = [
-                Task(*layout, part.batch, *limits, part.loss, most_tokens, part.formula, images_folder)
+                Task(*layout, part.batch, *limits, part.loss, most_tokens, part.formula, images_folder, request.tower)
                 for part in subjects
             ]
             try:

@@ -11,7 +11,6 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from tests.support.nothing_shown import pytest_sessionfinish
 from tests.support.rotation import SEED, read_seed
@@ -20,11 +19,6 @@ if TYPE_CHECKING:
     from tests.support.tiny_models import TinyModel
 
 __all__ = ["pytest_sessionfinish"]
-
-
-# How fast a machine is beside other work says nothing about what a property test looks at.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
 
 
 def pytest_report_header() -> str:

@@ -117,6 +117,7 @@ class SamplingRun:
     buffer: SampleBuffer | None = None
     """Samples of coming steps, drawn while a step trains; None: sampling is synchronous."""
     callbacks: Callbacks = field(default_factory=Callbacks)
+    can_restart: bool = False  # ranks that are lost start again, and the run goes on from its newest checkpoint
     counts_before_validation: list[EngineCounts] = field(default_factory=list)
     """Counts of the engines between the last step and a validation, for the next step; empty without one."""
 

@@ -31,7 +31,7 @@ def run_algorithm(config: Config, user_objects: UserObjects | None = None, began
 
     algorithm = config.method.train if config.debug.train else SAMPLING_ONLY  # imported late, as torch takes seconds
     with ThreadPoolExecutor(1, "import") as importer:  # while Ray starts
-        names = (algorithm, "megatron_grpo.algorithms.setup:setup")
+        names = (algorithm, "megatron_grpo.algorithms.restarts:train_with_restarts")
         functions = importer.submit(lambda: [pkgutil.resolve_name(name) for name in names])
         with announce_waits(), phase("trying functions of the user"):
             rewards = user_objects.rewards if user_objects is not None else None
@@ -40,7 +40,5 @@ def run_algorithm(config: Config, user_objects: UserObjects | None = None, began
             print(f"{remark.subject} {remark.text}", flush=True)
         with open_run(config, user_objects, began) as startup:
             with startup.part("imports"):
-                train, setup = functions.result()
-            with setup(config, startup) as run:
-                train(run)
-                run.logger.finish()
+                train, train_with_restarts = functions.result()
+            train_with_restarts(config, startup, train)

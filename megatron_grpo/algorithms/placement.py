@@ -79,6 +79,17 @@ class Placement:
         """
         if self._engines is None or not (self._has_engines_awake or self._unsettled):
             return
+        self.sleep_engines(timer, keep_weights=keep_weights)
+        self._unsettled = True
+        with timer.phase("onload"):
+            for model in self._models:
+                model.onload()
+        self._unsettled = False
+
+    def sleep_engines(self, timer: StepTimer, *, keep_weights: bool = True) -> None:
+        """Put engines to sleep, and leave the devices to models."""
+        if self._engines is None or not (self._has_engines_awake or self._unsettled):
+            return
         with timer.phase("sleep"):
             try:
                 if self._rollouts is not None:
@@ -91,9 +102,6 @@ class Placement:
                     self._unsettled = True
                     raise SamplingError(str(error)) from error
                 logger.warning("the models come back to the devices, although %s", error)
-        with timer.phase("onload"):
-            for model in self._models:
-                model.onload()
         self._has_engines_awake = self._unsettled = False
 
 

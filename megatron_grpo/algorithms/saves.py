@@ -151,6 +151,8 @@ def complete_files(run: SamplingRun) -> Iterator[None]:
     except RunError as error:
         with _note_failures(run, "the rollouts of the step that failed could not be written"):
             run.dumps.write_all()
+        if isinstance(error, ModelLostError) and run.can_restart:
+            raise
         with _note_failures(run, "the checkpoint that was being written could not be completed"):
             run.checkpointer.finish()
         with _note_failures(run, "the last checkpoint was not sent"):

@@ -25,6 +25,9 @@ from megatron_grpo.batch.finished_samples import FINISHED_FOLDER
 from megatron_grpo.batch.generation_requests import make_sampling_settings
 from megatron_grpo.batch.special_tokens import StopConditions
 from megatron_grpo.batch.trajectory import Trajectory
+from megatron_grpo.cluster.phases import phase
+from megatron_grpo.cluster.ray_cluster import RayCluster
+from megatron_grpo.cluster.wait_notices import announce_waits
 from megatron_grpo.config.algorithms import Algorithm
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.loop_schema import SampledLoopConfig
@@ -48,13 +51,47 @@ from megatron_grpo.run.checkpoint_files import STATE_FILE, CheckpointError, read
 from megatron_grpo.run.checkpoints import read_by_ranks
 from megatron_grpo.run.directory import ENGINES_FILE, POLICY_FOLDER, VALUE_FOLDER, record_start
 from megatron_grpo.run.exports import export_checkpoint_model
-from megatron_grpo.run.launch import Models, restore_from_folder, start_engines, start_models, start_rollouts
+from megatron_grpo.run.launch import (
+    Models,
+    restart_models,
+    restore_from_folder,
+    start_engines,
+    start_models,
+    start_rollouts,
+)
 from megatron_grpo.run.lifetime import Startup, open_run
 from megatron_grpo.run.user_objects import Callbacks, UserObjects
 from megatron_grpo.weight_sync.refit_checks import Canary
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """Processes of a run, of which all but the ranks outlive a restart."""
+
+    folder: Path  # of the policy's model
+    models: Models | None  # None: the run only samples
+    generation: VllmGeneration | None  # None: the rollouts are read from a recording
+    transport: WeightTransport | None  # None: there is no refit
+    rollouts: RolloutPool
+    placement: Placement
+
+    def restart_ranks(self, cluster: RayCluster) -> None:
+        """Replace all ranks; the others forget what they did for them.
+
+        Raises ModelLostError if a rank is lost again, and RunError if ranks do not start, or another process fails.
+        """
+        assert self.models is not None, "without models no rank is lost"
+        with announce_waits(), phase("restarting the ranks"):
+            self.rollouts.abandon()
+            self.placement.sleep_engines(StepTimer(), keep_weights=False)
+            restart_models(self.models, cluster)
+            if self.transport is not None:
+                self.transport.disconnect()
+            for model in self.models.by_name.values():
+                model.wait_ready()
 
 
 @contextmanager
@@ -78,30 +115,14 @@ def setup(config: Config, startup: Startup | None = None, *, processor: Any = No
                 objects = UserObjects(tokenizer=processor.tokenizer)
             check_user_code(config)
             startup = stack.enter_context(open_run(config, objects))
-        _send_own_modules(config.method)
-        run = _start_run(config, startup, stack)
-        startup.write_summary = run.logger.write_summary
-        # Only now the folder records the run as started: every step that can fail on a mistake is done.
-        record_start(startup.run_dir, config, startup.user_objects.tokenizer)
-        if startup.engine_settings:
-            write_json(startup.run_dir / ENGINES_FILE, startup.engine_settings)
-        # Objects made so far live until the end; each scan of them would take the garbage collector 0.3 s.
-        gc.freeze()
-        stack.callback(gc.unfreeze)
-        run.logger.log_start(startup_s=time.time() - startup.began, parts=startup.parts, changes=startup.changes)
-        yield run
+        processes = stack.enter_context(start_processes(config, startup))
+        yield stack.enter_context(begin_run(config, startup, processes))
 
 
-def _send_own_modules(method: Algorithm) -> None:
-    """Let other processes get the modules of a user's algorithm as they are here."""
-    for path in (method.train, method.run, method.loss):
-        module = path.partition(":")[0]
-        if module.partition(".")[0] != __name__.partition(".")[0]:
-            register_pickle_by_value(import_module(module))
-
-
-def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRun:
-    """Start the processes, load the checkpoint, publish the first weights."""
+@contextmanager
+def start_processes(config: Config, startup: Startup) -> Iterator[Processes]:
+    """Begin to start all processes at the same time; leaving the context ends them."""
+    _send_own_modules(config.method)
     if is_prepared(config):
         with startup.part("prepare"):
             assert config.prepare.name is not None
@@ -116,40 +137,75 @@ def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRu
     folder = fetch_model_folder(config.policy.model.path)
     for remark in check_nodes(config, folder, startup.run_dir):
         logger.warning("%s", remark)
-    # Processes take long to start, so all begin at once; prompts are read meanwhile.
-    models, generation, transport, rollouts = _start_processes(config, folder, startup, stack)
+    with ExitStack() as stack:
+        yield _start_processes(config, folder, startup, stack)
+
+
+@contextmanager
+def begin_run(config: Config, startup: Startup, processes: Processes, *, is_restart: bool = False) -> Iterator[Any]:
+    """Load the newest checkpoint, publish its weights, and yield the run.
+
+    `is_restart`: the run had begun and has lost ranks, which are replaced first.
+    """
+    began, parts = (time.time(), {}) if is_restart else (startup.began, startup.parts)
+    with ExitStack() as stack:
+        if is_restart:
+            processes.restart_ranks(startup.cluster)
+        run = _make_run(config, startup, processes, stack, is_restart=is_restart)
+        startup.write_summary = run.logger.write_summary
+        if not is_restart:
+            # Only now the folder records the run as started: every step that can fail on a mistake is done.
+            record_start(startup.run_dir, config, startup.user_objects.tokenizer)
+            if startup.engine_settings:
+                write_json(startup.run_dir / ENGINES_FILE, startup.engine_settings)
+        # Objects made so far live until the end; each scan of them would take the garbage collector 0.3 s.
+        gc.freeze()
+        stack.callback(gc.unfreeze)
+        changes = [] if is_restart else startup.changes
+        run.logger.log_start(startup_s=time.time() - began, parts=parts, changes=changes)
+        yield run
+
+
+def _send_own_modules(method: Algorithm) -> None:
+    """Let other processes get the modules of a user's algorithm as they are here."""
+    for path in (method.train, method.run, method.loss):
+        module = path.partition(":")[0]
+        if module.partition(".")[0] != __name__.partition(".")[0]:
+            register_pickle_by_value(import_module(module))
+
+
+def _make_run(
+    config: Config, startup: Startup, processes: Processes, stack: ExitStack, *, is_restart: bool
+) -> SamplingRun:
+    """Read the prompts, load the checkpoint, publish its weights."""
+    models, transport = processes.models, processes.transport
+    # Processes take long to start, so all began at once; prompts are read meanwhile. A restart reads them again, since
+    # its loader must be as a resumed run's.
     with startup.part("prompts"):
         if config.debug.rollouts_from is None:
             objects = startup.user_objects
-            data = load_examined_prompts(config, folder, objects.tokenizer, objects.train_rows)
+            data = load_examined_prompts(config, processes.folder, objects.tokenizer, objects.train_rows)
         else:
             recording = RecordedSteps(config.debug.rollouts_from, config.prompts_per_generation_batch)
             data = PromptData(loader=recording, val_prompts=[], stops=StopConditions(), notes=[])
-    _wait_ready(startup, models, generation, rollouts)
-    progress, placement = _Progress(), Placement()
-    if transport is not None:
-        with startup.part("refit"):
-            transport.connect()
-    if models is not None:
-        progress = _resume(config, startup, models, data.loader)
-        if generation is not None and config.generation.is_colocated:
-            in_flight = rollouts if config.async_sampling.can_sample_ahead else None
-            placement = Placement(generation, list(models.by_name.values()), in_flight)
+    if not is_restart:
+        _wait_ready(startup, processes)
+        if transport is not None:
+            with startup.part("refit"):
+                transport.connect()
+    progress = _Progress() if models is None else _resume(config, startup, models, data.loader, is_restart=is_restart)
     if transport is not None:
         # Version N is the weights after N steps, so a resumed run does not start at 0.
         with startup.part("refit"):
-            publish(transport, placement, progress.state["total_steps"], StepTimer())
-    sampling = _make_sampling_run(config, startup, folder, rollouts, placement, data, progress, stack)
+            publish(transport, processes.placement, progress.state["total_steps"], StepTimer())
+    sampling = _make_sampling_run(config, startup, processes, data, progress, stack)
     if models is None:
         return sampling
     run_type: type[TrainingRun] = resolve_name(config.method.run)
     return run_type.build(sampling, models, transport, data)
 
 
-def _start_processes(
-    config: Config, folder: Path, startup: Startup, stack: ExitStack
-) -> tuple[Models | None, VllmGeneration | None, WeightTransport | None, RolloutPool]:
-    """Begin to start all processes at the same time."""
+def _start_processes(config: Config, folder: Path, startup: Startup, stack: ExitStack) -> Processes:
     # Without training there are no models, with recorded rollouts no engines, and without either no transport.
     models: Models | None = None
     transport: WeightTransport | None = None
@@ -169,16 +225,19 @@ def _start_processes(
     rollouts = start_rollouts(
         config, folder, generation, stack, rewards=user.rewards, tokenizer=user.tokenizer, restore=restore
     )
-    return models, generation, transport, rollouts
+    placement = Placement()
+    if models is not None and generation is not None and config.generation.is_colocated:
+        in_flight = rollouts if config.async_sampling.can_sample_ahead else None
+        placement = Placement(generation, list(models.by_name.values()), in_flight)
+    return Processes(folder, models, generation, transport, rollouts, placement)
 
 
-def _wait_ready(
-    startup: Startup, models: Models | None, generation: VllmGeneration | None, rollouts: RolloutPool
-) -> None:
+def _wait_ready(startup: Startup, processes: Processes) -> None:
+    models, generation = processes.models, processes.generation
     trained: dict[str, Any] = dict(models.by_name) if models else {}
     handles = trained | ({} if generation is None else {"engine": generation})
     with startup.part("waiting"):
-        for handle in (*handles.values(), rollouts):
+        for handle in (*handles.values(), processes.rollouts):
             handle.wait_ready()
     startup.engine_settings = [] if generation is None else [start.settings for start in generation.starts]
     for kind, handle in handles.items():  # the seconds of the slowest process of each kind
@@ -193,14 +252,16 @@ class _Progress:
     batch_cache: list[list[Trajectory]] = field(default_factory=list)
 
 
-def _resume(config: Config, startup: Startup, models: Models, loader: BatchLoader) -> _Progress:
+def _resume(config: Config, startup: Startup, models: Models, loader: BatchLoader, *, is_restart: bool) -> _Progress:
     """Load the checkpoint to start from, if there is one, into models and loader."""
-    path, progress = startup.start_from.result(), _Progress()
+    checkpointer, progress = startup.checkpointer, _Progress()
     by_folder = {POLICY_FOLDER: models.policy} | ({} if models.value is None else {VALUE_FOLDER: models.value})
-    if path is not None:
+    path: Path | None = None
+    if is_restart or startup.start_from.result() is not None:
         # Only now can ranks read what they will load; in damaged checkpoints they find what the driver did not.
-        path = startup.checkpointer.find_start(read_contents=read_by_ranks(by_folder))
-    startup.checkpointer.remove_leftovers()
+        path = checkpointer.find_start(read_contents=read_by_ranks(by_folder), is_restart=is_restart)
+    checkpointer.pending = None  # of lost ranks; its folder is a leftover
+    checkpointer.remove_leftovers()
     if path is not None:
         progress = _read_progress(config, path)
         loader.load_state_dict(read_loader_state(path))
@@ -232,14 +293,13 @@ def _read_progress(config: Config, path: Path) -> _Progress:
 def _make_sampling_run(
     config: Config,
     startup: Startup,
-    folder: Path,
-    rollouts: RolloutPool,
-    placement: Placement,
+    processes: Processes,
     data: PromptData,
     progress: _Progress,
     stack: ExitStack,
 ) -> SamplingRun:
     state, settings = progress.state, make_sampling_settings(config.generation, data.stops)
+    rollouts = processes.rollouts
     if startup.notices is not None:
         startup.notices.close()
     logger = RunLogger(startup.run_dir, config, resume_step=state["total_steps"] if progress.is_resumed else None)
@@ -258,10 +318,10 @@ def _make_sampling_run(
     return SamplingRun(
         config=config,
         run_dir=startup.run_dir,
-        placement=placement,
+        placement=processes.placement,
         rollouts=rollouts,
         settings=settings,
-        dumps=RolloutDumps(rollouts, config.logger, startup.run_dir, describe_run(config, folder)),
+        dumps=RolloutDumps(rollouts, config.logger, startup.run_dir, describe_run(config, processes.folder)),
         loader=data.loader,
         val_prompts=data.val_prompts,
         logger=logger,

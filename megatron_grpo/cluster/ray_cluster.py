@@ -161,6 +161,12 @@ class RayCluster:
         """
         self._shared_gpus, self._ranks_per_engine = devices, ranks_per_engine
 
+    def require_shared(self, devices: list[str]) -> None:
+        """Require that restarted policy ranks have the GPUs that engines share."""
+        if devices != self._shared_gpus:
+            text = f"the policy's ranks have restarted on GPUs {devices}, and its engines are on {self._shared_gpus}"
+            raise RunError(f"{text}; start the run again, which goes on from its newest checkpoint")
+
     def _fill_nodes(self, ranks: int, per_node: int, guests: Sequence[int] = ()) -> PlacementGroup:
         bundles = []
         for begin in range(0, ranks, per_node):

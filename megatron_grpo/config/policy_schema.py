@@ -216,6 +216,9 @@ class PolicyConfig(Section):
     """Quantisation-aware training: modelopt rounds the operands of the layers' products to int8 or E4M3 (fp8), for the
     export command's format=quantized (docs/precision.md). null: off."""
 
+    train_vision_tower: bool = False
+    """Train the vision tower of a model that sees images too; false: it stays as it is, and refits leave it out."""
+
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations; gradients are accumulated and reduced in float32."""
 

@@ -50,6 +50,10 @@ class ClusterConfig(Section):
     startup_timeout_s: Seconds = 900.0
     """Deadline for the start of all processes."""
 
+    max_restarts: NonNegative = 2
+    """How often all ranks start again when one of them dies or hangs: the run goes back to its newest checkpoint, and
+    engines, rollout workers and environments stay. 0: a lost rank ends the run."""
+
     peak_tflops_per_device: PositiveFloat | None = None
     """Peak TFLOP/s of a policy rank's device, for model_flop_utilization; null: the value of common GPUs, else none."""
 

@@ -22,7 +22,7 @@ from megatron_grpo.data.image_prompts import ImagePromptProcessor, ImageSource
 from megatron_grpo.data.loader import BatchLoader, PromptLoader, Prompts, PromptSampler, StreamLoader, open_stream
 from megatron_grpo.data.processors import DataProcessor, DatumSpec, find_task, math_data_processor
 from megatron_grpo.data.prompt_renderer import PromptRenderer
-from megatron_grpo.data.rows import examine_set, find_row_kinds, join_reasons
+from megatron_grpo.data.rows import describe_too_few_rows, examine_set, find_row_kinds, join_reasons
 from megatron_grpo.data.specs import ROW_PROCESSORS, find_rendering, make_processors, make_task_spec
 from megatron_grpo.data.supervised_rows import recorded_data_processor
 from megatron_grpo.data.table_values import StreamedRows
@@ -161,8 +161,7 @@ class PromptReader:
             usable += min(usable_rows, training_set.count_visits(usable_rows))
         per_batch = config.prompts_per_generation_batch
         if usable < per_batch:
-            count = format_count("usable row", usable)
-            text = f"has {count}, fewer than the {per_batch} prompts that are sampled together"
+            text = describe_too_few_rows(config, format_count("usable row", usable))
             subjects = [f"{key}={training_set.path}" for key, training_set in sets.items()]
             subject = subjects[0] if len(sets) == 1 else ", ".join(sets)
             raise ConfigError([Problem(subject, join_reasons(text, self._left_out))])

@@ -84,6 +84,12 @@ def join_reasons(text: str, reasons: Sequence[str]) -> str:
     return f"{text} ({'; '.join(reasons)})" if reasons else text
 
 
+def describe_too_few_rows(config: Config, count: str) -> str:
+    """Say that a set has fewer rows than a batch needs."""
+    text = f"has {count}, fewer than the {config.prompts_per_generation_batch} prompts of a batch"
+    return f"{text}; add rows or lower {config.loop_name}.num_prompts_per_step"
+
+
 def find_row_kinds(config: Config, *, trains: bool) -> dict[str, str]:
     """Find the required kind of each task's rows, for training or sampling.
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron_grpo.batch.generation_requests import EngineCounts, GenerationRequest, SamplingSettings
 from megatron_grpo.cluster.actor_calls import Arguments, Method
+from megatron_grpo.cluster.actor_processes import list_own_processes
 from megatron_grpo.cluster.allocators import choose_pinned_settings
 from megatron_grpo.cluster.futures import wrap_for_pickling
 from megatron_grpo.cluster.machines import prepare_network
@@ -29,12 +30,7 @@ from megatron_grpo.generation import vllm_requests
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments, needs_machines
 from megatron_grpo.generation.engine_canary import SAMPLING_ARGUMENTS, CanaryPrompt, CanaryResult
 from megatron_grpo.generation.engine_interface import Engine, EngineStart, EngineWorker, LoaderTrace, TensorShapes
-from megatron_grpo.generation.engine_processes import (
-    await_alive,
-    death_as_engine_loss,
-    end_child_processes,
-    list_own_processes,
-)
+from megatron_grpo.generation.engine_processes import await_alive, death_as_engine_loss, end_child_processes
 from megatron_grpo.generation.engine_statistics import EngineStatistics
 from megatron_grpo.generation.gate import Gate
 from megatron_grpo.generation.vllm_images import ImagePrompts
@@ -119,6 +115,7 @@ class VllmEngine(Engine):
         self._statistics = EngineStatistics()
         # Separates prompts that are cached under different weights; None: the cache never outlasts weights.
         self._cache_salt: str | None = None
+        self._connections = 0  # to a policy, which trains a version again after a restart
         self._adapter: LoRARequest | None = None  # of all requests, once a refit has put it into its slot
 
     @phase("start")
@@ -208,6 +205,7 @@ class VllmEngine(Engine):
 
     @phase("connect the refit")
     async def connect_weights(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> None:
+        self._connections += 1
         await self._call_workers(EngineWorker.connect_refit, mode, source, first_receiver)
 
     @phase("receive weights")
@@ -225,13 +223,15 @@ class VllmEngine(Engine):
         calls.append(await_alive(llm, llm.update_weight_version(str(version))))
         if not self._settings.keeps_cache:
             calls.append(await_alive(llm, llm.reset_prefix_cache()))
+        if self._settings.images is not None and self._settings.images.is_tower_trained:
+            calls.append(await_alive(llm, llm.reset_encoder_cache()))  # features of images
         outcomes = await asyncio.gather(*calls, return_exceptions=True)  # waits for all, even if one fails
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
         self._adapter = vllm_requests.make_adapter_request(self._settings.adapter)
         if self._settings.keeps_cache:
-            self._cache_salt = str(version)
+            self._cache_salt = f"{version}.{self._connections}"
         if awaits_canary:
             await self._gate.close("weights", f"version {version} of the weights has not passed the canary")
         else:

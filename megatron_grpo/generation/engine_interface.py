@@ -10,8 +10,8 @@ from megatron_grpo.batch.generation_requests import EngineCounts, GenerationRequ
 from megatron_grpo.config.generation_schema import RefitMode
 
 if TYPE_CHECKING:
+    from megatron_grpo.cluster.actor_processes import ActorProcesses
     from megatron_grpo.generation.engine_canary import CanaryPrompt, CanaryResult
-    from megatron_grpo.generation.engine_processes import EngineProcesses
 
 TensorShapes = Mapping[str, Sequence[int]]
 """Shapes of a model's Hugging Face tensors by name, in the order of export."""
@@ -32,7 +32,7 @@ class EngineStart:
     """The report of an engine's actor once it can sample."""
 
     seconds: dict[str, float]  # duration of each part of the start
-    processes: EngineProcesses  # for the driver to end if the actor no longer can
+    processes: ActorProcesses  # for the driver to end if the actor no longer can
     settings: dict[str, Any]
     """Settings in JSON types (`vllm_requests.describe_settings`); empty for a server, which does not show them."""
 

@@ -22,6 +22,7 @@ from megatron_grpo.batch.generation_requests import EngineCounts, GenerationOutp
 from megatron_grpo.batch.special_tokens import decode_response, list_added_tokens
 from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.cluster.actor_calls import Arguments, Method
+from megatron_grpo.cluster.actor_processes import list_own_processes
 from megatron_grpo.cluster.futures import wrap_for_pickling
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
@@ -32,7 +33,6 @@ from megatron_grpo.data.tokenizer import encode_text, load_tokenizer, make_sampl
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_canary import SAMPLING_ARGUMENTS, CanaryPrompt, CanaryResult
 from megatron_grpo.generation.engine_interface import Engine, EngineStart, EngineWorker, LoaderTrace, TensorShapes
-from megatron_grpo.generation.engine_processes import list_own_processes
 from megatron_grpo.generation.engine_statistics import EngineStatistics
 from megatron_grpo.generation.vllm_requests import (
     iterate_finished,
@@ -106,6 +106,7 @@ class ServerEngine(Engine):
         self._vocab = 0  # tokens of the model; set by `start`
         self._source: tuple[RefitMode, dict[str, Any], int] | None = None  # arguments of the last `connect_weights`
         self._version: int | None = None  # committed last; None: no version was committed
+        self._connections = 0  # to a policy, which trains a version again after a restart
         # Set while the server may sample: not during a change of weights, nor after a failed one.
         self._serving = asyncio.Event()
         self._version_lock = asyncio.Lock()  # held while the server gets a version
@@ -171,6 +172,7 @@ class ServerEngine(Engine):
     @phase("connect the refit")
     async def connect_weights(self, mode: RefitMode, source: dict[str, Any], first_receiver: int) -> None:
         self._source = (mode, source, first_receiver)
+        self._connections += 1
         await self._wait_until_up()
         await self._call_workers(EngineWorker.connect_refit, *self._source)
 
@@ -228,7 +230,7 @@ class ServerEngine(Engine):
         while True:
             await self._serving.wait()  # a change of weights holds requests back
             if self._settings.keeps_cache:  # separates prompts cached under different weights
-                body["cache_salt"] = f"{self._prefix}{self._version}"
+                body["cache_salt"] = f"{self._prefix}{self._version}.{self._connections}"
             try:
                 answer = await self._post(_GENERATE, body, most_bytes=most_bytes)
                 return self._parse_response(answer, prompt_tokens, most_tokens)

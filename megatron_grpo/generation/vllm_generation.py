@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_grpo.cluster.actor_calls import Arguments, Method, call_actor
+from megatron_grpo.cluster.actor_processes import compute_restart_timeout, end_on_machines
 from megatron_grpo.cluster.futures import gather
 from megatron_grpo.cluster.process_log import ENGINE_NAME
 from megatron_grpo.config.errors import RunError
@@ -19,12 +19,10 @@ from megatron_grpo.config.generation_schema import EngineMemory
 from megatron_grpo.generation.engine import VllmEngine
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_interface import Engine, EngineStart
-from megatron_grpo.generation.engine_processes import END_S, end_processes
 from megatron_grpo.generation.server import ServerEngine
 
 SLEEP_S = 60.0  # for the other engines to go to sleep when one has failed to
 SHUTDOWN_S = 10.0
-RESTART_RATIO, LEAST_RESTART_S = 2.0, 120.0  # of a new engine's deadline, by the seconds that starts have taken
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +73,8 @@ class VllmGeneration:
                 raise RunError(reason + again)
         for index, reason in lost_engines.items():
             logger.warning("%s is replaced: %s", ENGINE_NAME(index), reason)
-            self._end_processes(index)
+            ray.kill(self.engines[index])
+            end_on_machines({ENGINE_NAME(index): self.starts[index].processes})
             self.restarts[index] += 1
             self.engines[index] = self._make_actor(self._settings[index])
         calls = self.submit_to(lost_engines, Engine.start)
@@ -91,13 +90,8 @@ class VllmGeneration:
 
     @property
     def restart_timeout_s(self) -> float:
-        """Seconds that a new engine may take to start.
-
-        They are a multiple of those of the slowest engine so far: the whole run waits for it, and one whose GPU or
-        machine is gone never starts.
-        """
-        slowest_s = max(sum(start.seconds.values()) for start in self.starts)
-        return min(self._startup_timeout_s, max(LEAST_RESTART_S, RESTART_RATIO * slowest_s))
+        """Seconds that a new engine may take to start."""
+        return compute_restart_timeout(self._startup_timeout_s, [start.seconds for start in self.starts])
 
     def submit(
         self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
@@ -136,19 +130,3 @@ class VllmGeneration:
     def _make_actor(self, settings: VllmSettings) -> Any:
         engine_class = ServerEngine if settings.config.server.urls else VllmEngine
         return ray.remote(engine_class).options(**self._actor_options(settings.index)).remote(settings)
-
-    def _end_processes(self, index: int) -> None:
-        processes = self.starts[index].processes
-        ray.kill(self.engines[index])
-        on_its_machine = NodeAffinitySchedulingStrategy(processes.node, soft=False)
-        task = ray.remote(num_cpus=0)(end_processes).options(scheduling_strategy=on_its_machine)
-        phase_name = f"ending {ENGINE_NAME(index)}"
-        try:
-            (alive,) = gather(
-                [task.remote(processes)], deadline_s=END_S + SHUTDOWN_S, phase_name=phase_name, name=lambda _: "Ray"
-            )
-        except RunError as error:  # the machine is gone, and the processes with it
-            logger.warning("%s", error)
-            return
-        if alive:
-            logger.warning("%s: processes %s are still there", phase_name, alive)

@@ -27,6 +27,7 @@ class EngineImages:
     folder: str  # the run's store
     vision: VisionShape
     max_images: int  # images of one prompt
+    is_tower_trained: bool = False  # a refit then changes the features of images
 
     def make_arguments(self, *, on_cpu: bool) -> dict[str, Any]:
         """Make vLLM's arguments for prompts with images."""
@@ -34,7 +35,7 @@ class EngineImages:
             "language_model_only": False,
             "limit_mm_per_prompt": {"image": self.max_images, "video": 0},
             # Prompts come processed, once for all samples, so that no cache of processed images can be stale. The
-            # features of images and the keys of prefixes are kept under the digests; the tower never changes.
+            # features of images are kept under the digests until a refit of the tower.
             "mm_processor_cache_gb": 0,
             **({"skip_mm_profiling": True} if on_cpu else {}),  # the cache has a fixed size there
         }

@@ -8,6 +8,7 @@ from math import prod
 
 from megatron_grpo.models.families import INPUT, build_weight_map
 from megatron_grpo.models.heads import LOGITS
+from megatron_grpo.models.megatron_names import TOWER
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_axes import measure_axis
 from megatron_grpo.models.weight_map import iter_entries
@@ -27,7 +28,7 @@ def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     """
     weights, sizes = 0, shape.sizes
     for entry, _, _ in iter_entries(build_weight_map(replace(shape, head=LOGITS)), shape, range(shape.layers)):
-        if entry.name != INPUT.name:
+        if entry.name != INPUT.name and not entry.name.startswith(TOWER):
             passed = shape.experts.top_k if shape.experts is not None and entry.per_expert else 1
             weights += passed * prod(measure_axis(axis, sizes) for axis in entry.axes) if len(entry.axes) >= 2 else 0
     if (mamba := shape.mamba) is not None:

@@ -16,6 +16,8 @@ Half = Literal["mixer", "mlp"]
 HALVES: tuple[tuple[Half, ...], ...] = (("mixer", "mlp"),)
 """Halves in each of the layers of Megatron-Core that make up a Hugging Face layer."""
 FINAL_NORM = "final_layernorm"
+TOWER = "vision_tower."
+"""Beginning of the names of a vision tower that is trained; the first pipeline stage has it."""
 
 # Transformer Engine fuses a norm with the product behind it, of attention, a delta net or Mamba, and has the matrices
 # of experts in one module.

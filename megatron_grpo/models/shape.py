@@ -35,8 +35,10 @@ LayerKind = Literal[
     "single_experts",
     "packed_experts",
     "latent_experts",
+    "image_features",
 ]
-"""Kinds of layers, by their attention or what stands in its place (mixer), and by their feed-forward network (mlp)."""
+"""Kinds of layers, by their attention or what stands in its place (mixer), and by their feed-forward network (mlp).
+Features of images are added to the output of layers of the last kind."""
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
 """Activation of the gate in the feed-forward; gelu_tanh: GeLU in its approximation by tanh; clamped_swiglu: that of
@@ -281,7 +283,8 @@ class ModelShape:
             "mlp": self._list_mlp_kinds,
         }
         present = self.single_halves[layer : layer + 1] or tuple(halves)
-        return frozenset(kind for half in present for kind in (half, *halves[half](layer)))
+        of_layer: set[LayerKind] = {"image_features"} if self.vision and layer < self.vision.levels else set()
+        return frozenset(of_layer.union(*({half} | halves[half](layer) for half in present)))
 
     def _list_mixer_kinds(self, layer: int) -> set[LayerKind]:
         if self.has_delta(layer):

@@ -20,7 +20,7 @@ from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.models import families
 from megatron_grpo.models.checkpoint_model import find_checkpoint_model
 from megatron_grpo.models.families import exchange_head
-from megatron_grpo.models.families.reading import parse_model_shape, read_model_shape
+from megatron_grpo.models.families.reading import include_tower, parse_model_shape, read_model_shape
 from megatron_grpo.models.heads import POLICY_HEADS
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_token_ids
@@ -147,7 +147,8 @@ def find_model_shape(config: Config) -> ModelShape | None:
 def read_policy_shape(config: Config, folder: Path) -> ModelShape:
     """Read the policy's sizes from its folder; ValueError: no support."""
     head = POLICY_HEADS[config.method.head]
-    return exchange_head(read_model_shape(folder, reward_models=head.is_scalar), head)
+    shape = exchange_head(read_model_shape(folder, reward_models=head.is_scalar), head)
+    return include_tower(shape, folder) if config.policy.train_vision_tower else shape
 
 
 def find_folder_shape(config: Config, path: str, *, reward_models: bool = False) -> ModelShape | None:

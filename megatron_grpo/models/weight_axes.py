@@ -8,8 +8,8 @@ An axis is a product of factors, from the outermost to the innermost, or several
     ffn * (gate | up)                   rows of gate and up by turns
     groups * (query | key | value)      for each key/value head its query heads, its key and its value
 
-Factors are sizes of the model (`ModelShape.sizes`). Labels have size 1 and tell equally large sections apart. Two
-tensors hold the same section where the names of factors and labels are the same, in whatever order.
+Factors are numbers, or sizes of the model (`ModelShape.sizes`). Labels have size 1 and tell equally large sections
+apart. Two tensors hold the same section where the names of factors and labels are the same, in whatever order.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ def locate_sections(axis: str, sizes: Mapping[str, int]) -> Parts:
 
 def _locate_parts(tree: ast.expr, sizes: Mapping[str, int]) -> tuple[int, Parts]:
     """Count an axis's rows, and locate its sections."""
+    if isinstance(tree, ast.Constant):
+        assert isinstance(tree.value, int), ast.unparse(tree)
+        return tree.value, [(0, ((str(tree.value), tree.value, 1),))]
     if isinstance(tree, ast.Name):
         size = 1 if tree.id in LABELS else sizes[tree.id]
         return size, [(0, ((tree.id, size, 1),))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_grpo.models.megatron_names import TOWER
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import WeightEntry
 
@@ -36,7 +37,7 @@ class RankShard:
         """Whether the rank has a row's parameter (of this layer)."""
         if entry.half is not None:
             return layer in self.layers
-        return self.has_embedding if entry.name.startswith("embedding.") else self.has_output
+        return self.has_embedding if entry.name.startswith(("embedding.", TOWER)) else self.has_output
 
     def find_split(self, entry: WeightEntry) -> Split:
         """Find the rank's part of a row's matrices, if they are split."""
@@ -48,7 +49,7 @@ def split_policy(parallel: ParallelConfig, shape: ModelShape) -> list[RankShard]
     count = shape.experts.count if shape.experts is not None else 1
     per_rank = count // parallel.expert
     shards = []
-    for stage, layers in enumerate(_assign_layers(parallel, shape.layers)):
+    for stage, layers in enumerate(assign_layers(parallel, shape.layers)):
         for rank in range(parallel.world_size // parallel.pipeline):
             expert_rank = rank // parallel.expert_tensor % parallel.expert
             shards.append(
@@ -64,7 +65,7 @@ def split_policy(parallel: ParallelConfig, shape: ModelShape) -> list[RankShard]
     return shards
 
 
-def _assign_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ...]]:
+def assign_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ...]]:
     """Assign layers to pipeline ranks, by chunks in turn when interleaved."""
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     configured = {0: parallel.first_stage_layers, stages - 1: parallel.last_stage_layers}

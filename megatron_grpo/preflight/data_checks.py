@@ -18,7 +18,7 @@ from megatron_grpo.config.errors import Problem, format_count
 from megatron_grpo.config.loop_schema import SampledLoopConfig
 from megatron_grpo.config.paths import check_readable
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.rows import SetReport, examine_set, find_row_kinds, join_reasons
+from megatron_grpo.data.rows import SetReport, describe_too_few_rows, examine_set, find_row_kinds, join_reasons
 from megatron_grpo.data.scores import AGENT_ARGUMENTS, AGENT_RESULT, INSTANCE, REWARD_ARGUMENTS
 from megatron_grpo.data.sources import Row, is_named_set
 from megatron_grpo.data.specs import find_spec_problems, make_task_spec
@@ -67,14 +67,12 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
         remarks += [Problem(subject, remark.text) for remark in report.remarks]
     if config.data.from_rollouts is not None and not problems:
         problems += _find_vocabulary_problems(config, config.data.from_rollouts)
-    prompts = config.prompts_per_generation_batch
-    if not problems and not config.data.streaming and rows < prompts:
+    if not problems and not config.data.streaming and rows < config.prompts_per_generation_batch:
         key, dataset = next(iter(training.items()))
         subject = "data.train_sets" if len(training) > 1 else f"{key}={dataset.path}"
         is_weighted = any(dataset.weight != 1 for dataset in training.values())
         count = format_count("row", rows) + (", by weight, for an epoch" if is_weighted else "")
-        text = f"has {count}, fewer than the {prompts} prompts that are sampled together"
-        problems.append(Problem(subject, join_reasons(text, left_out)))
+        problems.append(Problem(subject, join_reasons(describe_too_few_rows(config, count), left_out)))
     for name in sorted(config.env.keys() - tasks) if not config.data.streaming else ():
         text = f"no prompt is for it: data.task_name is {config.data.task_name}, and no row has task_name {name};"
         text += f" mistyped? ~env.{name} removes it"

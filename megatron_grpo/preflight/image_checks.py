@@ -10,6 +10,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.specs import ROW_FORMS, find_processor_name
 from megatron_grpo.models.families import list_families
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_layouts import assign_layers
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 
 _WITH_IMAGES = "prompts with images (data.image_key)"
@@ -20,6 +21,7 @@ def find_image_problems(config: Config, shape: ModelShape | None) -> Iterator[Ru
     """Check settings beside data.image_key; shape None: unknown."""
     text = "may have images in its prompts, which are not read from recorded rollouts yet; use data.train_path"
     yield shape is not None and shape.vision and config.data.from_rollouts is not None, "data.from_rollouts=", text
+    yield from _check_tower(config, shape)
     if config.data.image_key is None:
         return
     visions = [family.vision for family in list_families() if family.vision is not None]
@@ -31,6 +33,21 @@ def find_image_problems(config: Config, shape: ModelShape | None) -> Iterator[Ru
     yield from _check_rows(config)
     yield from _check_training(config)
     yield from _check_sampling(config)
+
+
+def _check_tower(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+    policy, subject = config.policy, "policy.train_vision_tower=true"
+    if not policy.train_vision_tower:
+        return
+    yield config.data.image_key is None, subject, f"needs {_WITH_IMAGES}, from which the tower gets its gradients"
+    yield policy.optimizer.name == "muon", subject, "is trained by adamw alone; use policy.optimizer.name=adamw"
+    if shape is None or shape.vision is None:
+        return
+    levels = shape.vision.levels
+    text = f"takes features of images in the first {levels} layers, which have to be on the tower's pipeline rank;"
+    text += " use another policy.parallel.first_stage_layers, or false"
+    first_layers = assign_layers(policy.parallel, shape.layers)[0]
+    yield not set(range(levels)) <= set(first_layers), subject, text
 
 
 def refuse_images(config: Config, command: str) -> None:

@@ -38,6 +38,7 @@ from megatron_grpo.rollouts.token_store import TokenStore
 
 ENGINES_PER_WORKER = 8
 CLOCK_S = 60.0  # deadline for stopping all clocks, or starting them again
+ABANDON_S = 60.0  # deadline for ending all rollouts under way
 COUNTS_S = 20.0  # deadline for fetching the counts of all engines
 GRACE_S = 20.0  # by which the driver's deadlines exceed those of workers, whose messages are more specific
 
@@ -135,6 +136,12 @@ class RolloutPool(TokenStore):
         for worker in self.actors:
             ray.kill(worker)
         self.actors = []
+
+    def abandon(self) -> None:
+        """End all rollouts under way: a restart begins their prompts again."""
+        self._gather(self._call_all(RolloutWorker.abandon), ABANDON_S, "ending the rollouts under way")
+        if self.engines:
+            self.take_engine_counts()  # of steps that do not count
 
     def stop_clocks(self) -> None:
         """Stop the deadlines of rollouts: the engines go to sleep."""

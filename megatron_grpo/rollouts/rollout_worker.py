@@ -29,6 +29,8 @@ from megatron_grpo.rollouts.environment_client import EnvironmentClient
 from megatron_grpo.rollouts.partitions import PackedGroups, TokenFunction
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings
 
+ABANDON_POLL_S = 0.02
+
 
 class RolloutWorker:
     """Ray actor that runs rollouts, and puts them into the object store."""
@@ -53,6 +55,7 @@ class RolloutWorker:
         self._sampled: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)  # by number of the batch
         # Complete groups, by numbers of batch and prompt, until `hand_over` takes them.
         self._complete: dict[tuple[int, int], list[Trajectory]] = {}
+        self._under_way: dict[int, Mapping[asyncio.Task[Any], int]] = {}  # by number of the batch, its groups
 
     @phase("start")
     async def start(self) -> None:
@@ -90,8 +93,11 @@ class RolloutWorker:
                 endpoint = self._endpoint if environment.has_agent else None
                 group = GroupRollout(number, datum, settings, self._engines, environment, endpoint, finished_samples)
                 pending[asyncio.create_task(run_group(group, engine))] = number
+            self._under_way[batch] = pending
             with phase("rollouts"):
                 async for finished in iterate_finished(pending):
+                    if any(task.cancelled() for task in finished.values()):
+                        return  # `abandon`
                     for number, task in finished.items():
                         self._complete[batch, number] = task.result()
                     yield list(finished)
@@ -100,6 +106,15 @@ class RolloutWorker:
             sampled.set()
             for task in pending:
                 task.cancel()
+            self._under_way.pop(batch, None)
+
+    async def abandon(self) -> None:
+        """End the rollouts under way, and forget complete groups."""
+        for task in [task for groups in self._under_way.values() for task in groups]:
+            task.cancel()
+        while self._under_way:
+            await asyncio.sleep(ABANDON_POLL_S)
+        self._complete.clear()
 
     async def _open_finished_samples(self, settings: RolloutSettings) -> FinishedSamples | None:
         folder, newest = settings.finished_folder, settings.trainer_state.global_step

@@ -77,11 +77,13 @@ class Checkpointer:
         minutes, passed_s = self.config.save_minutes, time.monotonic() - self._last_save
         return step % self.config.save_period == 0 or (minutes is not None and passed_s >= 60 * minutes)
 
-    def find_start(self, stop: Event | None = None, read_contents: files.ReadContents | None = None) -> Path | None:
+    def find_start(
+        self, stop: Event | None = None, read_contents: files.ReadContents | None = None, *, is_restart: bool = False
+    ) -> Path | None:
         """Find the checkpoint to start from (checkpointing.resume), and verify its files.
 
-        `stop` and `read_contents` are those of `verify_checkpoint`. Damaged checkpoints are renamed (set aside), and
-        standard error says which and why.
+        `stop` and `read_contents` are those of `verify_checkpoint`. `is_restart`: the run has begun, so its newest
+        checkpoint comes first. Damaged checkpoints are renamed (set aside), and standard error says which and why.
 
         Raises:
             ConfigError: the named folder is not an intact checkpoint, no checkpoint of the run directory is intact, or
@@ -92,7 +94,7 @@ class Checkpointer:
         path = None if resume in ("auto", "none") else Path(resume).resolve()
         is_foreign = path is not None and path.parent != self.folder.resolve()
         # A run that began with another run's checkpoint goes on from its own: a job queued again has the same command.
-        if resume == "auto" or (is_foreign and (steps or self._list_set_aside())):
+        if resume == "auto" or ((is_foreign or is_restart) and (steps or self._list_set_aside())):
             return self._find_newest_intact(stop, read_contents)
         start_step = 0
         if path is not None:
@@ -134,8 +136,8 @@ class Checkpointer:
         """
         self.finish()
         # The folder is renamed when all files are on disk, last the manifest with their digests, so every checkpoint
-        # with a final name is complete. The temporary one has the process id: writers of a killed run may still work.
-        folder, began = self.folder / f".writing_step_{step}_{os.getpid()}", time.monotonic()
+        # with a final name is complete. The temporary one is named only once: writers of killed ranks may still work.
+        folder, began = self.folder / f".writing_step_{step}_{os.getpid()}_{time.monotonic_ns()}", time.monotonic()
         self._last_save = began
         with self._writing(step, folder):
             shutil.rmtree(folder, ignore_errors=True)

@@ -97,6 +97,19 @@ def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitS
     return replace(models, generation=generation)
 
 
+def restart_models(models: Models, cluster: RayCluster) -> None:
+    """End all ranks, and begin to start new ones.
+
+    Engines that share their devices sleep. RunError: the policy's ranks have come to other GPUs than its engines.
+    """
+    for model in models.by_name.values():
+        model.replace_actors()
+    if models.generation is not None and models.generation.config.is_colocated:
+        cluster.require_shared(models.policy.list_devices())
+    for model in models.by_name.values():
+        model.start()
+
+
 def start_engines(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> VllmGeneration:
     """Begin to start engines alone; the stack ends them."""
     generation = replace(config.generation, placement="separate")  # there is no policy to share devices with
@@ -133,7 +146,8 @@ def make_engine_images(config: Config, folder: Path) -> EngineImages | None:
         return None
     vision = read_model_shape(folder).vision
     assert vision is not None, "checks refuse images for a model that does not see"
-    return EngineImages(str(locate_images(config.run_dir)), vision, config.data.max_images)
+    folder_of_images, is_trained = str(locate_images(config.run_dir)), config.policy.train_vision_tower
+    return EngineImages(folder_of_images, vision, config.data.max_images, is_trained)
 
 
 def make_policy_settings(config: Config, folder: Path) -> RankSettings:

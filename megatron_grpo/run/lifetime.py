@@ -171,6 +171,8 @@ def record_end(startup: Startup, *, report: bool) -> Iterator[None]:
         if report and (startup.run_dir / CONFIG_FILE).exists():  # without it the run did not begin
             from megatron_grpo.observability.page.write import try_to_write_report  # here: only the end needs it
 
+            with tolerant_output(of_run=True):  # a long run takes minutes on a busy machine
+                print("writing report.html", flush=True)
             page = try_to_write_report(startup.run_dir)
             text = f"report in {page}" if page else "report.html could not be written; the log says why"
             logger.info("%s", text)

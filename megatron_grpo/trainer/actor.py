@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from megatron_grpo.cluster.actor_processes import list_own_processes
 from megatron_grpo.cluster.allocators import choose_cuda_settings
 from megatron_grpo.cluster.machines import prepare_network
 from megatron_grpo.cluster.phases import phase
@@ -139,6 +140,7 @@ class RankActor:
             data_rank=parallel_state.get_data_parallel_rank(),
             device_name=torch.cuda.get_device_name() if detect_platform().name == "cuda" else "cpu",
             startup_s={"imports": self._imports_s, "model": time.monotonic() - began},
+            processes=list_own_processes(),
         )
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron_grpo.cluster.actor_processes import ActorProcesses
 from megatron_grpo.config.schema import GenerationConfig, PolicyConfig, ReferenceConfig
 from megatron_grpo.losses.named_formula import NamedFormula
 from megatron_grpo.models.shape import ModelShape
@@ -94,6 +95,7 @@ class RankReport:
     device_name: str  # the vendor's name of the GPU; "cpu" without one
     startup_s: dict[str, float]
     """Seconds of the rank's start by part: "imports"; "model" (process groups, the model and its weights)."""
+    processes: ActorProcesses
 
 
 @dataclass(frozen=True, slots=True)

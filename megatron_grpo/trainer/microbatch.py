@@ -22,7 +22,6 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.image_tokens import ImageTokens
 from megatron_grpo.trainer.model import packed_sequences as packs
-from megatron_grpo.trainer.model.build import PlacedImages
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.trainer.vision_tower import VisionTower
 
@@ -45,7 +44,6 @@ class Microbatch:
     rows: Tensor  # [rows], int64: index, among this rank's tokens, of the hidden state that predicts each row
     tokens: TokenFields  # fields of the predicted tokens, each [rows]; token_ids is always there, int64
     segments: Segments
-    images: PlacedImages | None  # on the first stage; None: no sequence has one
     token_indices: NDArray[np.int64]
     """[rows], on the host: index of each predicted token in the flat batch; -1: a row whose result is dropped."""
 
@@ -56,8 +54,8 @@ class MicrobatchMaker:
     def __init__(
         self, config: PolicyConfig, shape: ModelShape, platform: Platform, tower: VisionTower | None = None
     ) -> None:
-        """`tower`: makes features of images; None: there are no images."""
-        self._tower = tower
+        """`tower`: makes features of images; None: no layer of this rank takes them."""
+        self.tower = tower
         self._config, self._parallel, self._shape = config, config.parallel, shape
         self._move = platform.move
         uses_te = uses_transformer_engine(shape, platform, config.precision)
@@ -122,7 +120,6 @@ class MicrobatchMaker:
         return Microbatch(
             token_ids=move(token_ids[None]),
             sequences=self._pack(layout, selected, is_dummy=not indices),
-            images=self._place_images(layout, selected),
             rows=move(rows),
             tokens=TokenFields(**{name: move(value.numpy()) for name, value in row_fields.items()}),
             segments=Segments(
@@ -141,16 +138,15 @@ class MicrobatchMaker:
         count = int(in_loss.sum())
         return {"sum_over_ranks": sum_over_context, "order": self._move(order[tokens]), "count": count}
 
-    def _place_images(self, layout: packs.PackedLayout, batch: TokenBatch) -> PlacedImages | None:
+    def _place_images(self, layout: packs.PackedLayout, batch: TokenBatch) -> packs.PlacedImages | None:
         """Compute features of images for the tokens that this rank embeds."""
-        has_images = batch.images is not None and any(batch.images)
-        if self._tower is None or not has_images or not parallel_state.is_pipeline_first_stage():
+        if self.tower is None or batch.images is None or not any(batch.images):
             return None
         part, parts = 0, 1
         if self._parallel.sequence:
             part, parts = parallel_state.get_tensor_model_parallel_rank(), self._parallel.tensor
         source = packs.select_source(layout, part=part, parts=parts)
-        return self._tower.compute(ImageTokens.locate(batch, source, self._shape))
+        return self.tower.compute(ImageTokens.locate(batch, source, self._shape))
 
     def _find_grid_positions(self, layout: packs.PackedLayout, batch: TokenBatch) -> NDArray[np.int64]:
         """Find the positions of this rank's tokens in time, height and width: [3, tokens]."""
@@ -169,6 +165,7 @@ class MicrobatchMaker:
         )
         if shape.vision is not None:
             packed.grid_positions = self._move(self._find_grid_positions(layout, batch))
+            packed.images = self._place_images(layout, batch)
         if shape.mamba is not None:
             packed.state_tokens = packs.build_state_tokens(layout, self._move)
         if self._shape.experts is not None:

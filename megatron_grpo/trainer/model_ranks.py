@@ -19,7 +19,9 @@ from megatron_grpo.batch.replay_files import StateFigure, TensorFigure, choose_w
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.token_batch import find_token_indices
 from megatron_grpo.cluster.actor_calls import Method, call_actor
+from megatron_grpo.cluster.actor_processes import compute_restart_timeout, end_on_machines
 from megatron_grpo.cluster.futures import find_lost_calls, gather, join_names
+from megatron_grpo.cluster.overdue import report_hanging
 from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics
 from megatron_grpo.observability.file_digests import FileRecords
@@ -107,18 +109,35 @@ class ModelRanks:
         self.settings, self.shape = settings, settings.shape
         self.label = label or self.shape.head.label
         self._config = settings.config
+        self._actor_options = actor_options
         self._startup_timeout_s = startup_timeout_s
-        world = settings.config.parallel.world_size
+        self._make_actors()
+
+    def _make_actors(self) -> None:
+        settings, world = self.settings, self._config.parallel.world_size
         cores = (os.cpu_count() or 1) // (2 if settings.shares_cores else 1)
-        threads = settings.config.threads or max(1, cores // min(world, settings.ranks_per_machine or world))
+        threads = self._config.threads or max(1, cores // min(world, settings.ranks_per_machine or world))
         actor_class = ray.remote(RankActor)
         self.actors = [
-            actor_class.options(**actor_options(rank)).remote(f"{self.label} rank {rank}", rank, threads)
+            actor_class.options(**self._actor_options(rank)).remote(self._name_rank(rank), rank, threads)
             for rank in range(world)
         ]
         self._reports: list[RankReport] = []
         self._ranks_by_tensor: Counter[str] = Counter()  # ranks with a part of each trained tensor, once needed
         self._starting: list[ray.ObjectRef] = []
+
+    def _name_rank(self, rank: int) -> str:
+        return f"{self.label} rank {rank}"
+
+    def replace_actors(self) -> None:
+        """End every process, stopped ones too, and make new actors; `start` follows."""
+        reports = self._reports
+        self.shutdown()
+        end_on_machines({self._name_rank(rank): report.processes for rank, report in enumerate(reports)})
+        if reports:  # none: the ranks of the last restart did not come up
+            starts = [report.startup_s for report in reports]
+            self._startup_timeout_s = compute_restart_timeout(self._startup_timeout_s, starts)
+        self._make_actors()
 
     def start(self) -> None:
         """Begin building the model on every rank; returns at once."""
@@ -270,16 +289,22 @@ class ModelRanks:
 
     def _gather(self, refs: list[ray.ObjectRef], phase_name: str, deadline_s: float | None = None) -> list[Any]:
         deadline_s = deadline_s or self._config.timeout_s
-        name = f"{self.label} rank {{}}".format
         try:
-            return gather(refs, deadline_s=deadline_s, phase_name=phase_name, name=name)
+            return gather(refs, deadline_s=deadline_s, phase_name=phase_name, name=self._name_rank)
         except RunError as error:
-            lost_ranks = find_lost_calls(refs, SETTLE_S) if isinstance(error.__cause__, RayError) else []
-            if not lost_ranks:
-                raise
             text = str(error)
-            unnamed = [name(rank) for rank in lost_ranks if name(rank) not in text]
+            if not isinstance(error.__cause__, RayError):  # the deadline has passed, and some rank hangs
+                raise ModelLostError(text) from error
+            lost_ranks = find_lost_calls(refs, SETTLE_S)
+            if not lost_ranks and not self._has_hanging_ranks(refs):
+                raise
+            unnamed = [name for name in map(self._name_rank, lost_ranks) if name not in text]
             raise ModelLostError(f"{text}; {join_names(unnamed)} is gone" if unnamed else text) from error
+
+    def _has_hanging_ranks(self, refs: Sequence[ray.ObjectRef]) -> bool:
+        """True if a rank hangs whose call goes on, after another rank's has failed."""
+        pending = set(ray.wait(list(refs), num_returns=len(refs), timeout=0)[1])
+        return bool(report_hanging([self._name_rank(rank) for rank, ref in enumerate(refs) if ref in pending]))
 
     def _ask(self, name: str, action: Callable[[PolicyRank], T], phase_name: str) -> list[T]:
         return self._gather(self._call(RankActor.act, name, action), phase_name)

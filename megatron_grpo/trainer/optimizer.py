@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from types import MethodType
@@ -115,7 +115,11 @@ class ModelOptimizer:
         buffers = build_megatron_config(DistributedDataParallelConfig, ours, config.ddp)
         self.chunks = list(_wrap_chunks(chunks, buffers, config))
 
+        self._complete_late: Callable[[], None] | None = None
+
         def sum_model_grads(model: Sequence[torch.nn.Module], _num_tokens: Any = None, **keywords: Any) -> None:
+            if self._complete_late is not None:
+                self._complete_late()
             finalize_model_grads(list(model), None, **keywords)  # without Megatron's division by the number of tokens
 
         shared.finalize_model_grads_func = sum_model_grads  # its schedule calls it after the last microbatch
@@ -135,6 +139,19 @@ class ModelOptimizer:
         self.settings = settings
         self.max_grad_norm = config.max_grad_norm
         self.scheduler = Schedule(self.optimizer, settings, decay_steps, decay)
+
+    def add_late_gradients(self, module: torch.nn.Module, backward: Callable[[], None]) -> None:
+        """Let `backward` compute a module's gradients behind the last microbatch; it is in the first chunk."""
+
+        def complete() -> None:
+            chunk = self.chunks[0]
+            with chunk.no_sync():
+                backward()
+            if chunk.ddp_config.overlap_grad_reduce:  # the other gradients are being reduced already
+                for parameter in module.parameters():
+                    chunk.param_to_bucket_group[parameter].register_grad_ready(parameter)
+
+        self._complete_late = complete
 
     def zero_grad(self) -> None:
         """Zero the gradients of the previous step."""

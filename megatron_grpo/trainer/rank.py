@@ -79,7 +79,8 @@ class ModelRank(ABC):
         self.teacher_heads: TeacherHeads | None = None  # of a policy with teachers, on its last stage
         if settings.distillation is not None and self.chunks[-1].post_process:
             self.teacher_heads = TeacherHeads(settings, self.chunks[-1])
-        self.maker = maker or MicrobatchMaker(config, shape, self.platform, make_tower(settings, self.platform))
+        tower = make_tower(settings, self.platform, self.chunks)
+        self.maker = maker or MicrobatchMaker(config, shape, self.platform, tower)
         self.routing: StepRouting | None = None
         if shape.experts is not None:
             replays = config.moe.replay_routing and not shape.head.is_scalar
@@ -87,6 +88,8 @@ class ModelRank(ABC):
             prefix = "value_moe" if shape.head.role == "value" else "moe"
             self.routing = StepRouting(self.chunks, config.moe, prefix, form)
         self.optimizer = self._build_optimizer()
+        if tower is not None and self.chunks[0].vision_tower is not None:
+            self.optimizer.add_late_gradients(self.chunks[0].vision_tower, tower.backward)
         self.memory, self.checkpoint, self.recorder = DeviceMemory(self), RankCheckpoint(self), StepRecorder(self)
 
     def _build_optimizer(self) -> ModelOptimizer:
@@ -245,8 +248,9 @@ class ModelRank(ABC):
         def forward_step(data: Iterator[Microbatch], module: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             microbatch = next(data)
             # The rotary embedding takes its positions from the packed sequences.
-            options = {"rows": microbatch.rows, "images": microbatch.images}
-            output = module(microbatch.token_ids, None, None, packed_seq_params=microbatch.sequences, **options)
+            output = module(
+                microbatch.token_ids, None, None, packed_seq_params=microbatch.sequences, rows=microbatch.rows
+            )
             return output, lambda output: finish(output[0], microbatch)
 
         # Lazily, one at a time: the index tensors of a whole step may not fit the device.
@@ -318,8 +322,20 @@ class PolicyRank(ModelRank):
             if self.reference is None:  # with adapters the reference is the policy without them
                 with adapters_off(self.chunks):
                     return self._forward_tokens(self.gather_chunks(), batch, microbatches)
-            with on_device(self.reference, self.platform.device) if reference.offload else nullcontext():
+            loaded = on_device(self.reference, self.platform.device) if reference.offload else nullcontext()
+            with loaded, self._use_tower(self.reference):
                 return self._forward_tokens(self.reference, batch, microbatches)
+
+    @contextmanager
+    def _use_tower(self, chunks: list[DecoderModel]) -> Iterator[None]:
+        """Compute images with the tower of other chunks, if they have their own."""
+        tower = self.maker.tower
+        if chunks[0].vision_tower is not None:
+            self.maker.tower = make_tower(self.settings, self.platform, chunks)
+        try:
+            yield
+        finally:
+            self.maker.tower = tower
 
     def compute_entropy(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """Compute the entropy of the distribution that drew each token."""

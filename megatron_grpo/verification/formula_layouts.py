@@ -24,6 +24,7 @@ from megatron_grpo.losses.formula_trials import find_advantages_problem, find_ob
 from megatron_grpo.losses.named_formula import NamedFormula, load_formula
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.selections import mark_selected
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.verification.problem import SequenceLoss, Truth, compute_truth, count_tokens, make_loss
 
 SAMPLES = 4  # responses of a prompt, of which groups of advantages are made
@@ -71,21 +72,26 @@ def list_formulas(names: Sequence[str]) -> list[str]:
 
 
 def make_subjects(
-    model: Path, batch: TokenBatch, problems: Sequence[FormulaProblem], seed: int, store: Path | None = None
+    model: Path,
+    shape: ModelShape,
+    batch: TokenBatch,
+    problems: Sequence[FormulaProblem],
+    seed: int,
+    store: Path | None = None,
 ) -> list[Subject]:
     """Compute a model's results in transformers with the loss of each problem.
 
     Without problems the loss is that of `make_loss`. `store`: of the images that sequences have; None: they have none.
     RunError: transformers cannot load or compute the model.
     """
-    reference = compute_truth(model, batch, store=store)
+    reference = compute_truth(model, batch, store=store, shape=shape)
     if not problems:
         return [Subject(batch=batch, loss=make_loss(), reference=reference)]
     subjects = []
     for problem in problems:
         drawn = draw_fields(problem, batch, reference.logprobs, seed)
         rectangles = make_rectangle_loss(problem.loss, drawn)
-        exact = compute_truth(model, drawn, rectangles, store)
+        exact = compute_truth(model, drawn, rectangles, store, shape)
         if any("responses" in formula.inputs for formula in (problem.loss.objective, *problem.loss.corrections)):
             exact = replace(exact, sensitivity=measure_sensitivity(rectangles, exact.logprobs, drawn.lengths))
         subjects.append(Subject(formula=problem.name, batch=drawn, loss=problem.loss, reference=exact))

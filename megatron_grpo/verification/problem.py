@@ -19,7 +19,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LossConfig, MoeConfig
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.models.families import add_text_prefix, find_family, is_carried
+from megatron_grpo.models.families import add_text_prefix, find_family, is_carried, measure_tensors
 from megatron_grpo.models.families.reading import UnknownFamilyError, read_model_shape
 from megatron_grpo.models.shape import ExpertShape, ModelShape, read_config_json
 from megatron_grpo.models.source import download_config, fetch_model_folder, find_local_folder, is_hub_name
@@ -289,21 +289,26 @@ def count_tokens(batch: TokenBatch) -> GlobalCounts:
 
 
 def compute_truth(
-    folder: Path, batch: TokenBatch, loss: SequenceLoss | None = None, store: Path | None = None
+    folder: Path,
+    batch: TokenBatch,
+    loss: SequenceLoss | None = None,
+    store: Path | None = None,
+    shape: ModelShape | None = None,
 ) -> Truth:
     """Compute a batch in transformers, in float32 and in float64.
 
     One sequence at a time, without padding. `loss`: of the whole batch; None: that of `make_loss`. `store`: of the
-    images that sequences have; None: they have none.
+    images that sequences have; None: they have none. `shape`: with the vision tower if that is trained; None: as read.
 
     Raises:
         RunError: transformers cannot load or compute the model.
     """
     try:
-        loss = loss or write_out_loss(batch)
-        logprobs, gradients, weights, _ = _run_transformers(folder, batch, torch.float32, loss, store)
+        loss, shape = loss or write_out_loss(batch), shape or read_model_shape(folder)
+        arguments = loss, store, shape
+        logprobs, gradients, weights, _ = _run_transformers(folder, batch, torch.float32, *arguments)
         with DoublePrecision():
-            exact_logprobs, exact_gradients, _, total = _run_transformers(folder, batch, torch.float64, loss, store)
+            exact_logprobs, exact_gradients, _, total = _run_transformers(folder, batch, torch.float64, *arguments)
     except Exception as error:  # a model's own code may raise anything
         raise RunError(f"transformers cannot compute {folder}: {type(error).__name__}: {error}") from error
     reference = measure_distance(logprobs, gradients, exact_logprobs, exact_gradients)
@@ -311,12 +316,13 @@ def compute_truth(
 
 
 def _run_transformers(
-    folder: Path, batch: TokenBatch, dtype: torch.dtype, loss: SequenceLoss, store: Path | None
+    folder: Path, batch: TokenBatch, dtype: torch.dtype, loss: SequenceLoss, store: Path | None, shape: ModelShape
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor], float]:
     """Compute log-probabilities, gradients, weights and loss, as `Truth` has them."""
-    shape = read_model_shape(folder)
     load = load_eager_model if shape.vision is None else load_whole_model
     model = load(folder, dtype).to(dtype)  # some families keep parameters in float32
+    if shape.vision is not None:
+        model.model.visual.requires_grad_(shape.vision.trained is not None)
     # torch leaves the gradient of this token's row out. Training has no such token: padding is never computed.
     model.get_input_embeddings().padding_idx = None
     experts = shape.experts
@@ -346,9 +352,10 @@ def _run_transformers(
 def _name_as_stored(model: Any, tensors: dict[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
     """Give trained tensors of transformers' model the folder's names and form."""
     if shape.vision is not None:
-        stored = revert_weight_conversion(model, tensors)
+        stored, sizes = revert_weight_conversion(model, tensors), measure_tensors(shape)
         trained = {name: tensor for name, tensor in stored.items() if not is_carried(name, shape)}
-        return {add_text_prefix(name, shape.text_prefix): tensor for name, tensor in trained.items()}
+        # transformers turns Qwen3-VL's experts over when it loads them, and does not turn them back.
+        return {name: tensor if tensor.shape == sizes.get(name) else tensor.mT for name, tensor in trained.items()}
     if shape.experts is None or not shape.experts.packed:  # transformers, too, has packed experts
         tensors = revert_weight_conversion(model, tensors)
     return {add_text_prefix(name, shape.text_prefix): tensor for name, tensor in tensors.items()}
@@ -357,7 +364,7 @@ def _name_as_stored(model: Any, tensors: dict[str, Tensor], shape: ModelShape) -
 def _keep_router_logits(model: Any) -> list[Tensor]:
     """Make the model append its routers' logits, [tokens, experts], to a list."""
     router_logits: list[Tensor] = []
-    for layer in model.model.layers:
+    for layer in getattr(model.model, "language_model", model.model).layers:
         router = find_router(layer)
         if hasattr(router, "proj"):  # Gemma 4's router returns probabilities
             router.proj.register_forward_hook(lambda _module, _inputs, logits: router_logits.append(logits))

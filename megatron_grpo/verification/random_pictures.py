@@ -22,7 +22,7 @@ _UNITS = ((1, 2), (3, 2), (2, 2), (1, 4), (3, 3))
 
 
 def add_pictures(batch: TokenBatch, vision: VisionShape, folder: Path, store: Path, seed: int) -> TokenBatch:
-    """Put one to three pictures of unlike sizes into every second sequence.
+    """Put one to four pictures of unlike sizes into every second sequence.
 
     `folder`: of the model, with its image processor; `store`: where the pictures are written. ValueError: the folder
     has no image processor.
@@ -33,7 +33,7 @@ def add_pictures(batch: TokenBatch, vision: VisionShape, folder: Path, store: Pa
     images: list[Images] = []
     joined: dict[str, list[Tensor]] = {name: [] for name in by_sequence}
     for number in range(len(batch)):
-        count = min(1 + number // 2 % 3, batch.lengths[number]) if number % 2 == 0 else 0
+        count = min(1 + number // 2 % 4, batch.lengths[number]) if number % 2 == 0 else 0
         chosen = [next(pictures) for _ in range(count)]
         # With text between them: transformers takes neighbouring placeholders for those of one image.
         positions = np.sort(draw.choice(batch.lengths[number], count, replace=False)) + 1
@@ -69,13 +69,11 @@ def _draw_pictures(vision: VisionShape, folder: Path, store: Path, seed: int) ->
 
 
 def load_whole_model(folder: Path, dtype: torch.dtype) -> Any:
-    """Load a vision model in transformers' plain torch code, with its vision tower frozen."""
+    """Load a vision model in transformers' plain torch code."""
     from transformers import AutoModelForImageTextToText
 
-    model = AutoModelForImageTextToText.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager", trust_remote_code=False
-    )
-    model.model.visual.requires_grad_(False)
+    options: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, trust_remote_code=False, **options)
     return model.eval()
 
 

@@ -18,7 +18,7 @@ from megatron_grpo.batch.packing import TOKEN_COST, make_packer
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_grpo.losses.loss import LossFunction
-from megatron_grpo.models.families.reading import read_model_shape
+from megatron_grpo.models.families.reading import include_tower, read_model_shape
 from megatron_grpo.models.hf_weights import iter_hf_tensors
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
@@ -47,6 +47,7 @@ class Task:
     """Name of the loss's formula; empty: the loss that shows the model."""
     images_folder: str = ""
     """Store of the images that sequences have; empty: they have none."""
+    trains_tower: bool = False
 
 
 @dataclass(slots=True)
@@ -109,6 +110,7 @@ def measure(task: Task, enter: Callable[[str], object]) -> dict[str, Any]:
 def _build_config(task: Task, *, distributed: bool = False) -> PolicyConfig:
     return PolicyConfig(
         model=ModelConfig(path=task.folder),
+        train_vision_tower=task.trains_tower,
         parallel=task.parallel,
         precision="float32",
         packing=task.packing,
@@ -122,6 +124,7 @@ def _build_config(task: Task, *, distributed: bool = False) -> PolicyConfig:
 
 def _build_rank(config: PolicyConfig, images_folder: str) -> PolicyRank:
     folder, shape = config.model.path, read_model_shape(config.model.path)
+    shape = include_tower(shape, folder) if config.train_vision_tower else shape
     return PolicyRank(
         RankSettings(config=config, shape=shape, folder=folder, images_folder=images_folder, decay_steps=100)
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -126,7 +126,7 @@ class ModelReload:
         self._model = worker.model_runner.get_model()
         require_plain(self._model)
         self._config = worker.vllm_config.model_config
-        self._layers = [layer for _, layer in iterate_refitted(self._model) if is_derived(layer)]
+        self._layers = [layer for _, layer in iterate_refitted(self._model, worker.boxes) if is_derived(layer)]
         # (quant_method, deleted kernel) of each converted layer; None: no kernel was deleted (`delete_kernel`).
         self._kernels: list[tuple[Any, Any]] = []
         self._states: list[KernelState] = []
@@ -195,11 +195,12 @@ def split_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, 
             yield f"{block}.mlp.experts.{expert}.{_STACKED[last]}", part
 
 
-def iterate_refitted(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules by name, without those of a frozen vision tower."""
+def iterate_refitted(model: nn.Module, boxes: Sequence[Box]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules by name, without those of a vision tower that no box fills."""
     read_mapping: Any = getattr(model, "get_mm_mapping", None)
     mapping = None if read_mapping is None else read_mapping()
-    frozen = () if mapping is None else tuple(filter(None, [*mapping.tower_model, *mapping.connector]))
+    parts = () if mapping is None else tuple(filter(None, [*mapping.tower_model, *mapping.connector]))
+    frozen = () if any(box.tensor and box.parameter.startswith(parts) for box in boxes) else parts
     return ((name, module) for name, module in model.named_modules() if not f"{name}.".startswith(frozen))
 
 

@@ -99,7 +99,7 @@ class ModelWriter:
         for box in boxes:
             if box.constant is not None:
                 self._constants[box.parameter.rpartition(".")[0]].append(box)
-        self._require_filled(regions)
+        self._require_filled(regions, boxes)
 
     def begin(self) -> None:
         self._written.clear()
@@ -132,7 +132,7 @@ class ModelWriter:
         for layer in self._rebuilt.values():
             layer.abandon()
 
-    def _require_filled(self, regions: Sequence[_Region]) -> None:
+    def _require_filled(self, regions: Sequence[_Region], boxes: Sequence[Box]) -> None:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         received, constant = Counter[str](), Counter[str]()
@@ -150,7 +150,7 @@ class ModelWriter:
         # vLLM records what a layer had when it was loaded. Others appear later, such as products of latent attention.
         records = {name: get_layerwise_info(layer).restore_metadata[0] for name, layer in self._model.named_modules()}
         is_recorded = any(records.values())
-        for module, layer in iterate_refitted(self._model):
+        for module, layer in iterate_refitted(self._model, boxes):
             plain = {} if is_derived(layer) else dict(layer.named_parameters(recurse=False))
             for parameter_name, parameter in (records[module] if is_recorded else plain).items():
                 name, expected = f"{module}.{parameter_name}", parameter.numel()

@@ -35,7 +35,7 @@ CHUNK_WORDS = 1 << 20
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 
 # Most dimensions of a tensor.
-_DIMENSIONS = 4
+_DIMENSIONS = 5
 
 # A part of a Hugging Face tensor that one rank sends to another.
 PIECE = np.dtype(

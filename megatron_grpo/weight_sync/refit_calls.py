@@ -110,4 +110,4 @@ def find_lost_engines(
 def _require_policy(missing: Sequence[str], state: str, failure: str) -> None:
     if missing:
         subject = f"{join_names(missing)} {'is' if len(missing) == 1 else 'are'}"
-        raise PolicyLostError(f"{failure}; {subject} {state}, and no rank of the policy can be replaced")
+        raise PolicyLostError(f"{failure}; {subject} {state}")

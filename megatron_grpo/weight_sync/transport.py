@@ -56,6 +56,10 @@ class WeightTransport:
         except AttemptError as error:
             raise RefitError(str(error)) from None
 
+    def disconnect(self) -> None:
+        """Give up all links, which the next publish makes anew: the policy has new processes."""
+        self._state, self._calls.store = RefitState.BROKEN, None
+
     def publish(self, version: int) -> TransferReport:
         """Send the policy's weights to every engine and commit them as `version`; `admit` follows.
 

@@ -10,7 +10,7 @@ from tests.integration.runs import SHORT, TrainingRun
 from tests.support.durations import read_durations
 from tests.support.rotation import set_tests_aside
 
-SHARING = ("test_colocated_run.py", "test_debug_modes.py", "test_evaluate.py", "test_run.py")
+SHARING = ("test_colocated_run.py", "test_debug_modes.py", "test_evaluate.py", "test_restarts.py", "test_run.py")
 """Files with tests that compare with the straight run."""
 STRAIGHT_RUN = "straight_run"
 """What is handed out in place of these files."""

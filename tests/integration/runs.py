@@ -36,17 +36,25 @@ SHORT = (
 
 
 class TrainingRun:
-    """`python -m megatron_grpo.train` with a recipe that needs no download.
+    """`python -m MODULE`, that of training or one like it, with a recipe that needs no download.
 
     Args:
         run_dir: the run's.
         overrides: of its configuration.
         recipe: from conf/exp.
         folder: in which it is started; None: the repository.
+        module: that is run.
     """
 
-    def __init__(self, run_dir: Path, *overrides: str, recipe: str = "quickstart", folder: Path | None = None) -> None:
-        self.run_dir, self.folder = run_dir, folder
+    def __init__(
+        self,
+        run_dir: Path,
+        *overrides: str,
+        recipe: str = "quickstart",
+        folder: Path | None = None,
+        module: str = "megatron_grpo.train",
+    ) -> None:
+        self.run_dir, self.folder, self.module = run_dir, folder, module
         self.overrides = [f"+exp={recipe}", f"run_dir={run_dir}", "logger.progress=false", *overrides]
         self.mark = uuid.uuid4().hex
         self.descendants: list[psutil.Process] = []
@@ -55,7 +63,7 @@ class TrainingRun:
     def start(self) -> subprocess.Popen[bytes]:
         self.output.parent.mkdir(parents=True, exist_ok=True)
         self.driver = subprocess.Popen(
-            [sys.executable, "-m", "megatron_grpo.train", *self.overrides],
+            [sys.executable, "-m", self.module, *self.overrides],
             stdin=subprocess.DEVNULL,
             stdout=self.output.open("wb"),
             stderr=subprocess.STDOUT,

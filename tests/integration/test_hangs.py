@@ -36,7 +36,12 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[TrainingRun]
     """One that trains and would do so for days; the parameter is how often its engine is replaced, else never."""
     restarts = getattr(request, "param", 0)
     run = TrainingRun(
-        tmp_path / "run", *ENDLESS, *DEADLINES, f"generation.engine_restarts={restarts}", "logger.level=debug"
+        tmp_path / "run",
+        *ENDLESS,
+        *DEADLINES,
+        f"generation.engine_restarts={restarts}",
+        "cluster.max_restarts=0",
+        "logger.level=debug",
     )
     run.start()
     try:

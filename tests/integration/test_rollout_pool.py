@@ -338,11 +338,10 @@ def test_an_engine_that_dies_is_one_clear_error() -> None:
 
 def test_an_engine_that_does_not_answer_is_named() -> None:
     seeds = [compute_sample_seed(SEED, STEP, idx, 0) for idx in range(PROMPTS)]
-    with (
-        pool(engines=[{}, {"stuck": seeds}], generation_timeout_s=1.0) as rollouts,
-        pytest.raises(SamplingError, match=r"^generation: no answer from generation engine 1 within 1 s$"),
-    ):
-        collect(rollouts, [prompt(idx) for idx in range(PROMPTS)])
+    with pool(engines=[{}, {"stuck": seeds}], generation_timeout_s=2.0) as rollouts:
+        ray.get([engine.history.remote() for engine in rollouts.engines])  # their processes have started
+        with pytest.raises(SamplingError, match=r"^generation: no answer from generation engine 1 within 2 s$"):
+            collect(rollouts, [prompt(idx) for idx in range(PROMPTS)])
 
 
 @pytest.mark.parametrize("workers", [*rare([1]), 2])

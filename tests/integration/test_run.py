@@ -165,7 +165,7 @@ def _is_of_engine(run: TrainingRun, process: psutil.Process) -> bool:
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_run_with_one_message_that_says_what_is_left(tmp_path: Path) -> None:
-    run = TrainingRun(tmp_path / "run", *ENDLESS, "checkpointing.save_period=2")
+    run = TrainingRun(tmp_path / "run", *ENDLESS, "checkpointing.save_period=2", "cluster.max_restarts=0")
     run.start()
     run.wait_for(lambda: (run.run_dir / "checkpoints" / "step_2").exists() and steps(run) >= 3)
     psutil.Process(heartbeat(run, "policy rank 1").pid).kill()

@@ -57,6 +57,7 @@ class Run:
         self.checkpointer = Checkpointer(folder, CHECKPOINTING)
         self.checkpointer.note = lambda text: self.logger.note(text)
         self.rollouts = FakeRollouts()
+        self.can_restart = False
         self.batch_cache: list[SampledGroup] = []
         self.end_of_data = "the data is used up: 1 epoch(s)"
         self.placement = Placement()

@@ -1,6 +1,7 @@
 """Small models of each kind that a refit has to cut, and what vLLM keeps of them on each rank, written out."""
 
 import zlib
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard
+from megatron_grpo.weight_sync.boxes import Box
 from tests.support.hf_configs import QWEN3_MOE, read_configs
 
 _CONFIGS = read_configs("model_configs")
@@ -143,10 +145,11 @@ def model_of(parameters: dict[str, Tensor]) -> nn.Module:
     return root
 
 
-def made_up_worker(model: Any) -> Any:
+def made_up_worker(model: Any, boxes: Sequence[Box] = ()) -> Any:
     """What receivers ask of vLLM's worker."""
     return SimpleNamespace(
         model_runner=SimpleNamespace(get_model=lambda: model),
         vllm_config=SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32)),
         device=torch.device("cpu"),
+        boxes=boxes,
     )

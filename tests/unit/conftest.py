@@ -7,6 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How fast a machine is beside other work says nothing about what a property test looks at.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 COMPOSED_WHOLE = ("test_composed_once.py", "test_job.py", "test_overrides.py")
 """Files whose command lines go through Hydra whole, as a user's do."""

@@ -284,7 +284,7 @@ def test_check_renders_the_prompts(
     assert command.main([*base_overrides, *lengths, "--check"]) == code
     captured = capsys.readouterr()
     if code:
-        assert "has 10 usable rows, fewer than the 32 prompts that are sampled together" in captured.err
+        assert "has 10 usable rows, fewer than the 32 prompts of a batch" in captured.err
         assert "left out: more than data.max_input_seq_length=2 tokens in the prompt" in captured.err
     else:
         assert "configuration is fine" in captured.out

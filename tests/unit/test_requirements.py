@@ -1,6 +1,7 @@
 """Lock files, pyproject.toml, the registry of hooks and the images name versions that fit each other."""
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -41,6 +42,16 @@ def test_each_lock_satisfies_the_package(platform: str) -> None:
     requirements = [Requirement(line) for line in PROJECT["dependencies"] + PROJECT["optional-dependencies"][platform]]
     unmet = [str(line) for line in requirements if locked.get(canonicalize_name(line.name), "0") not in line.specifier]
     assert unmet == []
+
+
+@pytest.mark.parametrize("folder", [".", "cuda", "gpu"])
+def test_tests_of_cuda_start_with_the_packages_of_its_lock(folder: str) -> None:
+    """The development packages are not in that environment, nor in the image."""
+    imports = re.findall(
+        r"^(?:import|from) (\w+)", (ROOT / "tests" / folder / "conftest.py").read_text(), flags=re.MULTILINE
+    )
+    known = {"tests", "megatron_grpo", *sys.stdlib_module_names, *pins("cuda.lock")}
+    assert set(imports) <= known
 
 
 @pytest.mark.parametrize("name", LIBRARIES)

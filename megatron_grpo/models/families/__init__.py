@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -27,6 +27,7 @@ from megatron_grpo.models.families import (
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.user_families import list_user_families, load_family, share_families
 from megatron_grpo.models.heads import Head
+from megatron_grpo.models.megatron_names import TOWER
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.stored_tensors import EMBEDDING, HEAD
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry, index_tensors, map_rows
@@ -128,9 +129,18 @@ def build_weight_map(shape: ModelShape) -> tuple[WeightEntry, ...]:
     kinds = {kind for layer in range(shape.layers) for kind in shape.list_kinds(layer)}
     rows = (row for row in list_rows(family) if row.kind in kinds)
     entries = (_rename_tensors(INPUT, family), *rows, *(_rename_tensors(row, family) for row in (_NORM, *outputs)))
-    if not shape.text_prefix:
-        return entries
-    return tuple(replace(entry, hf=tuple(map(partial(_add_prefix, shape), entry.hf))) for entry in entries)
+    if shape.text_prefix:
+        entries = tuple(replace(entry, hf=tuple(map(partial(_add_prefix, shape), entry.hf))) for entry in entries)
+    return (*entries, *_map_tower(shape))
+
+
+def _map_tower(shape: ModelShape) -> Iterator[WeightEntry]:
+    """Map the parameters of a vision tower that is trained."""
+    if shape.vision is None or shape.vision.trained is None:
+        return
+    tower = shape.vision.trained
+    for name, sizes in tower.tensors:
+        yield _map_outer(f"{TOWER}{name}", f"{tower.prefix}{name}", *map(str, sizes))
 
 
 def list_rows(family: Family) -> list[WeightEntry]:
@@ -159,7 +169,8 @@ def remove_text_prefix(name: str, prefix: str) -> str:
 def list_carried(shape: ModelShape) -> tuple[str, ...]:
     """List beginnings of names of tensors that exports copy."""
     family = find_family(shape.family)
-    parts = family.vision.parts if shape.is_text_part and family.vision is not None else ()
+    is_carried_tower = shape.is_text_part and not (shape.vision and shape.vision.trained)
+    parts = family.vision.parts if is_carried_tower and family.vision is not None else ()
     # Released folders have one further layer behind the last, where they have any.
     further = ("mtp.", f"model.layers.{shape.layers}.") if family.has_further_predictions else ()
     return (*further, *parts, *(f"model.{part}" for part in parts))

@@ -35,6 +35,8 @@ class VisionModel:
     """Value of `tie_word_embeddings` in transformers where config.json has none."""
     text_model_type: str | None = None
     """`model_type` of the text part; None: that of the family's own models."""
+    packs_experts: bool = False
+    """Whether released folders have all experts of a layer in one tensor, where the family's own models have not."""
     is_flat: bool = False
     """Whether released folders have the text part's sizes and names as a model of text alone has them."""
     images: ImageForm | None = None
@@ -45,14 +47,18 @@ class VisionModel:
 class ImageForm:
     """How the text part of a family's vision models takes images.
 
-    Frequencies of a head are for time, height and width in consecutive sections, and features take the place of
-    embeddings; a family whose features enter later layers too needs more than this.
+    Features take the place of embeddings; a vision_config with `deepstack_visual_indexes` adds further ones to the
+    outputs of the first layers.
     """
 
     placeholders: tuple[str, ...]
     """Keys of config.json with the tokens that stand for images and video; the first is that of images."""
     defaults: Mapping[str, Any]
     """transformers' values of keys that the text part lacks, and of those above."""
+    takes_turns: bool = False
+    """Whether frequencies of a head turn by time, height and width in turns; else each has a section of them."""
+    levels: tuple[int, ...] = ()
+    """transformers' value of `deepstack_visual_indexes`; empty: the family has no such key."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,6 +126,18 @@ _QWEN2_5_VL_DEFAULTS = {
     "image_token_id": 151655,
     "video_token_id": 151656,
 }
+QWEN3_VL_IMAGES = ImageForm(
+    placeholders=("image_token_id", "video_token_id"),
+    defaults={
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 128000,
+        "mrope_section": (24, 20, 20),
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+    },
+    takes_turns=True,
+    levels=(8, 16, 24),
+)
 
 
 FAMILIES = (
@@ -140,6 +152,13 @@ FAMILIES = (
             nullable=_KEY_VALUE_HEADS,
         ),
         tables=(INPUT_NORM, ATTENTION, QK_NORM, MLP_NORM, MLP),
+        vision=VisionModel(
+            architecture="Qwen3VLForConditionalGeneration",
+            model_type="qwen3_vl",
+            parts=("visual.",),
+            text_model_type="qwen3_vl_text",
+            images=QWEN3_VL_IMAGES,
+        ),
     ),
     Family(
         name="qwen2",

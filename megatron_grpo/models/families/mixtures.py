@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.config.errors import to_text
-from megatron_grpo.models.families.family import Family
+from megatron_grpo.models.families.family import Family, VisionModel
 from megatron_grpo.models.families.llama import (
     ATTENTION,
     INPUT_NORM,
     MLP,
     MLP_NORM,
     QK_NORM,
+    QWEN3_VL_IMAGES,
     QWEN_DEFAULTS,
     read_dense,
     read_qwen,
@@ -28,6 +29,16 @@ EXPERTS = """
     experts: mlp.experts.local_experts.{expert}.linear_fc2.weight [hidden, expert_ffn]
         = mlp.experts.{expert}.down_proj.weight
 """
+# Qwen3's mixtures of text have a tensor for each expert's matrix, those with images one for all, transposed.
+_QWEN3_EXPERTS = (
+    EXPERTS.replace("experts: mlp.experts.", "single_experts: mlp.experts.")
+    + """
+    packed_experts: mlp.experts.local_experts.{expert}.linear_fc1.weight [gate * expert_ffn | up * expert_ffn, hidden]
+        = mlp.experts.gate_up_proj [expert, hidden, gate * expert_ffn | up * expert_ffn]
+    packed_experts: mlp.experts.local_experts.{expert}.linear_fc2.weight [hidden, expert_ffn]
+        = mlp.experts.down_proj [expert, expert_ffn, hidden]
+"""
+)
 MIXTRAL_NAMES = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
@@ -52,6 +63,9 @@ def list_sparse_layers(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         raise ValueError(f"mlp_only_layers={to_text(dense)} must be a list of layer numbers")
     return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(layers))
+
+
+_QWEN3_VL_MOE_DEFAULTS = {"num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4}
 
 
 def _read_qwen3_moe(raw: dict[str, Any]) -> ModelShape:
@@ -85,7 +99,15 @@ FAMILIES = (
         name="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         read=_read_qwen3_moe,
-        tables=(INPUT_NORM, ATTENTION, QK_NORM, MLP_NORM, MLP, EXPERTS),
+        tables=(INPUT_NORM, ATTENTION, QK_NORM, MLP_NORM, MLP, _QWEN3_EXPERTS),
+        vision=VisionModel(
+            architecture="Qwen3VLMoeForConditionalGeneration",
+            model_type="qwen3_vl_moe",
+            parts=("visual.",),
+            text_model_type="qwen3_vl_moe_text",
+            packs_experts=True,
+            images=replace(QWEN3_VL_IMAGES, defaults={**QWEN3_VL_IMAGES.defaults, **_QWEN3_VL_MOE_DEFAULTS}),
+        ),
     ),
     Family(
         name="mixtral",

@@ -22,6 +22,7 @@ from megatron_grpo.models.families.options import refuse_folder
 from megatron_grpo.models.heads import VALUE
 from megatron_grpo.models.shape import ModelShape, read_config_json, read_flag, read_section
 from megatron_grpo.models.stored_tensors import HEAD, has_own_head, list_stored_tensors
+from megatron_grpo.models.vision_shape import TrainedTower
 from megatron_grpo.models.weight_map import index_tensors
 
 # Keys of the config.json of models that read images, video or sound; those of text alone have none of them.
@@ -59,6 +60,23 @@ def read_model_shape(path: str | Path, *, reward_models: bool = False) -> ModelS
         if any(folder.glob("*.safetensors")):
             _require_equal_ties(raw, shape, file)
     return shape
+
+
+def include_tower(shape: ModelShape, folder: str | Path) -> ModelShape:
+    """Include the vision tower of a folder in what is trained.
+
+    ValueError: the model takes no images, or the folder cannot be read.
+    """
+    vision = find_family(shape.family).vision
+    if shape.vision is None or vision is None:
+        raise ValueError(f"{folder} has a model that takes no images in training, and so no vision tower to train")
+    stored = {name: tensor.shape for name, tensor in list_stored_tensors(Path(folder)).items()}
+    prefixes = [prefix for part in vision.parts for prefix in (part, f"model.{part}")]
+    prefix = next(prefix for prefix in prefixes if any(name.startswith(prefix) for name in stored))
+    names = sorted(name for name in stored if name.startswith(prefix))
+    tensors = tuple((name.removeprefix(prefix), tuple(stored[name])) for name in names)
+    tower = TrainedTower(folder=str(folder), tensors=tensors, prefix=prefix)
+    return replace(shape, vision=replace(shape.vision, trained=tower))
 
 
 def _find_stored_form(shape: ModelShape, folder: Path) -> ModelShape:
@@ -157,6 +175,8 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
     if vision is not None and architecture == vision.architecture:
         _require_model_type(raw, (vision.model_type,), architecture)
         shape = family.read(_select_text_part(raw, vision))
+        if vision.packs_experts and shape.experts is not None:
+            shape = replace(shape, experts=replace(shape.experts, packed=True))
         if vision.images is not None:
             shape = replace(shape, vision=read_vision_shape(raw, vision.images, shape))
         tied = shape.tied_embeddings or read_flag(raw, "tie_word_embeddings", default=False)

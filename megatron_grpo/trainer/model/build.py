@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,22 +22,18 @@ from torch import Tensor
 from megatron_grpo.cluster.process_log import AdviceOnce
 from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.vision_shape import TrainedTower
 from megatron_grpo.models.weight_map import pad_vocab
 from megatron_grpo.platform.device import Platform, detect_platform
 from megatron_grpo.trainer.model.attention import RotaryAtPositions, RotaryTable, compute_scaled_rope
 from megatron_grpo.trainer.model.experts import ExpertRouter, mark_experts
+from megatron_grpo.trainer.model.image_layer import ImageLayer
 from megatron_grpo.trainer.model.layer_spec import build_layer_specs, uses_transformer_engine
 from megatron_grpo.trainer.model.lora import train_adapters_alone
 from megatron_grpo.trainer.model.megatron_config import build_transformer_config, require_fp8
+from megatron_grpo.trainer.model.packed_sequences import PackedSequences
 from megatron_grpo.trainer.model.rounding import keep_outer_layers
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedImages:
-    """Features of images, and the places of their tokens on this rank."""
-
-    slots: Tensor  # [image tokens of this rank], int64: index among the tokens that the rank embeds
-    features: Tensor  # [image tokens of this rank, hidden]
+from megatron_grpo.trainer.model.vision_module import build_vision_module
 
 
 class DecoderModel(GPTModel):
@@ -46,18 +43,16 @@ class DecoderModel(GPTModel):
     padding never reach it, and logits of all tokens are never held.
     """
 
-    def forward(
-        self, *arguments: Any, rows: Tensor | None = None, images: PlacedImages | None = None, **keywords: Any
-    ) -> Tensor:
+    def forward(self, *arguments: Any, rows: Tensor | None = None, **keywords: Any) -> Tensor:
         """Compute logits of all tokens or, of chosen ones, hidden states.
 
-        `rows`: [rows], int64, indices of the chosen tokens; only the last stage reads them. `images`: features in place
-        of the embeddings of their tokens; only the first stage reads them.
+        `rows`: [rows], int64, indices of the chosen tokens; only the last stage reads them. On the first stage features
+        of images are in place of the embeddings of their tokens.
         """
-        select = None if rows is None else self._select_rows
-        if images is not None and self.pre_process:
-            embedded = self.embedding(input_ids=arguments[0], position_ids=None)
-            keywords["decoder_input"] = embedded.index_copy(0, images.slots, images.features[:, None].type_as(embedded))
+        select, packed = None if rows is None else self._select_rows, keywords.get("packed_seq_params")
+        if self.pre_process and isinstance(packed, PackedSequences) and packed.images is not None:
+            embedded, images = self.embedding(input_ids=arguments[0], position_ids=None), packed.images
+            keywords["decoder_input"] = embedded.index_copy(0, images.slots, images.features[:, :1].type_as(embedded))
         output: Tensor = super().forward(*arguments, output_processor=select, output_processor_context=rows, **keywords)
         return output
 
@@ -67,6 +62,13 @@ class DecoderModel(GPTModel):
             # Every rank gets the complete gradient of the rows from the head, so backward only slices out its tokens.
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return hidden_states[context].transpose(0, 1)
+
+    vision_tower: Any  # one that is trained, in the first chunk of the first stage; None: there is none here
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether a layer here takes features of images, or the embedding."""
+        return self.pre_process or any(isinstance(layer, ImageLayer) for layer in self.decoder.layers)
 
     @property
     def head_weight(self) -> Tensor:
@@ -151,6 +153,22 @@ def build_reference(
     return copies
 
 
+def _add_tower(model: DecoderModel, trained: TrainedTower | None) -> None:
+    """Add the vision tower, if it is trained, to the first chunk of the first stage."""
+    model.vision_tower = None
+    if trained is None:
+        return
+    if not model.pre_process:
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        assert first or not model.takes_images, "features that another stage takes have no way back to the tower"
+        return
+    module = build_vision_module(Path(trained.folder), model.config.params_dtype).to(model.config.platform.device)
+    for parameter in module.parameters():
+        # Under sequence parallelism a rank has the gradients of the features of its own tokens alone.
+        parameter.sequence_parallel = model.config.sequence_parallel
+    model.vision_tower = module
+
+
 def _find_rotated_share(shape: ModelShape) -> float:
     # Megatron-Core rounds head_dim * share down, which must not lose a feature to rounding.
     is_partial = shape.rotated_dim not in (None, shape.head_dim)
@@ -199,6 +217,7 @@ def _build_chunk(
             rotaries.append(local)
         axes = () if shape.vision is None else shape.vision.rotary_axes
         model.rotary_pos_emb = RotaryAtPositions(*rotaries, axes=axes)
+    _add_tower(model, None if shape.vision is None else shape.vision.trained)
     if shape.embedding_scale is not None and model.pre_process:
         scale = float(torch.tensor(shape.embedding_scale, dtype=settings.params_dtype))  # rounded as the embeddings are
         model.embedding.register_forward_hook(lambda _module, _inputs, embedded: embedded * scale)

@@ -47,6 +47,7 @@ from megatron_grpo.trainer.model.experts import (
     ScaledLayer,
     build_shared_experts,
 )
+from megatron_grpo.trainer.model.image_layer import ImageLayer
 from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts, ReplicatedLinear
 from megatron_grpo.trainer.model.layers import (
     ExpertRowParallelLinear,
@@ -191,7 +192,8 @@ def _build_layer(shape: ModelShape, kinds: frozenset[LayerKind], modules: Backen
     halves |= build_mlp(shape, kinds, modules) if "mlp" in kinds else {}
     parts = TransformerLayerSubmodules(**halves, sharded_state_dict_keys_map=names)
     layer = DecoderLayer if has_experts else TransformerLayer
-    return ModuleSpec(ScaledLayer if shape.layer_scale else layer, submodules=parts)
+    layer = ScaledLayer if shape.layer_scale else layer
+    return ModuleSpec(ImageLayer if "image_features" in kinds else layer, submodules=parts)
 
 
 def build_mixer(shape: ModelShape, kinds: frozenset[LayerKind], modules: BackendSpecProvider) -> dict[str, Any]:

@@ -88,6 +88,16 @@ class StateTokens:
     """[tokens of all ranks], int64: index of each token in the ranks' concatenated tokens; None: there is one rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedImages:
+    """Features of images, and the places of their tokens on this rank."""
+
+    slots: Tensor  # [image tokens of this rank], int64: index among the tokens that the rank embeds
+    features: Tensor
+    """[image tokens of this rank, 1 + levels, hidden]: in place of embeddings, and for the outputs of the first
+    layers."""
+
+
 @dataclass
 class PackedSequences(PackedSeqParams):
     """A microbatch's packed sequences, an argument of Megatron-Core's layers.
@@ -100,6 +110,8 @@ class PackedSequences(PackedSeqParams):
     """[tokens of this rank], int64: position of each token in its sequence."""
     grid_positions: Tensor | None = None
     """[3, tokens of this rank], int64: positions in time, height and width; None: a model without images."""
+    images: PlacedImages | None = None
+    """Images of the sequences, where the rank's layers take their features; None: no sequence has one."""
     membership: Membership | None = None
     """Sequences of this rank's tokens (under sequence parallelism of its part); None: a dense model."""
     routed: Tensor | None = None

@@ -26,7 +26,7 @@ ESTIMATORS = [
 ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1),
     shards=st.integers(1, 4),

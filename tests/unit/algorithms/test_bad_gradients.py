@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from megatron_grpo.batch.step_batch import StepBatch
+from megatron_grpo.cluster.actor_processes import ActorProcesses
 from megatron_grpo.trainer.messages import RankReport, RankTrainResult
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from tests.support.grpo_run import SHAPE
 
-PLACES = [RankReport(data_rank=0, device_name="cpu", startup_s={})] + [
-    RankReport(data_rank=replica, device_name="cpu", startup_s={}) for replica in (0, 1)
+PLACES = [RankReport(data_rank=0, device_name="cpu", startup_s={}, processes=ActorProcesses("here", ()))] + [
+    RankReport(data_rank=replica, device_name="cpu", startup_s={}, processes=ActorProcesses("here", ()))
+    for replica in (0, 1)
 ]
 PLANS = [[np.array([3, 0]), np.array([5])], [np.array([1]), np.array([4, 2])]]
 """Of each replica the sequences of its microbatches, by number."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_grpo.algorithms.samples import dynamic_sampling
@@ -36,7 +36,6 @@ def test_a_partial_batch_waits_and_the_next_one_completes_it() -> None:
     assert second.dropped == ["e", "g", "h"]
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=8), st.integers(1, 8))
 def test_steps_take_the_useful_groups_in_order_until_they_are_full(
     batches: list[list[bool]], expected_count: int

@@ -118,7 +118,7 @@ ROWS = st.tuples(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.lists(ROWS, min_size=2, max_size=8), replicas=st.integers(1, 2), threshold=st.sampled_from([1.05, 1.5, 2.0])
 )

@@ -52,7 +52,7 @@ class Process(sample_buffers.Process):
         return groups
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     order=ORDERS,
     factor=st.sampled_from([1.25, 1.5, 1.75, 2, 2.5]),

@@ -66,7 +66,7 @@ def test_raw_reward_alone_does_not_look_at_the_values(name: str) -> None:
     assert torch.equal(advantages, to_go) == (name == "raw_reward")
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32 - 1),
     replicas=st.integers(1, 3),

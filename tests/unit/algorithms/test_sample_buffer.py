@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer
@@ -31,7 +31,6 @@ def test_the_same_batches_in_the_same_order_with_the_same_seeds(age: int) -> Non
     )
 
 
-@settings(deadline=None)
 @given(
     age=st.integers(0, 4),
     lives=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8),
@@ -56,7 +55,6 @@ def test_nothing_is_sampled_that_no_step_is_left_for() -> None:
     assert len(process.rollouts.asked) == 3
 
 
-@settings(deadline=None)
 @given(age=st.integers(0, 4), versions=st.lists(st.integers(1, 4), min_size=1, max_size=8))
 def test_no_batch_is_too_old_when_steps_take_several(age: int, versions: list[int]) -> None:
     """Dynamic sampling takes several batches a step; as many are begun as the age allows, and none becomes older."""

@@ -97,7 +97,6 @@ SHAPINGS = [
 ]
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 4).flatmap(
         lambda n: st.tuples(st.just(n), st.lists(st.lists(OUTCOMES, min_size=n, max_size=n), min_size=1, max_size=5))
@@ -214,7 +213,7 @@ def entries(scores: Scores, groups: list[int]) -> dict[str, Any]:
     return {name: value.float().nan_to_num(-9.0).tolist() for name, value in chosen.items()}
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.lists(st.lists(OUTCOMES, min_size=3, max_size=3), min_size=2, max_size=6).flatmap(
         lambda groups: st.tuples(

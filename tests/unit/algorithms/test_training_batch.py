@@ -70,7 +70,6 @@ OUTCOMES = st.builds(
 ) | st.builds(failed_trajectory)
 
 
-@settings(deadline=None)
 @given(st.lists(OUTCOMES, min_size=1, max_size=8), st.booleans(), st.booleans())
 def test_what_is_in_the_loss_against_a_loop(trajectories: list[Trajectory], overlong: bool, imitate: bool) -> None:
     batch = laid_out(trajectories, samples=1, overlong_filtering=overlong, positive=0.1 * imitate)
@@ -156,7 +155,7 @@ def owners(partitions: list[NDArray[np.int64]], replicas: int, sequences: int) -
     return [owner[number] for number in range(sequences)]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(layouts(), st.data(), st.sampled_from([40, 400, 4000]))
 def test_every_replica_has_its_share_of_every_minibatch(
     drawn: tuple[Layouts, int], data: st.DataObject, microbatch_tokens: int

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -91,7 +91,6 @@ def test_only_routed_experts_are_many_numbers_a_token(tokens: int) -> None:
         TokenBatch([3, 1], TokenFields(routed_experts=torch.zeros(tokens, 6, dtype=torch.int8)))
 
 
-@settings(deadline=None)
 @given(lengths_and_indices())
 def test_selecting_takes_the_sequences_in_the_order_asked_for(case: tuple[list[int], list[int]]) -> None:
     lengths, indices = case
@@ -118,7 +117,6 @@ def test_selecting_copies() -> None:
     assert as_lists(batch.fields) == before
 
 
-@settings(deadline=None)
 @given(lengths_and_indices(), st.sampled_from([np.int32, np.int64, np.uint16]))
 def test_token_indices_are_those_of_the_sequences_laid_end_to_end(
     case: tuple[list[int], list[int]], dtype: type[np.integer]
@@ -148,7 +146,6 @@ def make_step(sequences: int) -> StepBatch:
     )
 
 
-@settings(deadline=None)
 @given(sequences=st.integers(0, 20), samples=st.integers(1, 25))
 def test_minibatches_are_neighbours_and_together_the_step(sequences: int, samples: int) -> None:
     minibatches = list(make_step(sequences).split_minibatches(samples))

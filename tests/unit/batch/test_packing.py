@@ -90,7 +90,7 @@ def same_plan_or_error(lengths: list[int], data_parallel: int, budget: int, mult
     return True
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(
     lengths=st.lists(st.integers(0, 60), max_size=40),
     data_parallel=st.integers(1, 8),
@@ -143,7 +143,6 @@ def test_planning_scales() -> None:
     assert sum(len(microbatch) for rank in plan for microbatch in rank) == len(lengths)
 
 
-@settings(deadline=None)
 @given(
     data_parallel=st.integers(1, 4),
     per_rank=st.integers(1, 12),
@@ -179,7 +178,6 @@ def fewest_by_programming(lengths: list[int], budget: int) -> int:
     return fewest[-1]
 
 
-@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=40), budget=st.integers(1, 400))
 def test_one_rank_gets_the_fewest_microbatches(lengths: list[int], budget: int) -> None:
     (plan,) = plan_microbatches(lengths, data_parallel=1, microbatch_tokens=budget, pad_to_multiple=1)
@@ -191,7 +189,6 @@ def test_equal_sequences_are_shared_out_equally() -> None:
     assert [[len(microbatch) for microbatch in rank] for rank in plan] == [[96]] * 4
 
 
-@settings(deadline=None)
 @given(data_parallel=st.integers(2, 4), data=st.data())
 def test_ranks_are_balanced(data_parallel: int, data: st.DataObject) -> None:
     count = data_parallel * 32
@@ -213,7 +210,6 @@ def test_what_cannot_be_shared_out_is_an_error(lengths: list[int], ranks: int, m
         plan_microbatches(lengths, data_parallel=ranks, microbatch_tokens=40, pad_to_multiple=1)
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=40),
     budget=st.integers(1, 400),
@@ -232,7 +228,6 @@ def test_the_only_replica_has_the_plan_of_one_rank(lengths: list[int], budget: i
     assert {type(i) for microbatch in from_array for i in microbatch} == {int}
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=40),
     budget=st.integers(1, 400),
@@ -259,7 +254,6 @@ def test_a_replica_makes_as_many_microbatches_as_the_others(
     assert plan == [order[start : start + plain[start][1]] for start in starts]
 
 
-@settings(deadline=None)
 @given(
     shares=st.integers(1, 12).flatmap(
         lambda size: st.lists(st.lists(st.integers(1, 120), min_size=size, max_size=size), min_size=1, max_size=4)
@@ -276,7 +270,6 @@ def test_replicas_with_equally_many_sequences_make_equally_many_microbatches(
     assert {len(planner.make_replica_microbatches(share, count)) for share in shares} == {count}
 
 
-@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 100), max_size=40), budget=st.integers(1, 400))
 def test_fewest_microbatches_by_dynamic_programming(lengths: list[int], budget: int) -> None:
     assert SequencePadder(budget, 1).count_microbatches(lengths) == fewest_by_programming(lengths, budget)
@@ -290,7 +283,7 @@ def widths(lengths: list[int], multiple: int) -> list[int]:
     return [-(-length // multiple) * multiple for length in lengths]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(LENGTHS, st.integers(1, 5), st.integers(8, 200), st.sampled_from([1, 4]), COSTS)
 def test_every_sequence_has_its_bin_and_every_bin_its_limit(
     lengths: list[int], replicas: int, budget: int, multiple: int, cost: Cost

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron_grpo.batch.packing import TOKEN_COST
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.token_batch import STORED_DTYPES, TokenBatch, TokenFields
+from megatron_grpo.cluster.actor_processes import ActorProcesses
 from megatron_grpo.config.schema import ParallelConfig, PolicyConfig
 from megatron_grpo.trainer import model_ranks
 from megatron_grpo.trainer.messages import RankReport
@@ -96,7 +97,6 @@ RESPONSES = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(
     partitions=st.lists(st.lists(RESPONSES, min_size=1, max_size=4), min_size=1, max_size=3),
     names=st.lists(st.sampled_from(sorted(STORED_DTYPES)), unique=True),
@@ -194,7 +194,10 @@ def test_every_rank_is_sent_the_part_and_the_microbatches_of_its_replica(monkeyp
     policy._config = PolicyConfig(parallel=ParallelConfig(data=2, tensor=2))
     monkeypatch.setattr(MegatronPolicy, "cost", TOKEN_COST)
     policy.actors = ["a", "b", "c", "d"]
-    policy._reports = [RankReport(data_rank=replica, device_name="cpu", startup_s={}) for replica in (0, 0, 1, 1)]
+    policy._reports = [
+        RankReport(data_rank=replica, device_name="cpu", startup_s={}, processes=ActorProcesses("here", ()))
+        for replica in (0, 0, 1, 1)
+    ]
     monkeypatch.setattr(model_ranks, "ray", SimpleNamespace(put=lambda work: work))
     batch = make_step()
     plans = assign_microbatches(policy._config, policy.cost, batch, np.array([1, 2, 3, 4, 5, 7]), 32)
@@ -214,7 +217,10 @@ def test_a_sequence_with_an_output_that_is_not_finite_is_found_by_its_number(mon
     policy._config = PolicyConfig(parallel=ParallelConfig(data=2))
     monkeypatch.setattr(MegatronPolicy, "cost", TOKEN_COST)
     policy.actors = ["second", "first"]
-    policy._reports = [RankReport(data_rank=replica, device_name="cpu", startup_s={}) for replica in (1, 0)]
+    policy._reports = [
+        RankReport(data_rank=replica, device_name="cpu", startup_s={}, processes=ActorProcesses("here", ()))
+        for replica in (1, 0)
+    ]
     monkeypatch.setattr(model_ranks, "ray", SimpleNamespace(put=lambda work: work))
     monkeypatch.setattr(model_ranks, "call_actor", lambda actor, method, work, field: (actor, work[0]))
     bad = {3, 5}

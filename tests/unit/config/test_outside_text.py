@@ -60,7 +60,7 @@ texts = st.one_of(
     ),
     st.builds("".join, st.lists(st.sampled_from(["\x1b[2J", "\ud800", "\n", FORGED, "x" * 700, "é"]), max_size=6)),
 )
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 class RaisedError(Exception):

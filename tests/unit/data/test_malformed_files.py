@@ -87,7 +87,7 @@ def table_of(suffix: str, table: pa.Table, compression: str | None = None, strea
     return sink.getvalue()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=150, suppress_health_check=QUIET)
 @given(content=texts(), suffix=st.sampled_from([".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ""]))
 @example(content=b'prompt,answer\n"1', suffix=".csv")
 @example(content=b"\xef\xbb\xbfprompt,answer\r\n1?,1\r\n", suffix=".csv")
@@ -98,7 +98,7 @@ def test_no_text_ends_in_a_traceback(tmp_path: Path, content: bytes, suffix: str
     check_file(tmp_path / f"fuzz{suffix}", content)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=80, suppress_health_check=QUIET)
 @given(
     data=st.data(),
     suffix=st.sampled_from(TABLES),
@@ -115,7 +115,7 @@ def test_no_damaged_table_ends_in_a_traceback(
     check_file(tmp_path / f"fuzz{suffix}", bytes(content[:end]))
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=50, suppress_health_check=QUIET)
 @given(table=any_tables(), suffix=st.sampled_from(TABLES))
 def test_no_table_of_other_types_ends_in_a_traceback(tmp_path: Path, table: pa.Table, suffix: str) -> None:
     try:

@@ -136,7 +136,7 @@ def test_what_a_reader_takes_for_different(answer: str, response: str) -> None:
 DIGITS = ("0123456789", "０１２３４５６７８９", "٠١٢٣٤٥٦٧٨٩", "০১২৩৪৫৬৭৮৯")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(-(10**9), 10**9),
     st.sampled_from(DIGITS),
@@ -151,7 +151,7 @@ def test_whole_numbers_as_python_writes_them(number: int, digits: str, form: str
     assert not is_correct(f"\\boxed{{{written}{sign}}}", f"{exact + max(1, abs(exact) // 100)}{sign}")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 99), st.integers(1, 98), st.integers(2, 99), st.booleans())
 def test_mixed_numbers_are_sums(integer: int, above: int, below: int, negative: bool) -> None:
     if above >= below:

@@ -30,7 +30,7 @@ def bm25(documents: list[str], query: str) -> list[float]:
     return scores
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     documents=st.lists(
         st.lists(st.sampled_from("abcde"), min_size=1, max_size=9).map(" ".join), min_size=1, max_size=9
@@ -113,7 +113,7 @@ def _pieces(text: str) -> list[str]:
     return [bare_text[begin : begin + size] for size in (2, 3, 4) for begin in range(len(bare_text) - size + 1)]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.text(st.characters(codec="utf-8"), max_size=40))
 def test_terms_do_not_depend_on_form_and_case(text: str) -> None:
     """Composed, decomposed and compatible characters are the same, as Unicode says."""

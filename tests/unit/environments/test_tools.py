@@ -34,7 +34,7 @@ EXPRESSIONS = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(expression=EXPRESSIONS)
 def test_whole_numbers_are_what_python_makes_of_them(expression: str) -> None:
     try:

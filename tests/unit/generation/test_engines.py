@@ -17,6 +17,7 @@ import torch
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from megatron_grpo.cluster.actor_processes import ActorProcesses, end_processes
 from megatron_grpo.cluster.cleanup import find_shared_files
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import GenerationConfig
@@ -24,7 +25,6 @@ from megatron_grpo.generation import engine_statistics
 from megatron_grpo.generation.cpu_worker import localize_choices
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_interface import EngineStart
-from megatron_grpo.generation.engine_processes import EngineProcesses, end_processes
 from megatron_grpo.generation.engine_statistics import EngineStatistics
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 
@@ -56,8 +56,8 @@ def family() -> Iterator[tuple[list[psutil.Process], Path]]:
             segment.unlink(missing_ok=True)
 
 
-def collect_engines(processes: list[psutil.Process], later_s: float = 0.0) -> EngineProcesses:
-    return EngineProcesses("here", tuple((process.pid, process.create_time() + later_s) for process in processes))
+def collect_engines(processes: list[psutil.Process], later_s: float = 0.0) -> ActorProcesses:
+    return ActorProcesses("here", tuple((process.pid, process.create_time() + later_s) for process in processes))
 
 
 def is_gone(process: psutil.Process) -> bool:
@@ -173,7 +173,7 @@ def test_the_outputs_of_all_ranks_add_up_to_those_of_all_experts(placement: list
 def test_a_new_engine_has_not_the_time_of_a_whole_run_to_start(slowest_s: float, expected: float) -> None:
     """All else waits for it, and one whose GPU is gone never starts."""
     generation = not_started(GenerationConfig(), startup_timeout_s=3000.0)
-    processes = EngineProcesses("here", ())
+    processes = ActorProcesses("here", ())
     starts = [{"imports": 4.0, "processes": 5.0}, {"imports": 9.0, "processes": slowest_s - 9.0}]
     generation.starts = [EngineStart(seconds, processes, {}) for seconds in starts]
     assert generation.restart_timeout_s == expected

@@ -98,7 +98,7 @@ def test_nothing_and_next_to_nothing_are_zeros_with_a_scale_of_1(size: float, wa
 
 
 @WAYS
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(shape=SHAPES, seed=st.integers(0, 2**32), exponent=st.integers(-100, 100))
 def test_what_comes_back_is_near(way: str, shape: tuple[int, int], seed: int, exponent: int) -> None:
     """Half of the last of 4 bits for normal numbers; half of 2^-9 scales for those below."""

@@ -93,7 +93,7 @@ def test_secrets_of_the_environment_stay_out(monkeypatch: pytest.MonkeyPatch) ->
     assert "swordfish" not in KubernetesTarget().render(make_request(*OPTIONS))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=40))
 def test_no_text_of_the_user_leaves_its_quotes(text: str) -> None:
     """YAML gives the entrypoint back as it was, and the shell of a pod the arguments."""

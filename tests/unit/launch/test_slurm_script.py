@@ -51,7 +51,7 @@ def test_the_plain_file_and_the_rendered_one_are_the_same_template(overrides: tu
     assert split_script(render(*overrides))[0] == LAUNCHER
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=40))
 def test_no_text_of_the_user_leaves_its_quotes(text: str) -> None:
     request = make_request("+exp=quickstart")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -42,7 +42,6 @@ def brute_force(group: list[float], leave_one_out: bool, normalize: bool) -> lis
 
 @pytest.mark.parametrize("leave_one_out", [True, False])
 @pytest.mark.parametrize("normalize", [True, False])
-@settings(deadline=None)
 @given(groups=GROUPS)
 def test_advantages_match_brute_force(leave_one_out: bool, normalize: bool, groups: list[list[float]]) -> None:
     rewards = torch.tensor(groups, dtype=torch.float64)
@@ -109,7 +108,6 @@ def test_nothing_to_compare_is_an_error(shape: tuple[int, ...]) -> None:
         group_advantages(torch.zeros(shape), leave_one_out=False, normalize=True)
 
 
-@settings(deadline=None)
 @given(groups=GROUPS)
 def test_the_batch_standard_deviation_is_that_of_all_rewards(groups: list[list[float]]) -> None:
     rewards = torch.tensor(groups, dtype=torch.float64)
@@ -149,7 +147,6 @@ PARTS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(parts=PARTS)
 def test_gdpo_matches_brute_force(parts: list[list[list[int | None]]]) -> None:
     weights = [1.0, 0.5, 2.0][: len(parts)]
@@ -191,7 +188,6 @@ def test_a_small_weight_is_no_cancellation() -> None:
 
 @pytest.mark.parametrize("leave_one_out", [True, False])
 @pytest.mark.parametrize("normalize", [True, False])
-@settings(deadline=None)
 @given(groups=st.lists(st.lists(st.none() | st.integers(-3, 3), min_size=5, max_size=5), min_size=1, max_size=3))
 def test_a_sample_without_a_reward_takes_no_part(
     leave_one_out: bool, normalize: bool, groups: list[list[int | None]]
@@ -206,7 +202,6 @@ def test_a_sample_without_a_reward_takes_no_part(
 
 @pytest.mark.parametrize("minus_baseline", [True, False])
 @pytest.mark.parametrize("with_penalty", [True, False])
-@settings(deadline=None)
 @given(data=st.data(), groups=st.lists(st.lists(st.integers(-2, 2), min_size=2, max_size=2), min_size=1, max_size=3))
 def test_reinforce_plus_plus_matches_brute_force(
     minus_baseline: bool, with_penalty: bool, data: st.DataObject, groups: list[list[int]]

@@ -79,7 +79,7 @@ def expect_finite(loss_fn: LossFunction, curr: Tensor, tokens: TokenFields, lear
 
 
 @pytest.mark.parametrize("name", [*OBJECTIVES, *CORRECTIONS, "log_ratio_penalty"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_edges_of_every_loss(name: str, data: st.DataObject) -> None:
     """One sample, all equal, infinite ratios, empty responses: finite numbers, and nothing outside."""
@@ -95,7 +95,7 @@ def test_edges_of_every_loss(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_edges_of_all_advantages(name: str, data: st.DataObject) -> None:
     """Missing and equal rewards, empty responses: finite numbers, 0 without a reward and without a difference."""
@@ -151,7 +151,7 @@ LOSSES: dict[str, list[LossFunction]] = {
 
 
 @pytest.mark.parametrize("name", sorted({algorithm.loss for algorithm in ALGORITHMS.values()}))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_edges_of_the_loss_of_every_algorithm(name: str, data: st.DataObject) -> None:
     curr, tokens = make_edge_batch(data)
@@ -170,7 +170,7 @@ def test_edges_of_the_loss_of_every_algorithm(name: str, data: st.DataObject) ->
 
 
 @pytest.mark.parametrize("name", [*typing.get_args(typing.get_type_hints(DPOConfig)["loss_type"]), "kto", "score"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_edges_of_losses_of_whole_responses(name: str, data: st.DataObject) -> None:
     """One row, equal responses, log-probabilities far from the reference's: finite loss and gradient."""

@@ -65,7 +65,7 @@ def test_gae_equals_its_sum(gamma: float, lam: float) -> None:
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), st.floats(0.5, 1), st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_gae_with_a_lambda_for_each_response(lengths: list[int], gamma: float, seed: int) -> None:
     rewards, values = make_case(lengths, seed)
     lam = [random.Random(seed + i).random() for i in range(len(lengths))]

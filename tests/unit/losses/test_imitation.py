@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,7 +24,6 @@ def list_observed(sampled: list[list[int]]) -> list[bool]:
     return [not flag and any(row[:number]) for row in sampled for number, flag in enumerate(row)]
 
 
-@settings(deadline=None)
 @given(sampled=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=7), min_size=1, max_size=5))
 def test_observed_tokens_follow_a_sampled_one_of_their_sequence(sampled: list[list[int]]) -> None:
     flat = np.array([bool(flag) for row in sampled for flag in row])
@@ -106,7 +105,6 @@ def map_rows(fields: TokenFields) -> TokenFields:
     return TokenFields(**{name: value[None] for name, value in fields.as_dict().items()})
 
 
-@settings(deadline=None)
 @given(cuts=st.sets(st.integers(1, 3)), favours_uncertain=st.booleans())
 def test_shares_of_microbatches_add_up(cuts: set[int], favours_uncertain: bool) -> None:
     step = make_step(imitated_tokens=OBSERVED)

@@ -61,7 +61,7 @@ def compute_with_trl(logprobs: Tensor, reference: Tensor, kl: Tensor, labels: Te
 NUMBERS = st.floats(-30, 30).map(lambda value: round(value, 3))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     rows=st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS, st.booleans()), min_size=1, max_size=6),
     weights=st.tuples(st.sampled_from([0.0, 0.5, 1.33]), st.sampled_from([0.3, 1.0])),

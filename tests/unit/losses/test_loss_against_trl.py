@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -180,7 +180,6 @@ def mask_of(response: Response) -> list[float]:
     return [0.0] * prompt + [float(in_loss)] * tokens
 
 
-@settings(deadline=None)
 @given(responses=RESPONSES, correct_known=st.booleans(), data=st.data())
 def test_counts_are_those_of_the_masks(responses: list[Response], correct_known: bool, data: st.DataObject) -> None:
     chosen = data.draw(st.lists(st.sampled_from(range(len(responses))), unique=True) if responses else st.just([]))
@@ -215,7 +214,6 @@ SHARES = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(shares=SHARES)
 def test_shares_add_up_and_extremes_are_extremes(shares: list[dict[str, float]]) -> None:
     values: dict[str, list[float]] = {}

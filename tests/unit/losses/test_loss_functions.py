@@ -94,7 +94,7 @@ def test_padding_may_hold_anything(name: str) -> None:
     assert torch.count_nonzero(results[1][1][outside]) == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(sorted(CONFIGS)),
     order=st.permutations(range(6)),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -134,7 +134,6 @@ def brute_force_pass_at_k(rewards: list[float], k: int) -> list[float]:
     return [math.fsum(values) / len(values) for values in found]
 
 
-@settings(deadline=None)
 @given(
     rewards=st.lists(st.sampled_from([0.0, 1.0]) | st.integers(-3, 3).map(float), min_size=5, max_size=7),
     k=st.integers(2, 5),

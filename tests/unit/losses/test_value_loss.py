@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
@@ -87,7 +87,6 @@ def test_a_value_past_the_clip_only_returns() -> None:
         assert value.grad.item() == expected
 
 
-@settings(deadline=None)
 @given(order=st.permutations(range(6)), cuts=st.sets(st.integers(1, 5)), padding=st.integers(0, 4))
 def test_it_does_not_matter_how_the_step_is_cut_up(order: list[int], cuts: set[int], padding: int) -> None:
     """Order of the sequences, microbatches and padding."""

@@ -205,11 +205,12 @@ def test_what_is_no_tokenizer_has_none(content: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", PREPARED_MODELS)
 def test_token_ids_of_prepared_models_are_those_of_their_vocabulary(name: str) -> None:
-    ids = (
-        source.VOCABULARY
-        if name.startswith(("addition", "distillation", "labelled", "preference"))
-        else source.CONVERSATION_VOCABULARY
-    )
+    if name == "counting":
+        ids = source.COUNTING_VOCABULARY
+    elif name.startswith(("addition", "distillation", "labelled", "preference")):
+        ids = source.VOCABULARY
+    else:
+        ids = source.CONVERSATION_VOCABULARY
     config = PREPARED_MODELS[name]
     config = config.get("text_config", config)
     numbers = [config[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")]

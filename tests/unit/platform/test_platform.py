@@ -83,7 +83,7 @@ def test_every_factory_with_a_literal_device_is_covered() -> None:
 
 def test_patched_names_exist_and_are_replaced_once() -> None:
     process = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", REPLACED_NAMES], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-W", "ignore", "-c", REPLACED_NAMES], capture_output=True, text=True, check=True, timeout=400
     )
     rows = json.loads(process.stdout)
     assert len(rows) >= 8

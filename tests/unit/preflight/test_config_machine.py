@@ -65,7 +65,9 @@ def test_rows_with_one_mistake_are_one_problem(base_overrides: list[str], rows: 
 def test_rows_that_are_all_left_out_are_explained(base_overrides: list[str], rows: Path) -> None:
     rows.write_text('{"question": "1?"}\n' * 100)
     (text,) = problems_of([*base_overrides, "data.bad_rows=skip"]).values()
-    assert text.startswith("has 0 rows, fewer than the 32 prompts that are sampled together (100 rows left out")
+    assert text.startswith(
+        "has 0 rows, fewer than the 32 prompts of a batch; add rows or lower grpo.num_prompts_per_step (100"
+    )
     assert "has no column 'prompt' (data.prompt_key); it has question" in text
 
 
@@ -289,7 +291,7 @@ def test_long_names_are_told_in_one_message(base_overrides: list[str]) -> None:
 
 def test_a_single_row_is_counted_as_one(base_overrides: list[str], rows: Path) -> None:
     rows.write_text(json.dumps({"prompt": "1?", "answer": "1"}) + "\n")
-    text = "has 1 row, fewer than the 32 prompts that are sampled together"
+    text = "has 1 row, fewer than the 32 prompts of a batch; add rows or lower grpo.num_prompts_per_step"
     assert problems_of(base_overrides)[f"data.train_path={rows}"] == text
 
 

@@ -53,6 +53,25 @@ def test_each_is_refused_by_its_key(override: str) -> None:
     assert list(collect_problems(override)) == [override.partition("=")[0]]
 
 
+def test_what_a_trained_tower_needs() -> None:
+    train = "policy.train_vision_tower=true"
+    config = compose_config(["+exp=quickstart_vision", train])
+    assert list(find_image_problems(config, SHAPE)) == []
+    assert SHAPE.vision is not None
+    seeing = replace(SHAPE, layers=4, vision=replace(SHAPE.vision, levels=3))
+    config.policy.parallel.pipeline = 2
+    (problem,) = find_image_problems(config, seeing)
+    assert problem.subject == "policy.train_vision_tower=true"
+    assert "in the first 3 layers, which have to be on the tower's pipeline rank" in problem.text
+    config.policy.parallel.first_stage_layers = 3
+    assert list(find_image_problems(config, seeing)) == []
+    config.policy.optimizer.name = "muon"
+    assert [problem.subject for problem in find_image_problems(config, seeing)] == ["policy.train_vision_tower=true"]
+    config = compose_config(["+exp=quickstart"])
+    config.policy.train_vision_tower = True
+    assert "needs prompts with images" in next(iter(find_image_problems(config, TEXT))).text
+
+
 @pytest.mark.parametrize("algorithm", ["ppo", "sft", "dpo", "kto", "distillation", "self_distillation"])
 def test_other_algorithms_are_refused(algorithm: str) -> None:
     assert list(collect_problems(f"algorithm={algorithm}")) == ["algorithm"]

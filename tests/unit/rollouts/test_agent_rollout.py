@@ -311,7 +311,7 @@ ACTIONS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 10**6), st.intege
 
 
 @given(actions=ACTIONS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_sampled_token_is_trained_on_exactly_once(actions: list[tuple[int, int, int]]) -> None:
     """Whatever an agent does: go on, edit, shorten, branch, and all that several times at once."""
     prompts: dict[int, list[int]] = {}  # tokens before each sampled token, by that token

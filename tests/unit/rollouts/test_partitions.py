@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_grpo.batch.trajectory import Span
@@ -46,7 +46,6 @@ def test_routed_experts_stand_at_their_tokens_and_are_unknown_elsewhere() -> Non
     assert concatenate_trajectories([], form)["routed_experts"].shape == (0, 4)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(1, 4), st.integers(0, 2**32))
 def test_gathering_undoes_splitting(lengths: list[int], shards: int, seed: int) -> None:
     owner = np.random.default_rng(seed).integers(0, shards, len(lengths))

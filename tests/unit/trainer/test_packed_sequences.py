@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -22,7 +22,6 @@ def ranks(lengths: list[int], size: int, **options: int) -> list[PackedLayout]:
     return [lay_out(lengths, rank=rank, size=size, **options) for rank in range(size)]
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.booleans())
 def test_every_token_stands_on_one_rank_at_its_position(
     lengths: list[int], size: int, multiple: int, rectangle: bool
@@ -42,7 +41,6 @@ def test_every_token_stands_on_one_rank_at_its_position(
     assert len({int(part.positions.sum()) for part in placed}) == 1, "level in what attention costs"
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.sampled_from([1, 2, 4]), st.data())
 def test_a_token_is_predicted_by_the_one_before_it(lengths: list[int], size: int, data: st.DataObject) -> None:
     targets = np.array(data.draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths))))

@@ -14,6 +14,7 @@ from unittest.mock import Mock, call, create_autospec
 import pytest
 import torch
 
+from megatron_grpo.cluster.actor_processes import ActorProcesses
 from megatron_grpo.config.loop_schema import AsyncGRPOConfig
 from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_grpo.models.heads import LOGITS
@@ -119,7 +120,7 @@ def model() -> Any:
 def test_calls_reach_the_model(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = MegatronPolicy.__new__(MegatronPolicy)
     policy.actors = [LocalActor(model)]
-    policy._reports = [RankReport(data_rank=0, device_name="cpu", startup_s={})]
+    policy._reports = [RankReport(data_rank=0, device_name="cpu", startup_s={}, processes=ActorProcesses("here", ()))]
     monkeypatch.setattr(policy, "_gather", lambda results, _: results)
     policy.save_checkpoint("folder", background=True)
     model.checkpoint.is_written.return_value = False

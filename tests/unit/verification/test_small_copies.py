@@ -130,7 +130,6 @@ INT4 = read_released("kimi_k2_5")["text_config"]["quantization_config"]
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "producer": {"name": "modelopt"}}
 FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
     "Kimi-K2.5": (read_released("kimi_k2_5"), "KimiK25ForConditionalGeneration is not supported: it reads images"),
-    "Qwen3-VL": (read_released("qwen3_vl_4b"), "Qwen3VLForConditionalGeneration is not supported: it reads images"),
     "Kimi-K2 in 4 bits": (change("kimi_k2", quantization_config=INT4), "(compressed-tensors): weights that are"),
     "MiniMax-M2.7 in 4 bits": (change("minimax_m2_7", quantization_config=INT4), "convert the model to bfloat16 first"),
     "MiniMax-M2.7 in NVFP4": (change("minimax_m2_7", quantization_config=NVFP4), "quantization_config (modelopt)"),

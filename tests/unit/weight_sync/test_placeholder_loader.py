@@ -15,7 +15,7 @@ from megatron_grpo.config.schema import GenerationConfig, ParallelConfig
 from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
 from megatron_grpo.generation.vllm_images import EngineImages
 from megatron_grpo.models.families import measure_tensors
-from megatron_grpo.models.families.reading import read_model_shape
+from megatron_grpo.models.families.reading import include_tower, read_model_shape
 from megatron_grpo.models.weight_layouts import split_policy
 from megatron_grpo.weight_sync import placeholder_loader
 from megatron_grpo.weight_sync.boxes import to_slices
@@ -86,19 +86,22 @@ def build_model(
         return get_model(vllm_config=config), config
 
 
-def refit(model: nn.Module, config: Any, folder: Path, tensors: dict[str, Tensor], mode: str) -> None:
-    """Bring tensors into the model as an engine's worker does, without links."""
+def refit(
+    model: nn.Module, config: Any, folder: Path, tensors: dict[str, Tensor], mode: str, *, trains_tower: bool = False
+) -> int:
+    """Bring tensors into the model as an engine's worker does, without links; returns the bytes of pieces."""
     from vllm.config import set_current_vllm_config
 
     shape = read_model_shape(folder)
+    shape = include_tower(shape, folder) if trains_tower else shape
     with set_current_vllm_config(config), torch.no_grad():
+        boxes = trace_model(model, measure_tensors(shape), torch.bfloat16).boxes
         if mode == "broadcast":
-            reload = ModelReload(made_up_worker(model))
+            reload = ModelReload(made_up_worker(model, boxes))
             reload.begin()
             reload.load(tensors.items())
             reload.finish()
-            return
-        boxes = trace_model(model, measure_tensors(shape), torch.bfloat16).boxes
+            return sum(tensor.nbytes for tensor in tensors.values())
         dtypes = choose_wire_dtypes(shape, "bfloat16", fp8_blocks=False)
         policy, names = split_policy(ParallelConfig(), shape), list(tensors)
         messages = split_messages(plan_messages(shape, policy, [boxes], 1, dtypes, 1 << 20))
@@ -109,6 +112,7 @@ def refit(model: nn.Module, config: Any, folder: Path, tensors: dict[str, Tensor
                 values = tensors[names[piece["tensor"]]][to_slices(read_ranges(piece))]
                 writer.write(number, position, values)
         writer.finish()
+        return sum(int(message["bytes"].sum()) for message in messages)
 
 
 def find_differences(expected: nn.Module, actual: nn.Module) -> list[str]:
@@ -167,23 +171,30 @@ def test_a_tower_that_engines_do_not_build_is_not_read(
 
 
 @pytest.mark.parametrize("mode", ["reshard", "broadcast"])
-def test_a_refit_fills_the_text_part_and_leaves_the_tower(mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "trains_tower"),
+    [("qwen2_5_vl", False), ("qwen2_5_vl", True), ("qwen3_vl", False), ("qwen3_vl", True), ("qwen3_vl_moe", False)],
+)
+def test_a_refit_fills_the_text_part_and_a_trained_tower(
+    name: str, trains_tower: bool, mode: str, tmp_path: Path
+) -> None:
     pytest.importorskip("torchvision")
     folders = [tmp_path / "first", tmp_path / "second"]
     for seed, folder in enumerate(folders):
-        make_image_model(folder, seed)
+        make_image_model(folder, seed, name)
     first, second = (load_file(folder / "model.safetensors") for folder in folders)
-    tower = {name: tensor for name, tensor in first.items() if name.startswith("visual.")}
-    save_file({**second, **tower}, folders[1] / "model.safetensors", {"format": "pt"})
+    tower = {key: tensor for key, tensor in first.items() if "visual." in key}
+    if not trains_tower:
+        save_file({**second, **tower}, folders[1] / "model.safetensors", {"format": "pt"})
     vision = read_model_shape(folders[0]).vision
     assert vision is not None
     images = EngineImages(str(tmp_path), vision, 1)
     expected, _ = build_model(folders[1], awaits_refit=False, images=images)
     actual, config = build_model(folders[0], awaits_refit=True, images=images)
     assert find_differences(expected, actual)
-    tensors = {name: second[name].bfloat16() for name in measure_tensors(read_model_shape(folders[1]))}
-    assert not tower.keys() & tensors.keys(), "no byte of the tower is sent"
-    refit(actual, config, folders[1], tensors, mode)
+    tensors = {key: tensor.bfloat16() for key, tensor in second.items() if trains_tower or key not in tower}
+    sent = refit(actual, config, folders[1], tensors, mode, trains_tower=trains_tower)
+    assert sent == sum(tensor.nbytes for tensor in tensors.values()), "no byte of a frozen tower is sent"
     assert find_differences(expected, actual) == []
 
 

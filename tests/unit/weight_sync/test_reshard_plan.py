@@ -133,7 +133,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelShape, ParallelConfig, GenerationParall
 
 @pytest.mark.slow
 @given(cases())
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_every_number_of_every_rank_comes_once_and_from_where_it_is(case: Any) -> None:
     shape, training, generation, bucket = case
     sources, engine = split_policy(training, shape), split_engine(generation, shape)
@@ -162,7 +162,7 @@ def test_every_number_of_every_rank_comes_once_and_from_where_it_is(case: Any) -
 
 @pytest.mark.slow
 @given(cases())
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_no_circle_of_ranks_that_wait_for_each_other(case: Any) -> None:
     """Ranks that can have a single message under way, each in its own order, get through all of them."""
     shape, training, generation, bucket = case
