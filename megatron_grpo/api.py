@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -15,10 +16,12 @@ import numpy as np
 
 from megatron_grpo.algorithms.dispatch import run_algorithm
 from megatron_grpo.config.compose import ComposedConfig, compose_typed
+from megatron_grpo.config.data_schema import DataConfig
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.paths import SCRIPT_STREAM
 from megatron_grpo.config.schema import Config
+from megatron_grpo.data.image_rows import write_images
 from megatron_grpo.data.table_values import StreamedRows
 from megatron_grpo.models.image_processor import require_own_processor
 from megatron_grpo.models.source import fetch_model_folder
@@ -131,8 +134,8 @@ def _check_arguments(
     overrides.append(f"run_dir={run_dir}")  # fixed here, because its name may contain the time
     overrides += _make_reward_overrides(task, rewards, functions)
     overrides += make_environment_overrides(environments)
-    is_streamed = composed.config.data.streaming
-    overrides += _make_data_overrides(files, run_dir, *datasets, bool(rewards), is_streamed=is_streamed)
+    data = composed.config.data
+    overrides += _make_data_overrides(files, run_dir, *datasets, bool(rewards), data)
     checked = check_overrides(overrides, functions)
     checked.problems = [files.name_arguments(problem) for problem in checked.problems]
     checked.remarks = [files.name_arguments(remark) for remark in checked.remarks]
@@ -150,19 +153,19 @@ def _require_name(name: Any, argument: str, section: str) -> None:
 
 
 def _make_data_overrides(
-    files: ScriptData, run_dir: str, training: Any, validation: Any, has_rewards: bool, *, is_streamed: bool
+    files: ScriptData, run_dir: str, training: Any, validation: Any, has_rewards: bool, data: DataConfig
 ) -> list[str]:
     """Write datasets that are objects; return the overrides of all datasets."""
 
     def store_dataset(dataset: Any, name: str, argument: str) -> tuple[str | Path, set[str]]:
         if isinstance(dataset, str | Path):
             return dataset, set()
-        file, columns = _write_dataset(dataset, files.reserve_path(run_dir, name), argument)
+        file, columns = _write_dataset(dataset, files.reserve_path(run_dir, name), argument, data.image_key)
         return files.select_file(file, argument), columns
 
     overrides = []
     columns: set[str] = set()
-    if is_streamed and training is not None and not isinstance(training, str | Path):
+    if data.streaming and training is not None and not isinstance(training, str | Path):
         columns = _require_stream(training)
         overrides.append(f"data.train_path={SCRIPT_STREAM}")
     elif training is not None:
@@ -197,8 +200,11 @@ def _require_stream(dataset: Any) -> set[str]:
     raise ConfigError([Problem("train_dataset", text)])
 
 
-def _write_dataset(dataset: Any, path: Path, subject: str) -> tuple[Path, set[str]]:
-    """Write rows to `path`, with a suffix; return the file and the columns."""
+def _write_dataset(dataset: Any, path: Path, subject: str, image_key: str | None) -> tuple[Path, set[str]]:
+    """Write rows to `path`, with a suffix; return the file and the columns.
+
+    `image_key`: column of images (data.image_key); None: rows have none.
+    """
     if not isinstance(dataset, Iterable) or isinstance(dataset, Mapping):
         kinds = "rows (a list of dicts, a datasets.Dataset or IterableDataset), or a path or hub name"
         text = f"is {type(dataset).__name__}; give {kinds} (of a large hub set with data.streaming=true)"
@@ -212,13 +218,14 @@ def _write_dataset(dataset: Any, path: Path, subject: str) -> tuple[Path, set[st
     file = path.with_suffix(".jsonl")
     columns: set[str] = set()
     rows = StreamedRows(dataset) if hasattr(dataset, "features") else dataset
+    write = partial(json.dumps, ensure_ascii=False) if image_key is None else partial(write_images, column=image_key)
     with file.open("w", encoding="utf-8") as lines:
         for number, row in enumerate(rows):
             row_subject = f"{subject}[{number}]"
             if not isinstance(row, Mapping):
                 raise ConfigError([Problem(row_subject, f"is {type(row).__name__}; a row is a dict of its columns")])
             try:
-                lines.write(json.dumps(dict(row), ensure_ascii=False) + "\n")
+                lines.write(write(dict(row)) + "\n")
             except (TypeError, ValueError) as error:
                 text = "give numbers, texts, lists and dicts, or a datasets.Dataset"
                 raise ConfigError([Problem(row_subject, f"cannot be kept as JSON: {error}; {text}")]) from None

@@ -29,18 +29,21 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.cluster.wait_notices import announce_waits
 from megatron_grpo.config.algorithms import Algorithm
+from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.loop_schema import SampledLoopConfig
 from megatron_grpo.config.outside_text import describe_error
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import PromptData
 from megatron_grpo.data.loader import BatchLoader
 from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.models.image_processor import require_own_processor
 from megatron_grpo.models.source import fetch_model_folder, is_prepared
 from megatron_grpo.observability.run_files import write_json
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.conversation_checks import load_examined_prompts
 from megatron_grpo.preflight.environment_checks import check_user_code
+from megatron_grpo.preflight.script_checks import find_processor_problems
 from megatron_grpo.prepare.models import prepare
 from megatron_grpo.rollouts.engine_replacer import RestoreEngines, refuse_to_restore
 from megatron_grpo.rollouts.pool import RolloutPool
@@ -57,7 +60,7 @@ from megatron_grpo.run.launch import (
     start_rollouts,
 )
 from megatron_grpo.run.lifetime import Startup, open_run
-from megatron_grpo.run.user_objects import Callbacks
+from megatron_grpo.run.user_objects import Callbacks, UserObjects
 from megatron_grpo.weight_sync.refit_checks import Canary
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
 
@@ -92,19 +95,26 @@ class Processes:
 
 
 @contextmanager
-def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
+def setup(config: Config, startup: Startup | None = None, *, processor: Any = None) -> Iterator[Any]:
     """Start or continue a run; leaving the context ends its processes.
 
     Yields a run of the algorithm's type (`Algorithm.run`). With debug.train=false it is a SamplingRun without models,
     whose engines have the weights of the model folder. Without a `startup` from `open_run` Ray starts and ends here.
+    `processor`: the model's own processor of images and text, whose tokenizer replaces the folder's; None: none.
 
-    Raises ConfigError if the run's folder, the checkpoint to start from or a reward function cannot be used, and
-    RunError if a process did not start; the message says which.
+    Raises ConfigError if the run's folder, the checkpoint to start from, the processor or a reward function cannot be
+    used, and RunError if a process did not start; the message says which.
     """
     with ExitStack() as stack:
         if startup is None:
+            objects = UserObjects()
+            if processor is not None:
+                if problems := list(find_processor_problems(processor)):
+                    raise ConfigError(problems)
+                require_own_processor(processor, fetch_model_folder(config.policy.model.path))
+                objects = UserObjects(tokenizer=processor.tokenizer)
             check_user_code(config)
-            startup = stack.enter_context(open_run(config))
+            startup = stack.enter_context(open_run(config, objects))
         processes = stack.enter_context(start_processes(config, startup))
         yield stack.enter_context(begin_run(config, startup, processes))
 

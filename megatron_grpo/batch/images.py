@@ -62,8 +62,7 @@ def compute_grid_positions(token_ids: NDArray[np.integer], images: Images, visio
 
 def require_placeholders(token_ids: NDArray[np.integer], images: Images, vision: VisionShape) -> None:
     """ValueError: a sequence's placeholders are not those of its images."""
-    is_placeholder = token_ids == vision.image_token
+    count = int(np.isin(token_ids, vision.placeholders).sum())  # of videos, too, which nobody has
     needed = sum(image.count_tokens(vision) for image in images)
-    if int(is_placeholder.sum()) != needed:
-        count = int(is_placeholder.sum())
+    if count != needed:
         raise ValueError(f"has {count} placeholder tokens, and its {len(images)} images need {needed}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, chain, pairwise
@@ -27,8 +28,9 @@ MAX_BATCH_BYTES = 2**31  # of texts that are read at once; a text that repeats t
 # Columns that earlier versions did not write.
 _ADDED = (
     *("engine", "fault", "notes", "reward_errors", "segment_tokens", "token", "turn_rewards", "turn_tokens"),
-    *("prompt", "answer", "columns"),
+    *("prompt", "answer", "columns", "images"),
 )
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _NEVER_EMPTY = (
     *("prompt_idx", "group", "sample", "token_ids", "spans", "logprobs", "response", "stop_reason"),
     *("reward_parts", "reward_metrics", "notes", "task_name", "prompt", "columns"),
@@ -101,6 +103,9 @@ def _find_value_problems(row: Mapping[str, Any]) -> Iterator[str]:
     if len(turn_rewards) != len(turn_tokens) or None in [*turn_rewards, *turn_tokens]:
         yield f"{len(turn_rewards)} rewards of turns, and {len(turn_tokens)} numbers of their tokens"
     yield from ("an infinite reward" for reward in (row["reward"], *turn_rewards) if reward and math.isinf(reward))
+    for image in row.get("images") or ():
+        if not (image and _DIGEST.fullmatch(image["digest"] or "") and image["rows"] and image["columns"]):
+            yield f"the image {to_text(image)}"
     weight = row["loss_multiplier"]
     if weight is None or not 0 <= weight <= 1:
         yield f"the loss_multiplier {to_text(weight)}, which is not from 0 to 1"

@@ -136,6 +136,7 @@ def _make_schema() -> pa.Schema:
             "fault": pa.string(),
             "failure": pa.string(),
             "task_name": pa.string(),
+            "images": pa.list_(pa.struct({"digest": pa.string(), "rows": pa.int32(), "columns": pa.int32()})),
         }
     )
 
@@ -163,6 +164,7 @@ def _make_table(rows: Sequence[tuple[int, Trajectory, TrainedValues]]) -> pa.Tab
         "reward_metrics": [list(trajectory.reward_metrics.items()) for trajectory in trajectories],
         "notes": [list(trajectory.notes.items()) for trajectory in trajectories],
         "columns": [list(trajectory.columns.items()) for trajectory in trajectories],
+        "images": [[image._asdict() for image in trajectory.images] for trajectory in trajectories],
     }
     for name in schema.names:
         if name not in columns:
@@ -215,6 +217,8 @@ def _decode_rows(step: int, file: Path, *, is_trained: bool) -> Iterator[dict[st
                 number += 1
                 require_possible(row, number, last_group, run, is_trained=is_trained)
                 last_group = row["group"]
+                if not row.get("images"):  # a rollout of text has no such entry
+                    row.pop("images", None)
                 yield {"step": step, **row}
 
 

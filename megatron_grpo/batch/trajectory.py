@@ -205,7 +205,8 @@ class Trajectory(Outcome):
             "logprobs": np.asarray(row["logprobs"], dtype=np.float32),
         }
         values = {name: row[name] for name in ROW_FIELDS if name in row}
-        values["images"] = [StoredImage(*image) for image in row.get("images") or ()]
+        images = [image.values() if isinstance(image, Mapping) else image for image in row.get("images") or ()]
+        values["images"] = [StoredImage(*image) for image in images]
         return Trajectory(**{**values, **arrays, "spans": [Span(*span) for span in row["spans"]]})
 
 

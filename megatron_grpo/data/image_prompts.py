@@ -99,7 +99,9 @@ class ImagePromptProcessor:
         """Encode a rendered prompt as the model's processor does."""
         source, processor = self.source, load_processor(self.source.model)
         if not contents:
-            return list(processor.tokenizer(text, add_special_tokens=False)["input_ids"]), []
+            token_ids = np.asarray(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+            require_placeholders(token_ids, [], source.vision)
+            return token_ids.tolist(), []
         decoded = []
         for number, content in enumerate(contents, start=1):
             try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import json
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from megatron_grpo.models.image_store import MAX_BYTES
 
 MARK = "<image>"  # in a prompt's text, stands for the next image of the row
 _KINDS = ("image", "image_url", "input_image")  # of a message's part
+_PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 _PLACE: dict[str, Any] = {"type": "image"}
 
 
@@ -38,17 +41,12 @@ def _read_numbered(number: int, image: Any, folder: Path) -> bytes:
 
 def read_image(image: Any, folder: Path) -> bytes:
     """Read the content of an image's file; ValueError: missing, or of unknown form."""
+    if isinstance(image, Mapping):  # the feature of a hub set that is not decoded
+        image = image.get("path") if image.get("bytes") is None else image["bytes"]
     if isinstance(image, bytes):
         return image
-    if isinstance(image, Mapping):  # the feature of a hub set that is not decoded
-        content, path = image.get("bytes"), image.get("path")
-        if isinstance(content, bytes):
-            return content
-        image = path
-    if hasattr(image, "save") and hasattr(image, "size"):  # an image that a script has opened with Pillow
-        file = io.BytesIO()
-        image.save(file, format="PNG")
-        return file.getvalue()
+    if is_opened(image):
+        return _write_opened(image)
     if not isinstance(image, str) or not image:
         raise ValueError(f"is {type(image).__name__}; give a path, bytes, a data URL, or {{bytes, path}}")
     if image.startswith("data:"):
@@ -56,6 +54,48 @@ def read_image(image: Any, folder: Path) -> bytes:
     if "://" in image and not image.startswith("file://"):
         raise ValueError(f"is a link ({image[:60]}), and nothing is fetched; give its file, or a data URL")
     return _read_file(folder / image.removeprefix("file://"))
+
+
+def is_opened(image: Any) -> bool:
+    """True for an image that a script has opened with Pillow."""
+    return hasattr(image, "save") and hasattr(image, "size")
+
+
+def _write_opened(image: Any) -> bytes:
+    from PIL import ImageOps
+
+    file = io.BytesIO()
+    try:
+        upright = ImageOps.exif_transpose(image)
+        upright = upright if upright.mode in _PNG_MODES else upright.convert("RGB")
+        upright.save(file, format="PNG")
+    except (OSError, SyntaxError, struct.error) as error:  # Pillow reads a file only now
+        raise ValueError(f"cannot be decoded: {error}") from None
+    return file.getvalue()
+
+
+def write_images(row: Mapping[str, Any], column: str) -> str:
+    """Write a script's row as JSON that reads alike from any folder.
+
+    Images become data URLs, and paths in `column` absolute. TypeError, ValueError: the row has values of other kinds.
+    """
+    value = row.get(column)
+    images = [_locate(image) for image in value] if isinstance(value, list | tuple) else _locate(value)
+    return json.dumps({**row, column: images}, ensure_ascii=False, default=_make_data_url)
+
+
+def _locate(image: Any) -> Any:
+    """Make a path absolute; other images stay as they are."""
+    if isinstance(image, Mapping) and image.get("bytes") is None:
+        image = image.get("path")
+    is_path = isinstance(image, str) and image and "://" not in image and not image.startswith("data:")
+    return str(Path(image).absolute()) if is_path else image
+
+
+def _make_data_url(image: Any) -> str:
+    if not (isinstance(image, bytes) or is_opened(image)):
+        raise TypeError(f"{type(image).__name__} is neither text nor number nor image")
+    return f"data:;base64,{base64.b64encode(read_image(image, Path())).decode()}"
 
 
 def _decode_url(url: str) -> bytes:

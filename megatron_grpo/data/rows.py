@@ -36,7 +36,7 @@ from megatron_grpo.data.supervised_rows import (
     find_pair_problem,
     find_row_problem,
 )
-from megatron_grpo.models.image_store import digest_image
+from megatron_grpo.models.image_store import digest_image, inspect_image
 
 # Beginning of a list of messages as JSON and Python write it.
 _WRITTEN_MESSAGES = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from|value)\1\s*:")
@@ -283,15 +283,22 @@ class RowCheck:
         if self._image_key is not None:
             displayed = {**row, spec.prompt_key: show_images(row.get(spec.prompt_key))}
             try:
-                images = read_images(row.get(self._image_key), self._folder)
-                _, images = place_images(row.get(spec.prompt_key) or "", images, self._folder)
-                if len(images) > self._most_images:
-                    raise ValueError(
-                        f"the prompt has {len(images)} images, more than data.max_images={self._most_images}"
-                    )
+                self._check_images(row, spec.prompt_key)
             except ValueError as error:
                 return f"column {self._image_key!r} (data.image_key): {error}"
         return _find_row_problem(displayed, spec, task, self._environments[task]) or row
+
+    def _check_images(self, row: Row, prompt_key: str) -> None:
+        """ValueError: an image of a row is missing, damaged or without a place."""
+        images = read_images(row.get(self._image_key), self._folder)
+        _, images = place_images(row.get(prompt_key) or "", images, self._folder)
+        if len(images) > self._most_images:
+            raise ValueError(f"the prompt has {len(images)} images, more than data.max_images={self._most_images}")
+        for number, image in enumerate(images, start=1):
+            try:
+                inspect_image(image)
+            except ValueError as error:
+                raise ValueError(f"image {number} {error}") from None
 
     def read_prompt(self, task: str, row: Row) -> Any:
         """Read a converted row's prompt; the row itself if only a user's processor knows."""

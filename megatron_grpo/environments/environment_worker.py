@@ -116,6 +116,8 @@ class EnvironmentWorker:
             renderer = self._renderer  # loaded before: what it imports takes more memory than a text may
             with limit_memory(TEXT_BYTES):  # the texts are in part the model's
                 observation = np.array(renderer.encode_later_turn(messages, last_token), dtype=np.int32)
+        if np.isin(observation, self._settings.placeholders).any():
+            raise ResponseError("its text has the placeholder of an image, and there is no image for it")
         reward = None if turn.reward is None else float(turn.reward)  # NumPy's and torch's numbers too
         if reward is not None and not is_reward(reward):
             name = type(self._environment).__name__

@@ -90,6 +90,8 @@ class EnvironmentSettings:
     """Rendering of the task's prompts and of the environment's texts."""
     import_folders: tuple[str, ...] = ()
     """Folders that the user's modules are imported from."""
+    placeholders: tuple[int, ...] = ()
+    """Tokens that stand for images, which no text of the environment may have."""
 
     def open_sandbox(self) -> Sandbox:
         """Open a sandbox; SandboxUnavailableError if isolation falls short."""
@@ -105,9 +107,16 @@ def score_zero_or_one(verdicts: Iterable[bool]) -> list[EnvironmentReturn]:
     return [EnvironmentReturn(reward=float(correct), correct=correct) for correct in verdicts]
 
 
-def make_environment_settings(config: Config, task: str, tokenizer: Any) -> EnvironmentSettings:
-    prompts, folders = make_task_spec(config.data, task), list_code_folders(config)
-    return EnvironmentSettings(sandbox=config.sandbox, tokenizer=tokenizer, prompts=prompts, import_folders=folders)
+def make_environment_settings(
+    config: Config, task: str, tokenizer: Any, placeholders: tuple[int, ...] = ()
+) -> EnvironmentSettings:
+    return EnvironmentSettings(
+        sandbox=config.sandbox,
+        tokenizer=tokenizer,
+        prompts=make_task_spec(config.data, task),
+        import_folders=list_code_folders(config),
+        placeholders=placeholders,
+    )
 
 
 @dataclass(frozen=True, slots=True)

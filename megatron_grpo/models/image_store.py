@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import struct
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +16,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP")
+_SERIES = "MPO"  # a JPEG photo with further pictures behind it (previews, depth), which Pillow takes for a series
 MAX_BYTES = 64 * 2**20  # of an image's file
 MAX_PIXELS = 64 * 2**20  # of an image: more decode to over 200 MiB
 STORE_FOLDER = "images"  # in the run's folder
@@ -31,21 +35,44 @@ def decode_image(content: bytes) -> Image:
     Raises:
         ValueError: the content is no whole still image of `FORMATS`, or it is too large.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import ImageOps
+
+    with _open_image(content) as image:
+        image.load()
+        return _convert_to_rgb(ImageOps.exif_transpose(image))
+
+
+def inspect_image(content: bytes) -> None:
+    """Check an image file by its header and checksums, without its pixels.
+
+    Raises:
+        ValueError: as `decode_image`; a JPEG that ends early passes.
+    """
+    with _open_image(content) as image:
+        image.verify()
+
+
+@contextmanager
+def _open_image(content: bytes) -> Iterator[Image]:
+    """Open an image file within limits; errors of Pillow become ValueError."""
+    from PIL import Image, UnidentifiedImageError
 
     if len(content) > MAX_BYTES:
         raise ValueError(f"has {len(content):,} bytes, more than {MAX_BYTES:,}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is lower
-            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-                _refuse_form(image)
-                image.load()
-                return _convert_to_rgb(ImageOps.exif_transpose(image))
+            image = Image.open(io.BytesIO(content), formats=FORMATS)
     except UnidentifiedImageError:
         raise ValueError(f"is no image that can be read; give {', '.join(FORMATS)}") from None
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"cannot be decoded: {error}") from None
+    with image:
+        _refuse_form(image)
+        try:
+            yield image
+        except (OSError, SyntaxError, ValueError, struct.error) as error:  # struct.error: of a camera's remarks
+            raise ValueError(f"cannot be decoded: {error}") from None
 
 
 def _refuse_form(image: Image) -> None:
@@ -53,7 +80,7 @@ def _refuse_form(image: Image) -> None:
     width, height = image.size
     if width * height > MAX_PIXELS:
         raise ValueError(f"has {width} x {height} pixels, more than {MAX_PIXELS:,} together")
-    if getattr(image, "n_frames", 1) > 1:
+    if image.format != _SERIES and getattr(image, "n_frames", 1) > 1:
         raise ValueError(f"is an animation of {image.n_frames} images; give one of them")  # type: ignore[attr-defined]
 
 

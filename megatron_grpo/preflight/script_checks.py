@@ -141,7 +141,7 @@ def _find_tokenizer_problems(tokenizer: Any) -> Iterator[Problem]:
 
 
 def find_processor_problems(processor: Any) -> Iterator[Problem]:
-    """Check the argument `processor` of `train`."""
+    """Check the argument `processor` of `train` and `setup`."""
     has_parts = all(hasattr(processor, name) for name in ("tokenizer", "image_processor"))
     if processor is not None and (inspect.isclass(processor) or not has_parts):
         text = "give a loaded processor of images and text: transformers.AutoProcessor.from_pretrained(...)"

@@ -100,7 +100,8 @@ class GroupRollout:
         self._deadline = 0.0
         settings = self.settings
         limits = settings.run_seed, settings.sampling, settings.max_turns, settings.max_total_sequence_length
-        self._digest = digest_request(*limits, self.datum["task_name"], ids)
+        images = [image.digest for image in self.datum.get("images", [])]
+        self._digest = digest_request(*limits, self.datum["task_name"], ids, *images)
 
     async def sample(self, engine: EngineClient) -> None:
         """Run every sample, first on this engine, whose load includes them."""

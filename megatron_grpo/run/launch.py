@@ -285,7 +285,9 @@ def start_rollouts(
     environments: dict[str, EnvironmentPool] = {}
     tokenizer = str(folder) if tokenizer is None else tokenizer
     if generation is not None:
-        settings = partial(make_environment_settings, config, tokenizer=tokenizer)
+        images = make_engine_images(config, folder)
+        placeholders = () if images is None else images.vision.placeholders
+        settings = partial(make_environment_settings, config, tokenizer=tokenizer, placeholders=placeholders)
         environments = build_environments(config.env, settings, rewards)
     for environment in environments.values():
         stack.callback(environment.shutdown)

@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_grpo.batch.images import StoredImage
 from megatron_grpo.batch.rollout_files import locate_rollouts_file, write_rollouts
+from megatron_grpo.models.image_store import locate_images, store_image
 from megatron_grpo.observability.page.write import write_report
 from tests.support.chromium import PROGRAM, Page, chromium
+from tests.support.image_models import draw_picture
 from tests.support.report_runs import PROMPT, byte_tokenizer, make_answer, make_run, metrics_of
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="this machine has no Chromium (apt-get install chromium)")
@@ -148,6 +151,25 @@ def test_a_megabyte_of_text_is_shown_piece_by_piece(page: Page, tmp_path: Path) 
     assert text_of(page, ".part.model .tokens").startswith(LONG[:3000])
     page.evaluate("document.querySelector('.part.model .more').click()")
     assert page.evaluate("document.querySelectorAll('.part.model .token').length") == 6000
+
+
+def test_images_of_a_prompt_are_seen_in_its_text(page: Page, tmp_path: Path) -> None:
+    store = locate_images(str(tmp_path / "run"))
+    images = [StoredImage(store_image(store, draw_picture(2, columns)), 4, 2 * columns) for columns in (2, 3)]
+    images.append(StoredImage("0" * 64, 2, 2))
+    prompt = f"first <image> or <image>, <image> {HOSTILE}"
+    rows = [make_answer(byte_tokenizer(tmp_path / "model"), "two", images=images, prompt=prompt)]
+    (tmp_path / "run").rename(tmp_path / "stored")
+    run = make_run(tmp_path / "run", steps=1, model=tmp_path / "model", trajectories=rows)
+    locate_images(str(tmp_path / "stored")).rename(store)
+    page.open(write_report([run]))
+    open_trajectories(page)
+    sizes = "[...document.querySelectorAll('.pictures img')].map((one) => [one.naturalWidth, one.naturalHeight])"
+    assert page.evaluate(sizes) == [[16, 16], [24, 16]]
+    text = text_of(page, ".pictures p")
+    assert text.startswith("first  or , image of 2 x 2 patches, not on this page </script><script>owned=1")
+    assert page.evaluate("typeof owned") == "undefined"
+    assert errors(page) == []
 
 
 def test_the_policy_lets_nothing_else_run(page: Page, hostile: Path) -> None:

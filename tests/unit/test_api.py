@@ -1,5 +1,6 @@
 """What a script gives, as the command line would have it: nothing is started here."""
 
+import io
 import json
 import time
 from collections.abc import Iterator
@@ -11,21 +12,24 @@ import numpy as np
 import pytest
 import ray
 from datasets import Dataset
+from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForSequenceClassification, AutoProcessor, PreTrainedTokenizerFast, Qwen2Config
 from trl import GRPOConfig
 
 import megatron_grpo
 from megatron_grpo import api
+from megatron_grpo.algorithms.setup import setup
 from megatron_grpo.api import format_overrides, make_environment_overrides
-from megatron_grpo.config.errors import ConfigError
+from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.conversation_checks import load_examined_prompts
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.prepare.models import prepare
 from megatron_grpo.run.user_objects import UserObjects
 from tests.integration.example_rewards import right
+from tests.support.image_models import draw_picture, make_image_model
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": f"{2 * n:03d}"} for n in range(10, 74)]
 
@@ -152,6 +156,40 @@ def test_an_endless_stream_is_read_while_the_run_trains(
     for rows, text in [*refused, (["a"], "begins with str"), (7, "is int")]:
         with pytest.raises(ConfigError, match=text):
             megatron_grpo.train(base, train_dataset=rows)
+
+
+def test_a_script_gives_opened_images_and_the_models_processor(
+    started: list[tuple[Config, UserObjects]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = ["+exp=quickstart_vision", f"run_dir={tmp_path / 'r'}", "checkpointing=none"]
+    base += ["prepare.name=null", f"policy.model.path={tmp_path / 'model'}"]
+    make_image_model(tmp_path / "model")
+    processor = AutoProcessor.from_pretrained(tmp_path / "model")
+    pictures = [Image.open(io.BytesIO(draw_picture(2, 3, seed=seed))) for seed in range(2)]
+    rows = [{"prompt": "how many", "answer": str(n), "image": pictures[n % 2]} for n in range(64)]
+    megatron_grpo.train(base, train_dataset=rows, processor=processor)
+    ((config, objects),) = started
+    assert objects.tokenizer is processor.tokenizer
+    loader = load_examined_prompts(config, tmp_path / "model", objects.tokenizer).loader
+    images = {image.digest for prompt in next(iter(loader)) for image in prompt["images"]}
+    assert len(images) == 2, "stored once each"
+    changed = AutoProcessor.from_pretrained(tmp_path / "model")
+    changed.image_processor.size = {"shortest_edge": 64, "longest_edge": 1024}
+    for wrong, text in ((changed, "ranks and engines use that of"), (processor.tokenizer, "give a loaded processor")):
+        with pytest.raises(ConfigError, match=text):
+            megatron_grpo.train(base, train_dataset=rows, processor=wrong)
+        with pytest.raises(ConfigError, match=text), setup(config, processor=wrong):
+            pytest.fail("it started")
+    taken = []
+
+    def refuse(_: Config, objects: UserObjects) -> None:
+        taken.append(objects)
+        raise RunError("nothing is started here")
+
+    monkeypatch.setattr("megatron_grpo.algorithms.setup.open_run", refuse)
+    with pytest.raises(RunError, match="nothing is started"), setup(config, processor=processor):
+        pytest.fail("it started")
+    assert taken[0].tokenizer is processor.tokenizer
 
 
 def test_a_dataset_without_answers_has_none(started: list[tuple[Config, UserObjects]], tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from megatron_grpo.config.outside_files import read_json
 from megatron_grpo.observability import run_files
 from megatron_grpo.observability.alarms import read_alarms
 from megatron_grpo.observability.live.series import METRICS, SeriesFile
+from megatron_grpo.observability.page.thumbnails import add_images
 from megatron_grpo.observability.page.trajectories import (
     TokenBytes,
     load_token_bytes,
@@ -122,6 +123,7 @@ class FollowedRun:
             self._load_vocabulary()
             rows = _take_rows(step, file)
             table = make_step_table(rows, kind, self._vocabulary, TABLE_FULL_TOKENS, TABLE_CHARACTERS)
+            table = add_images(table, rows, self.folder, TABLE_CHARACTERS)
             self._tables[key] = self._add_texts(table)
             if len(self._tables) > _KEPT_TABLES:
                 self._tables.popitem(last=False)
@@ -144,7 +146,8 @@ class FollowedRun:
             rows = [row for row in read_rows(step, files[step]) if row["prompt_idx"] == prompt]
             count += len(rows)
             full, characters = TABLE_FULL_TOKENS // 20, TABLE_CHARACTERS // 20
-            tables[step] = self._add_texts(make_step_table(rows, kind, self._vocabulary, full, characters))
+            table = make_step_table(rows, kind, self._vocabulary, full, characters)
+            tables[step] = self._add_texts(add_images(table, rows, self.folder, characters))
         return {"tables": dict(sorted(tables.items())), "read": steps_read, "steps": len(files)}
 
     def _add_texts(self, table: dict[str, Any]) -> dict[str, Any]:

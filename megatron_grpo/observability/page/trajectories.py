@@ -22,6 +22,7 @@ from megatron_grpo.batch.rollout_files import (
 )
 from megatron_grpo.batch.trajectory import list_suspicions
 from megatron_grpo.models.source import find_local_folder
+from megatron_grpo.observability.page.thumbnails import add_images
 
 TOKENIZER_FILE = "tokenizer.json"
 LEAST_GAP = -40.0  # limit of log ratios, as in the metrics of a step
@@ -32,6 +33,7 @@ MAX_ROWS = 160_000  # most rows in all tables
 MAX_READ_TOKENS = 100_000_000  # most tokens of the rollouts that are read, which takes about ten seconds
 MAX_FULL_TOKENS = 2_000_000  # most tokens of full trajectories, about eight bytes of the page each
 MAX_ROW_CHARACTERS = 8_000_000  # most characters of answers and columns, also divided over the steps
+MAX_THUMBNAIL_CHARACTERS = 16_000_000  # of thumbnails, in base 64, also divided over the steps
 COLUMN_EXCERPT = 400  # most characters of a column
 ANSWER_EXCERPT = 2000  # most characters of an answer
 _KEPT_OF_PREFIX = 24  # characters that all prompts of a step have in common, before those that differ
@@ -100,6 +102,7 @@ def make_step_tables(
         try:
             rows = _read_first_rows(step, file, rows=MAX_ROWS // parts, tokens=MAX_READ_TOKENS // parts)
             table = make_step_table(rows, kind, vocabulary, MAX_FULL_TOKENS // parts, MAX_ROW_CHARACTERS // parts)
+            table = add_images(table, rows, folder, MAX_THUMBNAIL_CHARACTERS // parts)
             yield step, count_rollouts(file), table
         except (ValueError, TypeError, LookupError, OSError) as error:
             if str(file) in str(error):

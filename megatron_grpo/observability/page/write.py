@@ -76,7 +76,7 @@ def render_page(
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         hashes.append(f"{kind}-src 'sha256-{digest}'; ")
     asking = "connect-src 'self'; " if asks else ""
-    policy = f"default-src 'none'; {''.join(hashes)}{asking}base-uri 'none'; form-action 'none'"
+    policy = f"default-src 'none'; {''.join(hashes)}img-src data:; {asking}base-uri 'none'; form-action 'none'"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'

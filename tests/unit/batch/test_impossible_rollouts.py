@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_grpo.batch import rollout_checks
+from megatron_grpo.batch.images import StoredImage
 from megatron_grpo.batch.rollout_files import (
     METADATA_KEY,
     RunFacts,
@@ -68,6 +69,8 @@ def write(folder: Path, *, trained: Any = None, **changes: Any) -> Path:
         ({"stop_reason": "tool"}, "the stop_reason tool"),
         ({"response": None}, "no response"),
         ({"task_name": None}, "no task_name"),
+        ({"images": [StoredImage("../../etc/passwd", 2, 2)]}, "the image .*passwd"),
+        ({"images": [StoredImage("0" * 64, 0, 2)]}, "the image .*0000"),
         ({"trained": {"advantages": np.zeros(9, dtype=np.float32)}}, "9 advantages of 3 sampled tokens"),
     ],
 )

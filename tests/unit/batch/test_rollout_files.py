@@ -96,6 +96,14 @@ def test_a_row_keeps_images_and_has_no_entry_without_any() -> None:
     assert "images" not in ROWS[0].to_saved_row()
 
 
+def test_a_file_keeps_images(tmp_path: Path) -> None:
+    images = [StoredImage("9f86d081" * 8, 6, 8), StoredImage("0" * 64, 2, 2)]
+    write_rollouts(locate_rollouts_file(tmp_path, 1), [(0, with_learnt(replace(ROWS[0], images=images), ROWS[1]))])
+    rows = list(read_rollouts(tmp_path, 1))
+    assert [Trajectory.from_row(row).images for row in rows] == [images, []]
+    assert "images" not in rows[1]
+
+
 def test_rollouts_of_a_step_that_failed_before_it_had_advantages(tmp_path: Path) -> None:
     write_rollouts(locate_rollouts_file(tmp_path, 3), [(0, [(trajectory, {}) for trajectory in ROWS])])
     rows = list(read_rollouts(tmp_path, 3))
@@ -109,7 +117,7 @@ def test_a_file_without_engines_is_read(tmp_path: Path) -> None:
         file, [(0, with_learnt(*(replace(trajectory, engine=number) for number, trajectory in enumerate(ROWS))))]
     )
     assert [row["engine"] for row in read_rollouts(tmp_path, 1)] == list(range(len(ROWS)))
-    pq.write_table(pq.read_table(file).drop_columns(["engine", "prompt", "answer", "columns"]), file)
+    pq.write_table(pq.read_table(file).drop_columns(["engine", "prompt", "answer", "columns", "images"]), file)
     assert [row["group"] for row in read_rollouts(tmp_path, 1)] == [0] * len(ROWS)
     assert [Trajectory.from_row(row).prompt for row in read_rollouts(tmp_path, 1)] == [""] * len(ROWS)
     assert Trajectory.from_row({**ROWS[0].to_row(), "engine": 1}).engine == 1

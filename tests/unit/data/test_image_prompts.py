@@ -84,6 +84,8 @@ def test_a_row_without_an_image_is_a_prompt_of_text(processor: ImagePromptProces
         ([PICTURES[0][:60]], "how", "row 7: image 1 cannot be decoded"),
         (PICTURES[0], "how <|image_pad|>", r"has 1 images, and the rendered prompt 2 x <\|image_pad\|>"),
         ([], f"how {MARK}", "has 0 images in its column, and 1 places"),
+        (None, "how <|image_pad|>", "has 1 placeholder tokens, and its 0 images need 0"),
+        (None, "how <|video_pad|>", "has 1 placeholder tokens, and its 0 images need 0"),
     ],
 )
 def test_what_cannot_be_a_prompt_is_refused(

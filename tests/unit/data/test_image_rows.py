@@ -1,14 +1,17 @@
 """Rows with images: every form of an image, and its place in the prompt."""
 
 import base64
+import io
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from megatron_grpo.data.image_rows import MARK, has_images, place_images, read_images, show_images
-from tests.support.image_models import draw_picture
+from megatron_grpo.data.image_rows import MARK, has_images, place_images, read_images, show_images, write_images
+from megatron_grpo.models.image_store import decode_image
+from tests.support.image_models import draw_picture, save
 
 CONTENT = draw_picture(1, 2)
 PLACE = {"type": "image"}
@@ -23,8 +26,38 @@ def test_every_form_gives_the_content_of_the_file(tmp_path: Path) -> None:
         assert read_images(form, tmp_path) == [CONTENT]
     assert read_images(forms, tmp_path) == [CONTENT] * len(forms)
     assert read_images(None, tmp_path) == []
-    opened = Image.new("RGB", (8, 8), "red")
-    assert read_images(opened, tmp_path)[0].startswith(b"\x89PNG")
+    for opened in (Image.new("RGB", (8, 8), "red"), Image.new("CMYK", (8, 8))):
+        assert read_images(opened, tmp_path)[0].startswith(b"\x89PNG")
+
+
+def test_an_opened_photo_keeps_its_rotation_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    photo = Image.open(io.BytesIO(save(Image.new("RGB", (16, 8)), "JPEG", exif=exif)))
+    assert decode_image(*read_images(photo, tmp_path)).size == (8, 16)
+    damaged = Image.open(io.BytesIO(draw_picture(8, 8)[:-300]))
+    with pytest.raises(ValueError, match=r"image 1 cannot be decoded: .*truncated"):
+        read_images(damaged, tmp_path)
+
+
+def test_a_scripts_rows_are_written_as_text_that_reads_from_anywhere(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.png").write_bytes(CONTENT)
+    opened = Image.open(io.BytesIO(CONTENT))
+    parts = [{"type": "image", "image": opened}, {"type": "text", "text": "Which?"}]
+    forms = ["a.png", f"file://{tmp_path}/a.png", CONTENT, {"bytes": CONTENT}, {"bytes": None, "path": "a.png"}]
+    rows = [json.loads(write_images({"image": form, "answer": 3}, "image")) for form in [*forms, forms, None]]
+    assert rows[0]["answer"] == 3
+    elsewhere = Path("/nowhere")
+    for row in rows[: len(forms)]:
+        assert read_images(row["image"], elsewhere) == [CONTENT]
+    assert read_images(rows[-2]["image"], elsewhere) == [CONTENT] * len(forms)
+    assert rows[-1]["image"] is None
+    row = json.loads(write_images({"prompt": [{"role": "user", "content": parts}]}, "image"))
+    _, (image,) = place_images(row["prompt"], [], elsewhere)
+    assert decode_image(image).tobytes() == opened.tobytes()
+    with pytest.raises(TypeError, match="set is neither text nor number nor image"):
+        write_images({"image": None, "answer": {3}}, "image")
 
 
 @pytest.mark.parametrize(

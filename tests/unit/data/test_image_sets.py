@@ -5,9 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
 from megatron_grpo.data.rows import SetReport, examine_set
-from tests.support.image_models import draw_picture
+from tests.support.image_models import draw_picture, save
 
 
 def examine(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> SetReport:
@@ -52,3 +54,25 @@ def test_rows_whose_images_are_wrong_are_named(tmp_path: Path) -> None:
     assert "has 1 images in its column, and 2 places for images" in texts[2]
     assert "nothing is fetched" in texts[3]
     assert all("data.image_key" in text for text in texts)
+
+
+def test_damaged_files_are_named_by_their_rows_before_the_start(tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    files = {
+        "a.png": draw_picture(8, 8)[:-300],
+        "b.png": save(Image.new("1", (10_000, 8_000))),
+        "c.webp": save(frames[0], "WEBP", save_all=True, append_images=frames[1:], duration=100),
+        "d.gif": save(frames[0], "GIF"),
+        "e.png": draw_picture(1, 2),
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    report = examine(tmp_path, [*({"image": name} for name in files), {"image": ["e.png"] * 50}])
+    assert list(report.usable) == [4]
+    assert [problem.text.partition(": ")[2] for problem in report.problems] == [
+        "image 1 cannot be decoded: Truncated File Read",
+        "image 1 has 10000 x 8000 pixels, more than 67,108,864 together",
+        "image 1 is an animation of 2 images; give one of them",
+        "image 1 is no image that can be read; give PNG, JPEG, WEBP",
+        "the prompt has 50 images, more than data.max_images=8",
+    ]

@@ -104,6 +104,21 @@ def test_a_process_keeps_states_to_itself_and_speaks_in_tokens(folder: Path, mon
     assert [scored.reward for scored in worker.score(job) if isinstance(scored, EnvironmentReturn)] == [1.0, 2.0]
 
 
+def test_a_text_of_an_environment_cannot_stand_for_an_image(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "begin_process_log", lambda _: None)
+    for placeholders, is_refused in (((IDS["on"],), True), ((IDS["no"],), False)):
+        settings = EnvironmentSettings(tokenizer=str(folder), prompts=PromptFormat(), placeholders=placeholders)
+        worker = EnvironmentWorker("talking", worker_module.EnvironmentConfig(), settings)
+        worker._environment = Talking()
+        state = worker.reset("", {})
+        assert isinstance(state, bytes)
+        answer = worker.step(state, "yes", IDS["<e>"])
+        assert isinstance(answer, ResponseFault) == is_refused
+        if isinstance(answer, ResponseFault):
+            text = "its text has the placeholder of an image, and there is no image for it"
+            assert answer.reason == f"environment talking: {text}"
+
+
 class Silent(Talking):
     """Goes on without a word, and scores with numbers of numpy."""
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from megatron_grpo.models import image_store
-from megatron_grpo.models.image_store import decode_image, digest_image, open_stored_image, store_image
+from megatron_grpo.models.image_store import decode_image, digest_image, inspect_image, open_stored_image, store_image
 from tests.support.image_models import draw_picture, save
 
 
@@ -23,6 +23,10 @@ def test_other_colours_become_rgb() -> None:
     assert np.asarray(cmyk)[4, 4, 0] > 200
     grey = decode_image(save(Image.fromarray(np.full((8, 8), 257 * 100, dtype=np.uint16))))
     assert np.asarray(grey)[0, 0].tolist() == [100, 100, 100], "16 bits are scaled, not cut off"
+    palette = Image.new("P", (8, 8), 0)
+    palette.putpalette([255, 0, 0])
+    content = save(palette, transparency=b"\0")
+    assert np.asarray(decode_image(content))[0, 0].tolist() == [255, 255, 255], "also of a palette"
     clear = decode_image(save(Image.new("RGBA", (8, 8), (0, 0, 0, 0))))
     assert np.asarray(clear)[0, 0].tolist() == [255, 255, 255], "transparency shows white"
 
@@ -31,6 +35,32 @@ def test_a_cameras_rotation_is_applied() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by a quarter
     assert decode_image(save(Image.new("RGB", (16, 8)), "JPEG", exif=exif)).size == (8, 16)
+
+
+def test_of_a_photo_with_a_preview_behind_it_the_photo_is_taken() -> None:
+    photo, preview = Image.new("RGB", (16, 8), "red"), Image.new("RGB", (8, 4), "blue")
+    image = decode_image(save(photo, "MPO", save_all=True, append_images=[preview]))
+    assert image.size == (16, 8)
+    assert np.asarray(image)[0, 0, 0] > 200
+
+
+def test_a_header_says_most_of_what_is_wrong() -> None:
+    for content in (draw_picture(2, 3), draw_picture(2, 3, form="JPEG"), draw_picture(2, 3, form="WEBP")):
+        inspect_image(content)
+    bomb = save(Image.new("1", (10_000, 8_000)))
+    for content in (b"", b"no image", draw_picture(8, 8)[:-300], draw_picture(8, 8, form="WEBP")[:-30], bomb):
+        with pytest.raises(ValueError, match=r"^(is no image|cannot be decoded|has 10000 x 8000)"):
+            inspect_image(content)
+
+
+def test_a_cameras_remarks_that_are_damaged_are_one_message() -> None:
+    exif = Image.Exif()
+    exif[0x0112], exif[0x0100] = 6, 16  # the rotation, and a width
+    damaged = exif.tobytes().replace(b"\x01\x00\x00\x04", b"\x01\x00\x00\x02")  # the width is said to be a text
+    assert damaged != exif.tobytes()
+    content = save(Image.new("RGB", (16, 8)), "JPEG", exif=damaged)
+    with pytest.raises(ValueError, match=r"^cannot be decoded: required argument is not an integer"):
+        decode_image(content)
 
 
 def test_what_is_no_whole_still_image_is_refused() -> None:

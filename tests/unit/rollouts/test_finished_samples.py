@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_grpo.batch.finished_samples import PICKLE, FinishedSamples, digest_request, remove_taken
+from megatron_grpo.batch.images import StoredImage
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.data.scores import EnvironmentReturn, TrainerState, Turn
 from megatron_grpo.environments.states import pack_state, unpack_state
@@ -93,6 +94,13 @@ def test_another_prompt_in_the_same_row_is_drawn(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(DATUM["message_log"][1], "token_ids", [4])
     run(tmp_path, engine := FakeEngine())
     assert len(engine.requests) == 3
+
+
+def test_another_image_under_the_same_tokens_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for digest, count in (("a", 3), ("a", 0), ("b", 3)):
+        monkeypatch.setitem(DATUM, "images", [StoredImage(digest, 2, 2)])
+        run(tmp_path, engine := FakeEngine())
+        assert len(engine.requests) == count
 
 
 def test_lines_that_are_damaged_or_cut_off_count_as_absent(tmp_path: Path) -> None:

@@ -24,6 +24,14 @@ function learntFacts(row) {
   ];
 }
 
+/** The images of the prompt in the text around them. */
+function imagesOf(row) {
+  const piece = (text) => el("span", {}, isolated(text)), last = row.images.at(-1);
+  const picture = ({ source, size }) => (source === null ? el("i", { text: `image of ${size}, not on this page` }) : el("img", { src: source, alt: `image of ${size}`, title: size }));
+  return last ? [el("section", { class: "part pictures" }, el("h4", {}, "Images", el("span", { text: row.images.map((image) => image.size).join(", ") })),
+    el("p", {}, ...row.images.flatMap((image) => [piece(image.before), picture(image)]), piece(last.after)))] : [];
+}
+
 /** The expected answer and the other columns of the row. */
 function rowOf(row) {
   const names = Object.keys(row.columns), length = names.reduce((sum, name) => sum + name.length + row.columns[name].length, 0);

@@ -52,6 +52,7 @@ function rowsOf(step, table, kind) {
       promptIdx: table.prompt_idx[place], group: table.group[place], sample: table.sample[place], correct: table.correct[place],
       stop: table.stop_reason[place], failure: table.failure[place] ?? null, fault: table.fault?.[place] ?? null, tokens: table.tokens[place], advantage: table.advantage[place],
       environment: table.task_name?.[place] || "", suspect: table.suspect[place], response: table.response[place], characters: table.characters[place], answer: row.answer, columns: row.columns,
+      images: table.images?.[table.group[place]] || [],
     };
   });
   if (kind !== "pairs") return rows;

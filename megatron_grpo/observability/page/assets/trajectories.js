@@ -93,7 +93,7 @@ class RunPanel {
     this.view.chosen(this, row);
     const table = row.full && row.full.ids ? await loadTokens(this.run) : null;
     if (this.shown !== row) return;
-    const nodes = [...this.heading(row), ...rowOf(row), ...this.texts(row, table)];
+    const nodes = [...this.heading(row), ...imagesOf(row), ...rowOf(row), ...this.texts(row, table)];
     this.detail.replaceChildren(...nodes.filter((node) => node !== null));
     this.detail.scrollTop = 0;
   }
