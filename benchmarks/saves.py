@@ -41,8 +41,8 @@ def measure(side: Checkout, model: Path, rows: Path, overrides: Sequence[str]) -
     """Train on one side, and read what its saves cost."""
     with tempfile.TemporaryDirectory(dir=side.work, ignore_cleanup_errors=True) as folder:
         run_dir, log = Path(folder) / "run", Path(folder) / "log"
-        own = [f"policy.model.path={model}", f"data.train_path={rows}", f"run_dir={run_dir}"]
-        command = [sys.executable, "-m", "megatron_grpo.train", *SETTINGS, *own, *overrides]
+        paths = [f"policy.model.path={model}", f"data.train_path={rows}", f"run_dir={run_dir}"]
+        command = [sys.executable, "-m", "megatron_grpo.train", *SETTINGS, *paths, *overrides]
         environment = environment_of(side.packages) | {"MEGATRON_GRPO_CACHE": str(side.work / "cache")}
         with (
             log.open("w") as output,

@@ -290,6 +290,7 @@ class RowCheck:
 
     def _check_images(self, row: Row, prompt_key: str) -> None:
         """ValueError: an image of a row is missing, damaged or without a place."""
+        assert self._image_key is not None
         images = read_images(row.get(self._image_key), self._folder)
         _, images = place_images(row.get(prompt_key) or "", images, self._folder)
         if len(images) > self._most_images:

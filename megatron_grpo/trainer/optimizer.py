@@ -139,7 +139,10 @@ class ModelOptimizer:
         self.scheduler = Schedule(self.optimizer, settings, decay_steps, decay)
 
     def add_late_gradients(self, module: torch.nn.Module, backward: Callable[[], None]) -> None:
-        """Let `backward` compute a module's gradients behind the last microbatch; it is in the first chunk."""
+        """Let `backward` compute a module's gradients behind the last microbatch.
+
+        The module is in the first chunk.
+        """
 
         def complete() -> None:
             with self.chunks[0].no_sync():

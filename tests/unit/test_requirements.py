@@ -50,8 +50,8 @@ def test_tests_of_cuda_start_with_the_packages_of_its_lock(folder: str) -> None:
     imports = re.findall(
         r"^(?:import|from) (\w+)", (ROOT / "tests" / folder / "conftest.py").read_text(), flags=re.MULTILINE
     )
-    known = {"tests", "megatron_grpo", *sys.stdlib_module_names, *pins("cuda.lock")}
-    assert set(imports) <= known
+    available = {"tests", "megatron_grpo", *sys.stdlib_module_names, *pins("cuda.lock")}
+    assert set(imports) <= available
 
 
 @pytest.mark.parametrize("name", LIBRARIES)

@@ -65,7 +65,7 @@ def _read_axes(rope: Mapping[str, Any], form: ImageForm, shape: ModelShape) -> t
 
 
 def _count_levels(vision: Mapping[str, Any], form: ImageForm, shape: ModelShape) -> int:
-    """Count the layers that get further features, one for each chosen layer of the tower."""
+    """Count the layers that get further features of the tower."""
     levels, depth = vision.get(_LEVELS, form.levels), read_size(vision, "depth", 27)
     is_list = isinstance(levels, list | tuple) and all(type(level) is int and 0 <= level < depth for level in levels)
     if not is_list or list(levels) != sorted(set(levels)) or len(levels) > shape.layers:

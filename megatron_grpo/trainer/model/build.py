@@ -154,7 +154,7 @@ def build_reference(
 
 
 def _add_tower(model: DecoderModel, trained: TrainedTower | None) -> None:
-    """Add the vision tower, if it is trained, to the first chunk of the first stage."""
+    """Add a vision tower that is trained to the first chunk."""
     model.vision_tower = None
     if trained is None:
         return

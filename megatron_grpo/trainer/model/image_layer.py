@@ -11,7 +11,10 @@ from megatron_grpo.trainer.model.packed_sequences import PackedSequences
 
 
 class ImageLayer(DecoderLayer):
-    """Adds its level of features at the tokens of images (Meng et al. 2024, DeepStack)."""
+    """Adds its level of features at the tokens of images.
+
+    Source: DeepStack (Meng et al. 2024).
+    """
 
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **keywords: Any) -> Any:
         hidden, *rest = super().forward(*args, packed_seq_params=packed_seq_params, **keywords)
