@@ -17,7 +17,7 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard
 from megatron_grpo.models.weight_map import index_tensors
 from megatron_grpo.weight_sync.boxes import Box
-from megatron_grpo.weight_sync.pieces import NO_RELAY, PIECE, Pieces
+from megatron_grpo.weight_sync.pieces import DIMENSIONS, NO_RELAY, PIECE, Pieces
 from megatron_grpo.weight_sync.refit_group import Rendezvous
 from megatron_grpo.weight_sync.shard_sender import SourceLinks, pack_piece
 from megatron_grpo.weight_sync.transfer_plan import schedule_messages
@@ -54,7 +54,7 @@ def plan_adapters(
         for number, (name, sizes) in enumerate(adapters.items()):
             matrix = name_matrix(name)
             if matrix in rank_tensors:
-                ranges = [(0, size, 1) for size in sizes] + [(0, 0, 0)] * (4 - len(sizes))
+                ranges = [(0, size, 1) for size in sizes] + [(0, 0, 0)] * (DIMENSIONS - len(sizes))
                 nbytes = math.prod(sizes) * getattr(torch, precision).itemsize
                 source = senders[keys[matrix].layer]
                 rows.append((source, engine_rank, NO_RELAY, 0, number, 0, ranges, 0, nbytes, 0))

@@ -35,7 +35,7 @@ CHUNK_WORDS = 1 << 20
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 
 # Most dimensions of a tensor.
-_DIMENSIONS = 5
+DIMENSIONS = 5
 
 # A part of a Hugging Face tensor that one rank sends to another.
 PIECE = np.dtype(
@@ -46,7 +46,7 @@ PIECE = np.dtype(
         ("entry", np.int16),  # row of the weight map
         ("tensor", np.int32),  # number of the tensor (`TensorKey`)
         ("section", np.int8),  # index in `WeightEntry.list_slices`
-        ("ranges", np.int32, (_DIMENSIONS, 3)),  # `Range` in each dimension of the full tensor, then (0, 0, 0)
+        ("ranges", np.int32, (DIMENSIONS, 3)),  # `Range` in each dimension of the full tensor, then (0, 0, 0)
         ("box", np.int32),  # index of the target's box that holds the part
         ("bytes", np.int64),
         ("turn", np.int32),  # turn of the message, for its source as for its target

@@ -6,7 +6,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -35,9 +35,9 @@ def put_loop_in_place(
     """Replaces the training loop by one that only records its configuration, or fails."""
     started: list[Config] = []
 
-    def setup(config: Config, _: object) -> AbstractContextManager[Any]:
+    def train_with_restarts(config: Config, _: object, train: Callable[[Any], None]) -> None:
         started.append(config)
-        return nullcontext(SimpleNamespace(logger=SimpleNamespace(finish=lambda: None)))
+        train(None)
 
     def grpo_train(_: object) -> None:
         also()
@@ -47,7 +47,7 @@ def put_loop_in_place(
     startup = SimpleNamespace(part=lambda _: nullcontext())
     made_up = {
         "algorithms.grpo": {"grpo_train": grpo_train},
-        "algorithms.setup": {"setup": setup},
+        "algorithms.restarts": {"train_with_restarts": train_with_restarts},
         "run.lifetime": {"open_run": lambda *_: nullcontext(startup)},
     }
     for name, functions in made_up.items():

@@ -68,7 +68,7 @@ class DecoderModel(GPTModel):
     @property
     def takes_images(self) -> bool:
         """Whether a layer here takes features of images, or the embedding."""
-        return self.pre_process or any(isinstance(layer, ImageLayer) for layer in self.decoder.layers)
+        return self.pre_process or any(isinstance(module, ImageLayer) for module in self.modules())
 
     @property
     def head_weight(self) -> Tensor:

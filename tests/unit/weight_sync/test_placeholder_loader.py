@@ -103,7 +103,7 @@ def refit(
             reload.finish()
             return sum(tensor.nbytes for tensor in tensors.values())
         dtypes = choose_wire_dtypes(shape, "bfloat16", fp8_blocks=False)
-        policy, names = split_policy(ParallelConfig(), shape), list(tensors)
+        policy, names = split_policy(ParallelConfig(), shape), list(measure_tensors(shape))
         messages = split_messages(plan_messages(shape, policy, [boxes], 1, dtypes, 1 << 20))
         writer = ModelWriter(model, torch.bfloat16, boxes, messages)
         writer.begin()

@@ -99,12 +99,12 @@ def test_a_rank_may_be_waiting_for_an_engine_that_is_silent(monkeypatch: pytest.
 def test_a_dead_rank_is_the_end_whatever_the_engines_are(
     ranks: list[Any], engines: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(PolicyLostError, match=r"^refit of version 3: late; policy rank 1 is gone, and no rank of"):
+    with pytest.raises(PolicyLostError, match=r"^refit of version 3: late; policy rank 1 is gone$"):
         find_diagnoses(monkeypatch, ranks, engines)
 
 
 def test_a_rank_that_nobody_keeps_waiting_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(PolicyLostError, match=r"^refit of version 3: late; policy rank 0 is stuck, and no rank of"):
+    with pytest.raises(PolicyLostError, match=r"^refit of version 3: late; policy rank 0 is stuck$"):
         find_diagnoses(monkeypatch, [NEVER, TOLD], [TOLD, TOLD])
 
 
@@ -290,7 +290,7 @@ def test_a_rank_that_dies_or_hangs_is_one_error_and_no_engine_is_replaced(
     scene.inject(moment, (scene.policy.actors[FAULTY_RANK].pid, SIGNALS[fault]), None)
     began = time.monotonic()
     state = "gone" if fault == KILL_RANK else "stuck"
-    with pytest.raises(PolicyLostError, match=f"policy rank {FAULTY_RANK} is {state}, and no rank of the policy can"):
+    with pytest.raises(PolicyLostError, match=f"policy rank {FAULTY_RANK} is {state}$"):
         scene.transport.publish(2)
     assert time.monotonic() - began < BUSY_S
     assert scene.generation.restarts == [0, 0]
