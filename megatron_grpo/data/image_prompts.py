@@ -33,7 +33,7 @@ class ImageSource:
 
 @lru_cache(maxsize=2)
 def load_processor(model: Path) -> Any:
-    """Load the processor of a model's folder; ValueError: it has none."""
+    """Load the processor of a folder; ValueError: it has none."""
     from transformers import AutoProcessor
 
     try:

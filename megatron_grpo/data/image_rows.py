@@ -57,7 +57,7 @@ def read_image(image: Any, folder: Path) -> bytes:
 
 
 def is_opened(image: Any) -> bool:
-    """True for an image that a script has opened with Pillow."""
+    """True for an image that a script opened with Pillow."""
     return hasattr(image, "save") and hasattr(image, "size")
 
 
@@ -207,7 +207,7 @@ def _split_parts(content: Any) -> Iterator[dict[str, Any]]:
 
 
 def _read_part(part: Mapping[str, Any], number: int, folder: Path) -> bytes | None:
-    """Read the image that a part holds; None: it holds none."""
+    """Read the image of a part; None: it holds none."""
     value = next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None), None)
     if isinstance(value, Mapping) and "url" in value:
         value = value["url"]

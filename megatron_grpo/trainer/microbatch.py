@@ -139,7 +139,7 @@ class MicrobatchMaker:
         return {"sum_over_ranks": sum_over_context, "order": self._move(order[tokens]), "count": count}
 
     def _place_images(self, layout: packs.PackedLayout, batch: TokenBatch) -> packs.PlacedImages | None:
-        """Compute features of images for the tokens that this rank embeds."""
+        """Compute features of images for tokens that this rank embeds."""
         if self.tower is None or batch.images is None or not any(batch.images):
             return None
         part, parts = 0, 1

@@ -139,10 +139,7 @@ class ModelOptimizer:
         self.scheduler = Schedule(self.optimizer, settings, decay_steps, decay)
 
     def add_late_gradients(self, module: torch.nn.Module, backward: Callable[[], None]) -> None:
-        """Let `backward` compute a module's gradients behind the last microbatch.
-
-        The module is in the first chunk.
-        """
+        """Let `backward` compute gradients of the first chunk's module at last."""
 
         def complete() -> None:
             with self.chunks[0].no_sync():

@@ -127,7 +127,7 @@ def use_tower(
 
 
 def load_tower(folder: Path, shape: ModelShape, dtype: torch.dtype) -> Any:
-    """Load the vision part of a model's folder, in evaluation mode."""
+    """Load the vision part of a folder, in evaluation mode."""
     tower = build_vision_module(folder, dtype)
     prefixes = list_carried(shape)
     reader = HFFolderReader(folder)

@@ -25,8 +25,7 @@ def describe_nearest_family(folder: Path) -> str:
         names = _number_alike(list_stored_tensors(folder))
     except ValueError:
         return ""
-    has_experts = any(".experts." in name for name in names)
-    tables = {family.name: _list_tensors(family, has_experts) for family in list_families()}
+    tables = {family.name: _list_tensors(family, names) for family in list_families()}
     nearest = max(tables, key=lambda name: len(names & tables[name]) / len(names | tables[name]))
     unknown, missing = names - tables[nearest], tables[nearest] - names - {HEAD}
     if not unknown and not missing:
@@ -42,12 +41,16 @@ def _number_alike(names: Iterable[str]) -> set[str]:
     return {re.sub(r"\.\d+\.", ".N.", name) for name in plain}
 
 
-def _list_tensors(family: Family, has_experts: bool) -> set[str]:
-    rows = list_rows(family)
-    if has_experts and any(row.per_expert for row in rows):  # models of such a family may have no dense layer
-        rows = [row for row in rows if row.kind != "dense"]
-    names = (tensor.name.format(layer=0, expert=0) for row in rows for tensor in row.hf)
-    return _number_alike(names) | set(map(family.rename, _OUTSIDE_LAYERS))
+def _list_tensors(family: Family, names: set[str]) -> set[str]:
+    """List the tensors of a family's models, those with experts if the names have some."""
+    rows, absent = list_rows(family), set()
+    if any(".experts." in name for name in names) and any(row.per_expert for row in rows):
+        # Such models may have no dense layer, and their experts one of two forms.
+        has_single = any(".experts.N." in name for name in names)
+        absent = {"dense", "packed_experts" if has_single else "single_experts"}
+    rows = [row for row in rows if row.kind not in absent]
+    tensors = (tensor.name.format(layer=0, expert=0) for row in rows for tensor in row.hf)
+    return _number_alike(tensors) | set(map(family.rename, _OUTSIDE_LAYERS))
 
 
 def _write_first(names: set[str]) -> str:

@@ -56,7 +56,8 @@ class FaultyWorker(RefitWorker):
                 values = -values
             slot = to.ranges[0].begin
             if fault == "swapped" and ".layers.1." in to.module and to.name in EXPERTS and slot in (0, 1):
-                regions[position] = to._replace(ranges=(Range(1 - slot, 2 - slot), *to.ranges[1:]))
+                ranges = (Range(1 - slot, 2 - slot), *to.ranges[1:])
+                regions[position] = to._replace(ranges=ranges, indices=to_slices(ranges))
             if fault == "stale" and to.module.endswith("layers.0.post_attention_layernorm"):
                 values = self._model.get_submodule(to.module).weight.data[to_slices(to.ranges)].clone()
             WRITE(self, message, position, values, scales)

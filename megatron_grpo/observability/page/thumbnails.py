@@ -20,7 +20,7 @@ AROUND = 120  # most characters of the text before an image, and after it
 def add_images(
     table: dict[str, Any], rows: Sequence[Mapping[str, Any]], run_dir: Path, characters: int
 ) -> dict[str, Any]:
-    """Add the images of each group that a step's table describes.
+    """Add the images of each group in a step's table.
 
     `rows`: the rollouts of the table; `characters`: of all thumbnails together. Without images
     the table stays as it is.

@@ -154,7 +154,7 @@ def test_every_worker_gets_the_adapters_of_its_layers_and_experts_from_their_sta
         assert piece["target"] % 4 // 2 == (layer >= half), "a rank of the engine's stage"
         if ".experts." in name:
             assert piece["target"] % 2 == int(name.split(".")[5]) * 2 // MOE_SHAPE.experts.count
-        assert piece["ranges"].tolist() == [[0, rows, 1], [0, columns, 1], [0, 0, 0], [0, 0, 0]]
+        assert piece["ranges"].tolist() == [[0, rows, 1], [0, columns, 1], *[[0, 0, 0]] * 3]
         assert piece["bytes"] == 2 * rows * columns
         assert piece["relay"] == NO_RELAY
     copies = Counter(names[number] for number in pieces["tensor"])

@@ -25,8 +25,8 @@ def images(tmp_path: Path) -> list[StoredImage]:
 
 def describe(folder: Path, rows: list[dict[str, Any]], characters: int = 10**6) -> dict[str, Any]:
     table = add_images({"rows": {str(row["group"]): {} for row in rows}}, rows, folder, characters)
-    found: dict[str, Any] = table.get("images", {})
-    return found
+    images: dict[str, Any] = table.get("images", {})
+    return images
 
 
 def make_row(images: list[StoredImage], prompt: str, group: int = 0) -> dict[str, Any]:
