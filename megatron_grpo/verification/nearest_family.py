@@ -42,7 +42,7 @@ def _number_alike(names: Iterable[str]) -> set[str]:
 
 
 def _list_tensors(family: Family, names: set[str]) -> set[str]:
-    """List the tensors of a family's models, those with experts if the names have some."""
+    """List a family's tensors, with experts if the names have some."""
     rows, absent = list_rows(family), set()
     if any(".experts." in name for name in names) and any(row.per_expert for row in rows):
         # Such models may have no dense layer, and their experts one of two forms.
