@@ -172,12 +172,15 @@ class WeightTrace:
 
 def trace_weights(model: nn.Module, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> WeightTrace:
     """Run a model's loaders on tensors without storage, (shape, dtype) by name."""
+    from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
     # Buffers of whole numbers are maps of experts, by which loaders choose.
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     maps = {name: buffer for name, buffer in model.named_buffers() if name not in buffers}
     recorder = _Recorder({**dict(model.named_parameters()), **buffers})
     untyped: Any = model
-    with torch.no_grad(), recorder:
+    # Some layers that propose tokens refuse a part of their tensors.
+    with torch.no_grad(), disable_mtp_completeness_check(), recorder:
         untyped.load_weights(recorder.make_tensors(tensors))
     recorder.refuse_writes(maps)
     numbers = {name: number for number, name in enumerate(("", *tensors))}

@@ -111,7 +111,7 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
-            if alias.asname:
+            if alias.asname and _of_library(alias.name):
                 self._scopes[-1][alias.asname] = Known(importlib.import_module(alias.name))
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
