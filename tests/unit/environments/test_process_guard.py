@@ -90,6 +90,14 @@ def find(mark: str) -> list[int]:
     return pids
 
 
+def require_running(mark: str, count: int) -> None:
+    """A process has no command line for a moment while it becomes another program."""
+    deadline = time.monotonic() + 60
+    while len(find(mark)) != count and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(find(mark)) == count
+
+
 def require_gone(mark: str) -> None:
     deadline = time.monotonic() + 60
     while find(mark) and time.monotonic() < deadline:
@@ -109,7 +117,7 @@ def test_a_command_that_ignores_its_end_ends_with_what_it_started(
     mark: str, end: Callable[[subprocess.Popen[str]], None]
 ) -> None:
     process = start(wrap_command([sys.executable, "-c", STUBBORN, mark]))
-    assert len(find(mark)) == 5, "the guard's two, the command and its two"
+    require_running(mark, 5)  # the guard's two, the command and its two
     end(process)
     process.wait(10)
     require_gone(mark)
@@ -122,7 +130,7 @@ def test_a_command_ends_with_the_process_that_started_it(mark: str) -> None:
         "time.sleep(1000)"
     )
     process = start([sys.executable, "-c", program])
-    assert len(find(mark)) == 6
+    require_running(mark, 6)
     process.kill()
     process.wait()
     require_gone(mark)

@@ -41,8 +41,8 @@ def read_settings(script: str) -> tuple[list[str], dict[str, str], list[str]]:
     block = split_script(script)[1]
     options = re.findall(r"^#SBATCH (.*)$", block.partition("\n\n")[0], flags=re.MULTILINE)
     show = 'printf "%s\\0" "$RUN_DIR" "$PYTHON" "$CONTAINER_IMAGE" "$SEEDS" "$@"'
-    process = subprocess.run(["bash", "-euc", f"{block}\n{show}"], capture_output=True, text=True, check=True)
-    run_dir, python, image, seeds, *arguments = process.stdout.split("\0")[:-1]
+    process = subprocess.run(["bash", "-euc", f"{block}\n{show}"], capture_output=True, check=True)
+    run_dir, python, image, seeds, *arguments = process.stdout.decode().split("\0")[:-1]
     return options, {"RUN_DIR": run_dir, "PYTHON": python, "IMAGE": image, "SEEDS": seeds}, arguments
 
 

@@ -22,7 +22,7 @@ from megatron_grpo.platform.device import Platform, connect_store, open_store, r
 from megatron_grpo.platform.hooks import LIBRARIES, Hook, check_hooks, find_untried_versions, load_hooks
 
 ROOT = Path(__file__).parents[3]
-OWN_METHODS = {"_convert", "_replace", "_fields", "_link_", "_mark_", "_number_"}
+OWN_METHODS = {"_asdict", "_convert", "_replace", "_fields", "_link_", "_mark_", "_number_"}
 """Private names that classes of this package have from each other, and the public ones of named tuples."""
 
 

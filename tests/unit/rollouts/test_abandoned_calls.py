@@ -117,11 +117,14 @@ def test_an_agent_that_ends_beside_its_own_call_gets_nothing_of_it(model: str) -
 
 
 def test_a_client_that_leaves_a_stream_before_its_answer(model: str) -> None:
-    async def agent(client: AsyncOpenAI, _: SlowEngine) -> None:
-        for protocol, call in CALLS.items():
+    async def agent(client: AsyncOpenAI, engine: SlowEngine) -> None:
+        for call in CALLS.values():
             with pytest.raises(openai.APITimeoutError):
                 await call(client.with_options(max_retries=0), stream=True)
-            assert protocol
+        async with asyncio.timeout(PATIENT_S):
+            while engine.cancelled < engine.calls:
+                await asyncio.sleep(0.01)
 
     talk, engine = play(model, range(3), agent)
-    assert (talk.responses, engine.cancelled) == ([], 3)
+    assert engine.calls > 0, "the machine is too slow for any call to reach the engine"
+    assert talk.responses == []
