@@ -78,7 +78,7 @@ class TrainResult:
     """Seconds of a fixed computation on each rank's device (rank_speed.py); empty: not measured."""
 
     def summarize_devices(self) -> dict[str, float]:
-        """Summarize the ranks' devices: memory, the slowest rank and its share of the median speed."""
+        """Summarize the devices: memory, the slowest rank and its share of the median."""
         figures = {"gpu_memory_gib": self.gpu_memory_gib} if self.gpu_memory_gib else {}
         if len(self.probe_s) < 2:  # there is no other rank to compare with
             return figures
