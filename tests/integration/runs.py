@@ -74,7 +74,7 @@ class TrainingRun:
         )
         return self.driver
 
-    def finish(self, timeout_s: float = 240.0) -> int:
+    def finish(self, timeout_s: float = 480.0) -> int:
         """Start if need be, and wait for the end; the exit code."""
         if not hasattr(self, "driver"):
             self.start()
@@ -95,7 +95,7 @@ class TrainingRun:
         ends = [f"{file.name}:\n{file.read_text(errors='replace')[-6000:]}" for file in sorted(logs.glob("*.log"))]
         return "\n\n".join(ends)
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 180.0, every_s: float = 0.05) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 300.0, every_s: float = 0.05) -> None:
         end = time.monotonic() + timeout_s
         while not condition():
             assert self.driver.poll() is None, f"the run ended too early:\n{self.log()}"

@@ -17,7 +17,7 @@ import psutil
 from megatron_grpo.config.paths import TOKEN_VARIABLE
 from megatron_grpo.platform.device import environment
 
-START_S = 240.0
+START_S = 400.0
 
 
 class ServerProcess:

@@ -15,7 +15,7 @@ from tests.integration.runs import TrainingRun, read_jsonl
 def evaluate(*words: object) -> dict[str, Any]:
     """Run the command; what it wrote into its output, and the samples."""
     command = [sys.executable, "-m", "megatron_grpo.evaluate", *map(str, words)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert process.returncode == 0, process.stdout + process.stderr
     (output,) = [Path(str(word).partition("=")[2]) for word in words if str(word).startswith("output=")]
     assert sorted(path.name for path in output.iterdir()) == ["logs", "results.json", "samples.jsonl"]

@@ -251,7 +251,7 @@ LATE_CONNECTION = read_programs("generation")["late_connection"]
 def test_an_engine_core_that_connects_late_is_waited_for(model: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(LATE_CONNECTION)
     path = f"{tmp_path}:{Path(__file__).parents[2]}"
-    with engines(model, environment={"PYTHONPATH": path}, startup_s=240.0) as started:
+    with engines(model, environment={"PYTHONPATH": path}, startup_s=400.0) as started:
         assert started.startup_s[0]["processes"] > 3, "the delay took place"
         assert _greedy(started, SamplingSettings(max_new_tokens=4))
 

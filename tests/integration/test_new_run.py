@@ -17,7 +17,7 @@ SHORT = ("grpo.max_num_steps=2", "grpo.val_at_start=false", "grpo.max_val_sample
 def train(folder: Path, *arguments: str, modules: Path = ROOT) -> None:
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{modules}"}
     command = [sys.executable, "-m", "megatron_grpo.train", *arguments, *SHORT]
-    process = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=280)
+    process = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
     assert process.returncode == 0, process.stdout + process.stderr
 
 
