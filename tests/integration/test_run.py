@@ -145,7 +145,7 @@ def test_a_killed_vllm_process_is_replaced_and_the_run_goes_on(
     run.wait_for(lambda: when in [phase.name for phase in heartbeat(run, "generation engine 0").phases], every_s=0.002)
     killed = [process.pid for process in psutil.process_iter() if _is_of_engine(run, process)]
     psutil.Process(heartbeat(run, "generation engine 0 worker 1").pid).kill()
-    assert run.finish(timeout_s=240) == 0, run.log()
+    assert run.finish(timeout_s=480) == 0, run.log()
     assert not [pid for pid in killed if psutil.pid_exists(pid)]
     assert sum(row["engine_restarts"] for row in run.metrics()) == 1
     assert "generation engine 0 was replaced: " in run.log()

@@ -15,7 +15,7 @@ def read_options(file: str) -> dict[str, list[str]]:
     return options
 
 
-def complete(run: TrainingRun, timeout_s: float = 240.0) -> TrainingRun:
+def complete(run: TrainingRun, timeout_s: float = 480.0) -> TrainingRun:
     """Wait until a run has ended without an error."""
     assert run.finish(timeout_s) == 0, run.log()
     return run

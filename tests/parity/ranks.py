@@ -79,7 +79,7 @@ LAYOUTS = [
 ]
 
 
-def run_on_ranks(layout: Layout, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_on_ranks(layout: Layout, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
     """Call `function(layout, *args)` on every rank of a layout whose process groups are set up.
 
     Processes are kept for the next call. `function` has to be importable, arguments and results picklable. The test is
