@@ -14,6 +14,7 @@ from typing import Any, Literal
 from megatron_grpo.batch.environment_metrics import MAX_METRICS, is_environment_metric
 from megatron_grpo.batch.rollout_files import drop_rollouts_after
 from megatron_grpo.batch.trajectory import Trajectory
+from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.wait_notices import WaitNotices
 from megatron_grpo.config.outside_files import open_to_append
 from megatron_grpo.config.schema import Config
@@ -272,7 +273,8 @@ class RunLogger:
     def finish(self) -> None:
         """Write summary.json and the plot at the end of training, and print the outcome."""
         summary = self.write_summary(self._end)
-        plot = plot_run(self.run_dir, self.config.method.leading_metrics)
+        with phase("plotting the curves"):
+            plot = plot_run(self.run_dir, self.config.method.leading_metrics)
         change = describe_change(self.run_dir, summary)
         steps = ", ".join(filter(None, (f"{summary['steps']} steps in {format_duration(summary['train_s'])}", change)))
         self.note(f"{steps}; curves in {plot}")

@@ -190,7 +190,7 @@ class TrajectoriesView {
   }
 
   restore(source, filter = "all", query = "") {
-    if (this.stepsOf(source).length) this.use(source);
+    if (SOURCES.includes(source) && this.stepsOf(source).length) this.use(source);
     this.filter = [...this.choice.options].some((option) => option.value === filter) ? filter : "all";
     this.choice.value = this.filter;
     this.query = this.search.value = query;
