@@ -135,6 +135,9 @@ def apply_patches() -> None:
     for module in modules:
         module.torch = overlay
     _patch_tensor_methods()
+    # Transformer Engine's Adam, which Megatron-Core takes where it is installed, needs a GPU.
+    optimizers = _import_module("megatron.core.optimizer")
+    optimizers.Adam, optimizers.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
     patch_state_of_adamw()
     _patch_experts()
     _allow_uneven_parts()

@@ -10,7 +10,8 @@ that the layer had before, which CUDA graphs have captured. Whole tensors go thr
 from __future__ import annotations
 
 import functools
-from collections import Counter
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_grpo.platform.device import detect_platform
-from megatron_grpo.weight_sync.boxes import Box, count_elements
+from megatron_grpo.weight_sync.boxes import Box, Ranges, count_elements
 from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
 # Packages whose objects are looked into. Any other object has to stay the same, or be equal.
@@ -350,21 +351,25 @@ def uses_fp8_blocks(layer: nn.Module) -> bool:
 def list_unsent(model: nn.Module, boxes: Iterable[Box]) -> list[Tensor]:
     """List the tensors of a model that no refit fills, buffers apart.
 
-    Those are parameters with elements outside of boxes, such as the padding of an embedding, and tensors that layers
-    and their kernels hold beside parameters, such as strides and workspaces. vLLM itself keeps buffers while an engine
-    sleeps.
+    Those are rows after all boxes, such as the padding of an embedding, other parameters with elements outside of
+    boxes, and tensors that layers and their kernels hold beside parameters, such as strides and workspaces. vLLM itself
+    keeps buffers while an engine sleeps.
     """
-    filled, tensors, excluded = Counter[str](), list[Tensor](), set[int]()
+    filled = defaultdict[str, list[Ranges]](list)
+    tensors, paddings, excluded = list[Tensor](), list[Tensor](), set[int]()
     for box in boxes:
         if box.constant is None:  # else the loader fills it once
-            filled[box.parameter] += count_elements(box.layout.parameter)
+            filled[box.parameter].append(box.layout.parameter)
     for module, layer in model.named_modules():
         for name, parameter in layer.named_parameters(recurse=False):
-            count = filled[f"{module}.{name}"]
-            if count == parameter.numel() or (count and is_derived(layer)):  # a conversion makes all elements
-                excluded.add(parameter.untyped_storage().data_ptr())
-            else:
+            ranges = filled[f"{module}.{name}"]
+            # A conversion makes all elements of a layer's parameters.
+            padding = [] if ranges and is_derived(layer) else _list_padding(parameter.data, ranges)
+            if padding is None:
                 tensors.append(parameter.data)
+            else:
+                excluded.add(parameter.untyped_storage().data_ptr())
+                paddings += padding
         tensors += [value for _, value in _walk("", layer, lambda _: None) if isinstance(value, Tensor)]
     excluded |= {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
     device, unsent = next(model.parameters()).device, dict[Any, Tensor]()
@@ -372,7 +377,16 @@ def list_unsent(model: nn.Module, boxes: Iterable[Box]) -> list[Tensor]:
         address = tensor.untyped_storage().data_ptr()
         if tensor.device == device and address not in excluded:
             unsent.setdefault((address, tensor.storage_offset(), tensor.shape, tensor.stride()), tensor)
-    return list(unsent.values())
+    return [*unsent.values(), *paddings]
+
+
+def _list_padding(parameter: Tensor, ranges: Sequence[Ranges]) -> list[Tensor] | None:
+    """List the rows after those that boxes fill; None: boxes leave out more."""
+    elements = sum(map(count_elements, ranges))
+    if elements == parameter.numel():
+        return []
+    rows = max((indices[0].end for indices in ranges), default=0)
+    return [parameter[rows:]] if rows and elements == rows * math.prod(parameter.shape[1:]) else None
 
 
 def finish_model(model: torch.nn.Module, dtype: torch.dtype) -> None:

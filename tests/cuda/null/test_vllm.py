@@ -12,7 +12,7 @@ import pytest
 import ray
 import torch
 from vllm import envs
-from vllm.config import set_current_vllm_config
+from vllm.config import LoadConfig, set_current_vllm_config
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.model_loader.reload import layerwise
@@ -90,6 +90,8 @@ def test_the_models_own_layers_propose_tokens(family: str, models: Callable[[str
     routed = None if shape.experts is None else RoutedForm.from_shape(shape)
     config = engine_config(folder, engine=proposes, routed=routed)  # experts are recorded beside proposals
     assert config.use_v2_model_runner
+    # The small models' folders have no such layers.
+    config.speculative_config.draft_load_config = LoadConfig(load_format="dummy")
     model = loaded_model(config)
     with set_current_vllm_config(config), torch.no_grad():
         draft: Any = load_eagle_model(model, config)

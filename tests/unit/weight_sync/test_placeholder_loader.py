@@ -97,7 +97,9 @@ def refit(
     with set_current_vllm_config(config), torch.no_grad():
         boxes = trace_model(model, measure_tensors(shape), torch.bfloat16).boxes
         if mode == "broadcast":
-            reload = ModelReload(made_up_worker(model, boxes))
+            worker = made_up_worker(model, boxes)
+            worker.vllm_config = config
+            reload = ModelReload(worker)
             reload.begin()
             reload.load(tensors.items())
             reload.finish()
@@ -149,6 +151,7 @@ def test_a_refit_leaves_nothing_of_the_placeholders(
     # An engine that sleeps without weights keeps only what no refit brings; a GPU's memory comes back with any content.
     boxes = trace_model(actual, measure_tensors(read_model_shape(tmp_path)), torch.bfloat16).boxes
     copies = [(tensor, tensor.clone()) for tensor in list_unsent(actual, boxes)]
+    assert sum(tensor.nbytes for tensor, _ in copies) < 0.2 * sum(tensor.nbytes for tensor in actual.parameters())
     for tensor in (*(parameter.data for parameter in actual.parameters()), *(tensor for tensor, _ in copies)):
         tensor.fill_(7 if tensor.dtype == torch.bool or not tensor.is_floating_point() else torch.nan)
     assert find_differences(expected, actual)
