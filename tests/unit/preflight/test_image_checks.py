@@ -78,7 +78,7 @@ def test_what_a_trained_tower_needs() -> None:
 
 @pytest.mark.parametrize("algorithm", ["kto", "reward_model", "chord", "distillation", "self_distillation"])
 def test_other_algorithms_are_refused(algorithm: str) -> None:
-    assert list(collect_problems(f"algorithm={algorithm}")) == ["algorithm"]
+    assert "use grpo, ppo, sft, dpo" in collect_problems(f"algorithm={algorithm}")["algorithm"]
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "sft", "dpo"])
@@ -92,8 +92,7 @@ def test_adapters_are_merged_for_engines() -> None:
 
 
 def test_a_value_model_takes_images_as_the_policy_does(tmp_path: Path) -> None:
-    config = compose_config(["+exp=quickstart_vision"])
-    config.algorithm = "ppo"
+    config = compose_config(["+exp=quickstart_vision", "algorithm=ppo"])
     config.value.model.path = str(tmp_path)
     for raw, is_refused in ((PREPARED_MODELS["counting"], False), (PREPARED_MODELS["addition"], True)):
         (tmp_path / "config.json").write_text(json.dumps(raw))
