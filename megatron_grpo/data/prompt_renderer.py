@@ -202,7 +202,9 @@ class PromptRenderer:
     def read(self, message: ChatMessage, number: int = 1) -> dict[str, Any]:
         """Read a message in the form, and by the role, that the template knows."""
         content = message.get("content")
-        is_kept = isinstance(content, list) and (self.format.takes_images if has_images(content) else self._can_read_parts)
+        is_kept = isinstance(content, list) and (
+            self.format.takes_images if has_images(content) else self._can_read_parts
+        )
         plain = normalize_message(message, number, keeps_parts=is_kept)
         # Thoughts keep their names, and get those that the template reads.
         source = str(self.format.chat_template or getattr(self.tokenizer, "chat_template", ""))

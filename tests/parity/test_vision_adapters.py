@@ -34,14 +34,14 @@ def compute_on_rank(layout: Layout, model: ImageModel, batch: TokenBatch) -> Res
     rank = PolicyRank(replace(settings, reference=ReferenceConfig()))
     fill_b(rank)
     tokens = TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids), batch.images)
-    logprobs = [
-        compute(tokens, MICROBATCHES) for compute in (rank.compute_logprobs, rank.compute_reference_logprobs)
-    ]
+    logprobs = [compute(tokens, MICROBATCHES) for compute in (rank.compute_logprobs, rank.compute_reference_logprobs)]
     rank.compute_gradients(batch, MICROBATCHES, make_loss(), count_tokens(batch))
     return *logprobs, own_parts(rank, gradients=False), own_parts(rank, gradients=True)
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[0], *(pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS[1:])], ids=str)
+@pytest.mark.parametrize(
+    "layout", [LAYOUTS[0], *(pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS[1:])], ids=str
+)
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_adapters_of_the_language_part_equal_peft(name: str, layout: Layout, tmp_path: Path) -> None:
     model = make_saved_model(name, tmp_path)

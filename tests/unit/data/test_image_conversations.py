@@ -121,10 +121,18 @@ def test_a_long_conversation_is_left_out_whole(model: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "kind", "reason"),
     [
-        ({"prompt": "how", "answer": "3 <|image_pad|>", "image": None}, SUPERVISED, "a turn that is learnt has an image"),
+        (
+            {"prompt": "how", "answer": "3 <|image_pad|>", "image": None},
+            SUPERVISED,
+            "a turn that is learnt has an image",
+        ),
         ({"prompt": "how <|image_pad|>", "answer": "3", "image": None}, SUPERVISED, "has 0 images, and the rendered"),
         ({"prompt": "how <|video_pad|>", "answer": "3", "image": None}, SUPERVISED, "has 1 placeholder tokens"),
-        ({"prompt": "how", "answer": "3", "image": [draw_picture(4, 6)]}, SUPERVISED, "more than data.max_image_tokens"),
+        (
+            {"prompt": "how", "answer": "3", "image": [draw_picture(4, 6)]},
+            SUPERVISED,
+            "more than data.max_image_tokens",
+        ),
         ({"prompt": "how", "answer": "3", "image": [PICTURES[0][:60]]}, SUPERVISED, "image 1 cannot be decoded"),
         ({"prompt": f"{MARK}{MARK}", "answer": "3", "image": PICTURES[0]}, SUPERVISED, "1 images in its column, and 2"),
     ],
