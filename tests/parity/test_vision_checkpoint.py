@@ -35,7 +35,7 @@ Results = tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]
 def continue_on_rank(
     layout: Layout, model: ImageModel, batch: TokenBatch, settings: dict[str, Any], checkpoint: Path, loads: bool
 ) -> Results:
-    """Two steps and a checkpoint, or a loaded one; then a step: weights before and after it, log-probabilities before."""
+    """Two steps and a checkpoint, or a loaded one; then a step. Weights before and after it, and log-probabilities."""
     rank = PolicyRank(model.make_settings(layout, **settings))
     if loads:
         rank.checkpoint.load(str(checkpoint))
