@@ -101,6 +101,9 @@ def test_a_value_model_takes_images_as_the_policy_does(tmp_path: Path) -> None:
     other = {**PREPARED_MODELS["counting"], "image_token_id": 43}
     (tmp_path / "config.json").write_text(json.dumps(other))
     assert [problem.key for problem in find_image_problems(config, SHAPE)] == ["value.model.path"]
+    config.policy.train_vision_tower = True
+    assert config.value_model is not None
+    assert not config.value_model.train_vision_tower
 
 
 def test_a_model_that_does_not_see_is_refused() -> None:
