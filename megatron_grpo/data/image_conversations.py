@@ -11,20 +11,11 @@ import numpy as np
 from megatron_grpo.batch.images import StoredImage, require_placeholders
 from megatron_grpo.data.chat_messages import ASSISTANT
 from megatron_grpo.data.image_prompts import ImageSource, decode_images, store_images
-from megatron_grpo.data.image_rows import place_images, read_images, show_images
+from megatron_grpo.data.image_rows import list_image_columns, place_images, read_images, show_images
 from megatron_grpo.data.processors import DataProcessor, DatumSpec, Message, TaskDataSpec, apply_prompt_file
 from megatron_grpo.data.supervised_rows import name_row, require_length
 from megatron_grpo.models.image_processor import load_image_processor
 from megatron_grpo.models.vision_shape import VisionShape
-
-
-def list_image_columns(row: Mapping[str, Any], spec: TaskDataSpec) -> list[str]:
-    """List the columns whose messages have places for images.
-
-    That is the prompt, or both conversations of a pair without one.
-    """
-    names = [spec.prompt_key] if spec.prompt_key in row else [spec.chosen_key, spec.rejected_key]
-    return [name for name in names if name in row]
 
 
 @dataclass(frozen=True)
@@ -44,7 +35,7 @@ class ImageConversationProcessor:
         ValueError: an image cannot be read, has no place, or stands in a learnt turn; or as without images.
         """
         try:
-            placed, contents = self._place(row, spec, idx)
+            placed, contents = self._place_row(row, spec, idx)
             images = self._store(contents)
         except ValueError as error:
             raise ValueError(name_row(error, idx)) from None
@@ -64,7 +55,7 @@ class ImageConversationProcessor:
         datum["prompt"] = show_images(datum["prompt"])
         return datum
 
-    def _place(self, row: dict[str, Any], spec: TaskDataSpec, idx: int) -> tuple[dict[str, Any], list[bytes]]:
+    def _place_row(self, row: dict[str, Any], spec: TaskDataSpec, idx: int) -> tuple[dict[str, Any], list[bytes]]:
         """Give images their places; returns the row without its images, and these."""
         folder, column = self.source.folder, self.source.column
         images = read_images(row.get(column), folder)

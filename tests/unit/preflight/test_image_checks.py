@@ -98,8 +98,7 @@ def test_a_value_model_takes_images_as_the_policy_does(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(raw))
         keys = [problem.key for problem in find_image_problems(config, SHAPE)]
         assert keys == ["value.model.path"] * is_refused
-    other = {**PREPARED_MODELS["counting"], "image_token_id": 43}
-    (tmp_path / "config.json").write_text(json.dumps(other))
+    (tmp_path / "config.json").write_text(json.dumps({**PREPARED_MODELS["counting"], "image_token_id": 43}))
     assert [problem.key for problem in find_image_problems(config, SHAPE)] == ["value.model.path"]
     config.policy.train_vision_tower = True
     assert config.value_model is not None
