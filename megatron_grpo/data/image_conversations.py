@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +11,9 @@ import numpy as np
 from megatron_grpo.batch.images import StoredImage, require_placeholders
 from megatron_grpo.data.chat_messages import ASSISTANT
 from megatron_grpo.data.image_prompts import ImageSource, decode_images, store_images
-from megatron_grpo.data.image_rows import list_image_columns, place_images, read_images, show_images
+from megatron_grpo.data.image_rows import place_images, read_images, show_images
 from megatron_grpo.data.processors import DataProcessor, DatumSpec, Message, TaskDataSpec, apply_prompt_file
-from megatron_grpo.data.supervised_rows import name_row, require_length
+from megatron_grpo.data.supervised_rows import list_image_columns, name_row, require_length
 from megatron_grpo.models.image_processor import load_image_processor
 from megatron_grpo.models.vision_shape import VisionShape
 

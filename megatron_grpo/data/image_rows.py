@@ -11,22 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.data.processors import TaskDataSpec
 from megatron_grpo.models.image_store import MAX_BYTES
 
 MARK = "<image>"  # in a prompt's text, stands for the next image of the row
 _KINDS = ("image", "image_url", "input_image")  # of a message's part
 _PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 _PLACE: dict[str, Any] = {"type": "image"}
-
-
-def list_image_columns(row: Mapping[str, Any], spec: TaskDataSpec) -> list[str]:
-    """List the columns whose messages have places for images.
-
-    That is the prompt, or both conversations of a pair without one.
-    """
-    names = [spec.prompt_key] if spec.prompt_key in row else [spec.chosen_key, spec.rejected_key]
-    return [name for name in names if name in row]
 
 
 def read_images(value: Any, folder: Path) -> list[bytes]:

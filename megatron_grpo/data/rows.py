@@ -24,7 +24,7 @@ from megatron_grpo.config.errors import Problem, format_count, to_text
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.chat_messages import are_turns, has_text, is_conversation, read_row_tools
 from megatron_grpo.data.code_tests import parse_code_tests, prepare_tests
-from megatron_grpo.data.image_rows import list_image_columns, place_images, read_images, show_images
+from megatron_grpo.data.image_rows import place_images, read_images, show_images
 from megatron_grpo.data.math_text import is_unreadable, rewrite_numbers
 from megatron_grpo.data.processors import TaskDataSpec, find_task
 from megatron_grpo.data.recorded_rows import RECORDED, RecordedRows, RecordedSequence
@@ -35,6 +35,7 @@ from megatron_grpo.data.supervised_rows import (
     find_label_problem,
     find_pair_problem,
     find_row_problem,
+    list_image_columns,
 )
 from megatron_grpo.models.image_store import digest_image, inspect_image
 

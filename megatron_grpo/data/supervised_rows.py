@@ -133,6 +133,15 @@ def _list_other_columns(row: Mapping[str, Any], *learnt: str | None) -> dict[str
     return {name: value for name, value in row.items() if name not in learnt}
 
 
+def list_image_columns(row: Mapping[str, Any], spec: TaskDataSpec) -> list[str]:
+    """List the columns whose messages have places for images.
+
+    That is the prompt, or both conversations of a pair without one.
+    """
+    names = [spec.prompt_key] if spec.prompt_key in row else [spec.chosen_key, spec.rejected_key]
+    return [name for name in names if name in row]
+
+
 def name_row(error: ValueError, idx: int) -> str:
     """Name the row in the text of an error, once."""
     return str(error) if str(error).startswith("row ") else f"row {idx}: {error}"
