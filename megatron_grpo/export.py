@@ -153,7 +153,8 @@ def _read_policy(config_file: Path, family: str | None) -> tuple[PolicyConfig, H
         config = read_config_file(config_file)
         policy = config["policy"]
         # An export needs no other keys, and they may be those of another version of megatron_grpo.
-        optional = {name: policy[name] for name in ("lora", "quantization") if name in policy}
+        names = ("lora", "quantization", "train_vision_tower")
+        optional = {name: policy[name] for name in names if name in policy}
         model = {"path": policy["model"]["path"], "family": family or policy["model"].get("family")}
         needed = {"model": model, "precision": policy["precision"], **optional}
         algorithm = find_algorithm(choose_imported(config.get("algorithm")))

@@ -101,6 +101,7 @@ def make_trajectory(
         logprobs=np.zeros(sum(span.end - span.start for span in spans), dtype=np.float32),
         response=messages[learnt[-1]]["content"] if learnt else "",
         stop_reason="stop",
+        images=row.get("images", []),
     )
 
 

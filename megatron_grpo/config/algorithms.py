@@ -119,6 +119,7 @@ ALGORITHMS = {
         Algorithm(
             name="ppo",
             section="ppo",
+            takes_images=True,
             models=frozenset({"value"}),
             # The distance to the reference is reported even without a penalty.
             needs_reference=lambda config: _needs_distance(config) or _has_penalty(config),
@@ -135,6 +136,7 @@ ALGORITHMS = {
         Algorithm(
             name="sft",
             section="sft",
+            takes_images=True,
             rows=SUPERVISED,
             needs_reference=lambda config: False,
             reads=frozenset({"sft."}),
@@ -146,6 +148,7 @@ ALGORITHMS = {
         Algorithm(
             name="dpo",
             section="dpo",
+            takes_images=True,
             rows=PREFERENCE,
             needs_reference=lambda config: config.dpo is None or config.dpo.loss_type != "simpo",
             reads=frozenset({"dpo."}),

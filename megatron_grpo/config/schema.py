@@ -321,6 +321,7 @@ class Config(Section):
             lora=LoraConfig(),
             fp8=Fp8Config(),
             quantization=None,
+            train_vision_tower=False,
             precision=value.precision or policy.precision,
             microbatch_tokens=value.microbatch_tokens or policy.microbatch_tokens,
             logprob_microbatch_tokens=value.microbatch_tokens or policy.logprob_microbatch_tokens,

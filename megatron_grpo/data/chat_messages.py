@@ -230,7 +230,7 @@ def separate_prompt(
             raise ValueError("the responses are whole conversations, and do not begin with the messages of the prompt")
         beginning, count = prompt, len(prompt)
     text = "".join(prompt.split()) if isinstance(prompt, str) else ""
-    if text not in "".join("".join(join_content(message.get("content")).split()) for message in beginning):
+    if text and text not in "".join("".join(join_content(message.get("content")).split()) for message in beginning):
         raise ValueError("the responses are whole conversations, whose common beginning lacks the text of the prompt")
     return beginning, [conversation[count:] for conversation in conversations]
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import Dataset, Subset
 
 from megatron_grpo.data.chat_messages import is_conversation
+from megatron_grpo.data.image_conversations import ImageConversationProcessor
 from megatron_grpo.data.image_prompts import ImagePromptProcessor
 from megatron_grpo.data.processors import REFERENCE, DataProcessor, DatumSpec, Message, TaskDataSpec, find_task
 from megatron_grpo.data.specs import is_built_in
@@ -164,7 +165,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
             raise ValueError(f'row {idx}: no data processor for task_name "{task}"; there is {tasks}') from None
         function = process if hasattr(process, "__qualname__") else type(process)
         name = f"row {idx}: its processor {function.__module__}.{function.__qualname__}"
-        is_builtin = is_built_in(process) or isinstance(process, ImagePromptProcessor)
+        is_builtin = is_built_in(process) or isinstance(process, ImagePromptProcessor | ImageConversationProcessor)
         try:
             prompt = process(row, spec, self.tokenizer, self.max_seq_length, idx)
         except Exception as error:  # a user's own processor may raise anything

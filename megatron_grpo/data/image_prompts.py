@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import TemplateError
@@ -17,6 +18,9 @@ from megatron_grpo.data.processors import REFERENCE, DatumSpec, Message, TaskDat
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.models.image_store import decode_image, store_image
 from megatron_grpo.models.vision_shape import VisionShape
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +94,7 @@ class ImagePromptProcessor:
 
     @staticmethod
     def _render(messages: list[dict[str, Any]], row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any) -> str:
-        renderer = PromptRenderer(tokenizer, spec, takes_images=True)
+        renderer = PromptRenderer(tokenizer, replace(spec, takes_images=True))
         if not renderer.has_template:
             raise ValueError("the tokenizer has no chat template, which says where images stand")
         return renderer.render_first_turn(messages, read_row_tools(row))
@@ -102,22 +106,40 @@ class ImagePromptProcessor:
             token_ids = np.asarray(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
             require_placeholders(token_ids, [], source.vision)
             return token_ids.tolist(), []
-        decoded = []
-        for number, content in enumerate(contents, start=1):
-            try:
-                decoded.append(decode_image(content))
-            except ValueError as error:
-                raise ValueError(f"image {number} {error}") from None
+        decoded = decode_images(contents)
         count = text.count(processor.image_token)
         if count != len(contents):
             raise ValueError(f"has {len(contents)} images, and the rendered prompt {count} x {processor.image_token}")
         inputs = processor(text=[text], images=decoded, add_special_tokens=False)
         token_ids = np.asarray(inputs["input_ids"][0])
         grids = np.asarray(inputs["image_grid_thw"]).tolist()
-        images = [StoredImage(store_image(source.store, c), r, w) for c, (_, r, w) in zip(contents, grids, strict=True)]
+        images = store_images(contents, grids, source)
         require_placeholders(token_ids, images, source.vision)
-        count = sum(image.count_tokens(source.vision) for image in images)
-        if count > source.max_tokens:
-            text = f"has images of {count} tokens, more than data.max_image_tokens={source.max_tokens}"
-            raise ValueError(f"{text}; make them smaller, or raise the limit")
         return token_ids.tolist(), images
+
+
+def decode_images(contents: Sequence[bytes]) -> list[Image]:
+    """Decode the images of a row; ValueError: one cannot be decoded."""
+    decoded = []
+    for number, content in enumerate(contents, start=1):
+        try:
+            decoded.append(decode_image(content))
+        except ValueError as error:
+            raise ValueError(f"image {number} {error}") from None
+    return decoded
+
+
+def store_images(
+    contents: Sequence[bytes], grids: Iterable[tuple[int, int, int]], source: ImageSource
+) -> list[StoredImage]:
+    """Store the images of a row; ValueError: together they have too many tokens.
+
+    `grids`: patches of each in time, height and width.
+    """
+    pairs = zip(contents, grids, strict=True)
+    images = [StoredImage(store_image(source.store, content), rows, columns) for content, (_, rows, columns) in pairs]
+    count = sum(image.count_tokens(source.vision) for image in images)
+    if count > source.max_tokens:
+        text = f"has images of {count} tokens, more than data.max_image_tokens={source.max_tokens}"
+        raise ValueError(f"{text}; make them smaller, or raise the limit")
+    return images

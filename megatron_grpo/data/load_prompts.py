@@ -18,6 +18,7 @@ from megatron_grpo.config.paths import SCRIPT_STREAM
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.curriculum import CurriculumLoader, read_levels
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
+from megatron_grpo.data.image_conversations import ImageConversationProcessor
 from megatron_grpo.data.image_prompts import ImagePromptProcessor, ImageSource
 from megatron_grpo.data.loader import BatchLoader, PromptLoader, Prompts, PromptSampler, StreamLoader, open_stream
 from megatron_grpo.data.processors import DataProcessor, DatumSpec, find_task, math_data_processor
@@ -287,7 +288,8 @@ class PromptReader:
         data, kind = self.config.data, self.config.row_kind if trains else None
         make: DataProcessor = ROW_PROCESSORS[kind] if kind else math_data_processor
         if data.image_key is not None:
-            make = ImagePromptProcessor(self._make_image_source(config, data.image_key))
+            source = self._make_image_source(config, data.image_key)
+            make = ImageConversationProcessor(source, make) if kind else ImagePromptProcessor(source)
         processors = make_processors(data, self.config.env, make)
         longest = self.config.policy.max_total_sequence_length if kind or self.hint else data.max_input_seq_length
         if self.hint:

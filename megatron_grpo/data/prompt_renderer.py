@@ -45,6 +45,7 @@ class PromptFormat:
     chat_template: str | None = None  # chat template in Jinja; None: the tokenizer's
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] | None = None
+    takes_images: bool = False  # whether the model is given the images of messages; otherwise they are refused
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,6 @@ class PromptRenderer:
 
     tokenizer: Any
     format: PromptFormat
-    takes_images: bool = False
-    """Whether the model is given the images of messages; otherwise they are refused."""
 
     @property
     def has_template(self) -> bool:
@@ -203,7 +202,9 @@ class PromptRenderer:
     def read(self, message: ChatMessage, number: int = 1) -> dict[str, Any]:
         """Read a message in the form, and by the role, that the template knows."""
         content = message.get("content")
-        is_kept = isinstance(content, list) and (self.takes_images if has_images(content) else self._can_read_parts)
+        is_kept = isinstance(content, list) and (
+            self.format.takes_images if has_images(content) else self._can_read_parts
+        )
         plain = normalize_message(message, number, keeps_parts=is_kept)
         # Thoughts keep their names, and get those that the template reads.
         source = str(self.format.chat_template or getattr(self.tokenizer, "chat_template", ""))

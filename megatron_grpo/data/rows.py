@@ -35,6 +35,7 @@ from megatron_grpo.data.supervised_rows import (
     find_label_problem,
     find_pair_problem,
     find_row_problem,
+    list_image_columns,
 )
 from megatron_grpo.models.image_store import digest_image, inspect_image
 
@@ -281,18 +282,21 @@ class RowCheck:
             return str(error)
         displayed = row
         if self._image_key is not None:
-            displayed = {**row, spec.prompt_key: show_images(row.get(spec.prompt_key))}
+            displayed = {**row, **{name: show_images(row[name]) for name in list_image_columns(row, spec)}}
             try:
-                self._check_images(row, spec.prompt_key)
+                for name in list_image_columns(row, spec):
+                    self._check_images(row, name)
             except ValueError as error:
                 return f"column {self._image_key!r} (data.image_key): {error}"
         return _find_row_problem(displayed, spec, task, self._environments[task]) or row
 
-    def _check_images(self, row: Row, prompt_key: str) -> None:
-        """ValueError: an image of a row is missing, damaged or without a place."""
+    def _check_images(self, row: Row, column: str) -> None:
+        """ValueError: an image of a column's messages is missing, damaged or without a place."""
         assert self._image_key is not None
+        if not (isinstance(row[column], str) or are_turns(row[column])):
+            return  # the check of the columns says so
         images = read_images(row.get(self._image_key), self._folder)
-        _, images = place_images(row.get(prompt_key) or "", images, self._folder)
+        _, images = place_images(row[column], images, self._folder)
         if len(images) > self._most_images:
             raise ValueError(f"the prompt has {len(images)} images, more than data.max_images={self._most_images}")
         for number, image in enumerate(images, start=1):

@@ -43,9 +43,9 @@ def supervised_data_processor(
         prompt = apply_prompt_file(prompt, datum_dict, spec, idx)
         messages = encode_conversation(PromptRenderer(tokenizer, spec), prompt, response, _read_tools(datum_dict, spec))
     except ValueError as error:
-        raise ValueError(_name_row(error, idx)) from error
+        raise ValueError(name_row(error, idx)) from error
     length = sum(len(message["token_ids"]) for message in messages)
-    _require_length(length, max_seq_length, spec, idx)
+    require_length(length, max_seq_length, spec, idx)
     return DatumSpec(
         message_log=messages,
         length=length,
@@ -109,14 +109,14 @@ def _make_pair(
         renderer, tools = PromptRenderer(tokenizer, spec), _read_tools(datum_dict, spec)
         chosen, rejected = (encode(renderer, prompt, answer, tools) for answer in pair)
     except ValueError as error:
-        raise ValueError(_name_row(error, idx)) from error
+        raise ValueError(name_row(error, idx)) from error
     is_whole = encode is encode_scored
     if _list_compared_tokens(chosen, is_whole=is_whole) == _list_compared_tokens(rejected, is_whole=is_whole):
         columns = f"columns {spec.chosen_key!r} and {spec.rejected_key!r}"
         text = "have the same tokens once they are rendered, so that nothing can be learnt"
         raise ValueError(f"row {idx}: {columns} {text}; leave the row out (data.bad_rows=skip)")
     length = max(sum(len(message["token_ids"]) for message in messages) for messages in (chosen, rejected))
-    _require_length(length, max_seq_length, spec, idx)
+    require_length(length, max_seq_length, spec, idx)
     return DatumSpec(
         message_log=chosen,
         rejected=rejected,
@@ -133,7 +133,17 @@ def _list_other_columns(row: Mapping[str, Any], *learnt: str | None) -> dict[str
     return {name: value for name, value in row.items() if name not in learnt}
 
 
-def _name_row(error: ValueError, idx: int) -> str:
+def list_image_columns(row: Mapping[str, Any], spec: TaskDataSpec) -> list[str]:
+    """List the columns whose messages have places for images.
+
+    That is the prompt, or both conversations of a pair without one.
+    """
+    names = [spec.prompt_key] if spec.prompt_key in row else [spec.chosen_key, spec.rejected_key]
+    return [name for name in names if name in row]
+
+
+def name_row(error: ValueError, idx: int) -> str:
+    """Name the row in the text of an error, once."""
     return str(error) if str(error).startswith("row ") else f"row {idx}: {error}"
 
 
@@ -151,7 +161,8 @@ def _list_compared_tokens(messages: Sequence[Message], *, is_whole: bool) -> lis
     return [token for message in compared for token in message["token_ids"]]
 
 
-def _require_length(length: int, longest: int, spec: TaskDataSpec, idx: int) -> None:
+def require_length(length: int, longest: int, spec: TaskDataSpec, idx: int) -> None:
+    """ValueError: a conversation is too long, and may not be left out."""
     if length > longest and spec.long_prompts == "error":
         text = f"has {length} tokens, more than policy.max_total_sequence_length={longest}"
         raise ValueError(f"row {idx}: the conversation {text} (data.long_prompts=error)")
@@ -163,7 +174,7 @@ def recorded_data_processor(
     """Make a sequence of a recorded rollout; its sampled tokens are learnt."""
     sequence: RecordedSequence = datum_dict[RECORDED]
     length = len(sequence.token_ids)
-    _require_length(length, max_seq_length, task_data_spec, idx)
+    require_length(length, max_seq_length, task_data_spec, idx)
     messages = [
         Message(
             role=ASSISTANT if is_sampled else "user", content=sequence.response if is_sampled else "", token_ids=ids

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_grpo.config.algorithms import ALGORITHMS
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.generation_schema import FILTERS
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.specs import ROW_FORMS, find_processor_name
 from megatron_grpo.models.families import list_families
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.source import find_value_shape
 from megatron_grpo.models.weight_layouts import assign_layers
 from megatron_grpo.preflight.rules import Rule, evaluate_rules
 
@@ -28,8 +30,10 @@ def find_image_problems(config: Config, shape: ModelShape | None) -> Iterator[Ru
     names = ", ".join(vision.architecture for vision in visions if vision.images is not None)
     text = f"is a model that takes no {_WITH_IMAGES}; those that do: {names}"
     yield shape is not None and shape.vision is None, "policy.model.path=", text
-    text = f"has no {_WITH_IMAGES} yet; use grpo"
+    able = ", ".join(method.name for method in ALGORITHMS.values() if method.takes_images)
+    text = f"has no {_WITH_IMAGES} yet; use {able}"
     yield not config.method.takes_images, "algorithm=", text
+    yield from _check_value_model(config, shape)
     yield from _check_rows(config)
     yield from _check_training(config)
     yield from _check_sampling(config)
@@ -40,6 +44,7 @@ def _check_tower(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     if not policy.train_vision_tower:
         return
     yield config.data.image_key is None, subject, f"needs {_WITH_IMAGES}, from which the tower gets its gradients"
+    yield policy.lora.rank > 0, subject, "has no adapters, which would be trained alone; use policy.lora.rank=0"
     yield policy.optimizer.name == "muon", subject, "is trained by adamw alone; use policy.optimizer.name=adamw"
     if shape is None or shape.vision is None:
         return
@@ -48,6 +53,15 @@ def _check_tower(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     text += " use another policy.parallel.first_stage_layers, or false"
     first_layers = assign_layers(policy.parallel, shape.layers)[0]
     yield not set(range(levels)) <= set(first_layers), subject, text
+
+
+def _check_value_model(config: Config, policy: ModelShape | None) -> Iterator[Rule]:
+    if config.value_model is None or config.value.model.path is None or policy is None:
+        return
+    shapes = [policy, find_value_shape(config)]
+    forms = [shape and shape.vision and (shape.vision.placeholders, shape.vision.merge) for shape in shapes]
+    text = "takes no images in the form of the policy's; give a model of its kind, or null"
+    yield shapes[1] is not None and forms[0] != forms[1], "value.model.path=", text
 
 
 def refuse_images(config: Config, command: str) -> None:
@@ -79,7 +93,7 @@ def _check_training(config: Config) -> Iterator[Rule]:
     policy = config.policy
     text = f"has no {_WITH_IMAGES} yet; use"
     yield config.async_sampling.enabled, "LOOP.async_grpo.enabled=", f"{text} false"
-    yield policy.lora.rank, "policy.lora.rank=", f"{text} 0"
+    yield policy.lora.rank and config.refit.adapters == "alone", "refit.adapters=", f"{text} merged"
     yield policy.fp8.format != "off", "policy.fp8.format=", f"{text} off"
     yield policy.quantization is not None, "policy.quantization=", f"{text} null"
     fused = "computes placeholders of images, which are never sampled; use auto or chunked"

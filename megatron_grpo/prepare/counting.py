@@ -16,6 +16,7 @@ from megatron_grpo.prepare.lessons import RECIPES, Lesson, split_lessons
 # Images stand where their parts do; an answer ends with <eos>.
 TEMPLATE = """\
 {%- for message in messages -%}
+{%- if message.role == 'assistant' -%}={%- endif -%}
 {%- if message.content is string -%}{{ message.content }}
 {%- else -%}{%- for part in message.content -%}
 {%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>{%- else -%}{{ part.text }}{%- endif -%}

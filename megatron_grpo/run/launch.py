@@ -176,7 +176,7 @@ def make_policy_settings(config: Config, folder: Path) -> RankSettings:
         token_filter=make_training_filter(config.generation) if is_sampled else None,
         decay_steps=config.decay_steps,
         decay=make_decay("policy", config.policy.optimizer, list_code_folders(config)),
-        never_sampled=shape.vision.placeholders if shape.vision and config.data.image_key else (),
+        never_sampled=shape.vision.placeholders if shape.vision and config.data.image_key and is_sampled else (),
         images_folder=str(locate_images(config.run_dir)) if config.data.image_key else "",
         seed=config.loop.seed,
         ranks_per_machine=config.cluster.gpus or None,  # ranks on CPUs are all on one
@@ -193,6 +193,7 @@ def _make_value_model(config: Config, cluster: RayCluster) -> MegatronValue:
         folder=str(folder),
         decay_steps=config.value_decay_steps,
         decay=make_decay("value", config.value.optimizer, list_code_folders(config)),
+        images_folder=str(locate_images(config.run_dir)) if config.data.image_key else "",
         seed=config.loop.seed,
         ranks_per_machine=config.cluster.gpus or None,  # ranks on CPUs are all on one
         shares_cores=_uses_shared_cores(config),

@@ -1,6 +1,8 @@
 """Adapters on ranks and in peft: the same values in both, whatever the layout."""
 
 import hashlib
+import re
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -11,7 +13,9 @@ from torch import Tensor
 from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.adapters import LORA, MATRICES, adapted_layers
 from tests.parity.ranks import Layout
-from tests.support.tiny_models import TinyModel
+
+LAYERS = "model.layers"
+"""Name of the layers in a language model of transformers."""
 
 
 def fill_b(rank: PolicyRank) -> None:
@@ -58,7 +62,7 @@ def _join(name: str, parts: list[Tensor]) -> Tensor:
     return torch.cat(parts, dim=0 if column else 1)
 
 
-def rows_of(model: TinyModel, matrix: str, lora_b: Tensor) -> Tensor:
+def rows_of(model: Any, matrix: str, lora_b: Tensor) -> Tensor:
     """The rows of a whole B that belong to a matrix of transformers, group by group."""
     shape = model.shape
     if matrix in ("mlp.gate_proj", "mlp.up_proj"):
@@ -75,26 +79,43 @@ def rows_of(model: TinyModel, matrix: str, lora_b: Tensor) -> Tensor:
     return lora_b[rows]
 
 
-def peft_oracle(model: TinyModel, full_tensors: dict[str, Tensor]) -> PeftModel:
-    """The model in transformers with adapters of peft, whose A and B are these."""
+def peft_oracle(model: Any, full_tensors: dict[str, Tensor], layers: str = LAYERS) -> PeftModel:
+    """The model in transformers with adapters of peft in these layers, whose A and B are these."""
     targets = [matrix.rpartition(".")[2] for matrices in MATRICES.values() for matrix in matrices]
-    config = PeftConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=targets, task_type="CAUSAL_LM")
+    pattern = rf"{re.escape(layers)}\..*\.({'|'.join(targets)})"
+    config = PeftConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=pattern, task_type="CAUSAL_LM")
     oracle = get_peft_model(model.load(), config)
-    for name, of_a, of_b, matrix in list_matrices(oracle, full_tensors):
+    for name, of_a, of_b, matrix in list_matrices(oracle, full_tensors, layers):
         assert of_a.shape == full_tensors[f"{name}.lora_a"].shape
         of_a.data.copy_(full_tensors[f"{name}.lora_a"])
         of_b.data.copy_(rows_of(model, matrix, full_tensors[f"{name}.lora_b"]))
     return oracle
 
 
-def list_matrices(oracle: PeftModel, full_tensors: dict[str, Tensor]) -> list[tuple[str, Tensor, Tensor, str]]:
+def list_matrices(
+    oracle: PeftModel, full_tensors: dict[str, Tensor], layers: str = LAYERS
+) -> list[tuple[str, Tensor, Tensor, str]]:
     """For every matrix of transformers: its adapted layer, its A and B in peft, and its name."""
     parameters = dict(oracle.named_parameters())
     weights = []
     for name in sorted({key.rpartition(".")[0] for key in full_tensors}):
         layer, _, megatron = name.partition(".")
         for matrix in MATRICES[megatron]:
-            inside = f"base_model.model.model.layers.{layer}.{matrix}"
+            inside = f"base_model.model.{layers}.{layer}.{matrix}"
             lora_a, lora_b = (parameters[f"{inside}.lora_{part}.default.weight"] for part in "AB")
             weights.append((name, lora_a, lora_b, matrix))
     return weights
+
+
+def expect_gradients_of_adapters(
+    model: Any, oracle: PeftModel, values: dict[str, Tensor], gradients: dict[str, Tensor], layers: str = LAYERS
+) -> None:
+    """Expect gradients of whole A and B, "LAYER.NAME.lora_a", to be those that peft's adapters have."""
+    of_a: dict[str, Tensor] = {}
+    for name, lora_a, lora_b, matrix in list_matrices(oracle, values, layers):
+        of_a[name] = of_a.get(name, 0) + lora_a.grad  # matrices that are merged share their A
+        error = (rows_of(model, matrix, gradients[f"{name}.lora_b"]) - lora_b.grad).norm() / lora_b.grad.norm()
+        assert error < 1e-4, f"{model.name} {name} {matrix} B: relative error {error:.1e}"
+    for name, expected in of_a.items():
+        error = (gradients[f"{name}.lora_a"] - expected).norm() / expected.norm()
+        assert error < 1e-4, f"{model.name} {name} A: relative error {error:.1e}"

@@ -17,7 +17,15 @@ from megatron_grpo.config.schema import LoraConfig
 from megatron_grpo.export import main
 from megatron_grpo.run.checkpoint_files import write_driver_files
 from tests.parity.adapters import LORA, adapted_layers, make_lora_rank
-from tests.parity.lora import fill_b, join, list_matrices, own_parts, peft_oracle, rows_of
+from tests.parity.lora import (
+    expect_gradients_of_adapters,
+    fill_b,
+    join,
+    list_matrices,
+    own_parts,
+    peft_oracle,
+    rows_of,
+)
 from tests.parity.on_rank import expect_close, expect_logprobs, load_on_rank, split_by_sequence
 from tests.parity.policy_training import MAX_GRAD_NORM, OPTIMIZER, hf_loss, make_batch, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
@@ -59,14 +67,7 @@ def expect_gradients_of_peft(layout: Layout, models: list[TinyModel], **settings
         values, gradients = (join([result[index][part] for result in by_rank], layout) for part in (0, 1))
         oracle = peft_oracle(model, values)
         hf_loss(oracle).backward()
-        of_a: dict[str, Tensor] = {}
-        for name, lora_a, lora_b, matrix in list_matrices(oracle, values):
-            of_a[name] = of_a.get(name, 0) + lora_a.grad  # matrices that are merged share their A
-            error = (rows_of(model, matrix, gradients[f"{name}.lora_b"]) - lora_b.grad).norm() / lora_b.grad.norm()
-            assert error < 1e-4, f"{model.name} {name} {matrix} B: relative error {error:.1e}"
-        for name, expected in of_a.items():
-            error = (gradients[f"{name}.lora_a"] - expected).norm() / expected.norm()
-            assert error < 1e-4, f"{model.name} {name} A: relative error {error:.1e}"
+        expect_gradients_of_adapters(model, oracle, values, gradients)
         norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
         assert [result[index][2] for result in by_rank] == pytest.approx([norm] * layout.ranks, rel=1e-4)
 

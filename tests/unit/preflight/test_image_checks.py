@@ -1,6 +1,8 @@
 """What cannot take prompts with images yet is refused before the start, each by its key."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -35,7 +37,6 @@ def test_the_recipe_has_no_problem() -> None:
         "data.apply_chat_template=False",
         "data.processor=package.module.function",
         "grpo.async_grpo.enabled=True",
-        "policy.lora.rank=4",
         "policy.fp8.format=hybrid",
         "policy.logprob_kernel=fused",
         "generation.server.urls=[http://127.0.0.1:8000]",
@@ -65,6 +66,9 @@ def test_what_a_trained_tower_needs() -> None:
     assert "in the first 3 layers, which have to be on the tower's pipeline rank" in problem.text
     config.policy.parallel.first_stage_layers = 3
     assert list(find_image_problems(config, seeing)) == []
+    config.policy.lora.rank = 4
+    assert [problem.subject for problem in find_image_problems(config, seeing)] == ["policy.train_vision_tower=true"]
+    config.policy.lora.rank = 0
     config.policy.optimizer.name = "muon"
     assert [problem.subject for problem in find_image_problems(config, seeing)] == ["policy.train_vision_tower=true"]
     config = compose_config(["+exp=quickstart"])
@@ -72,9 +76,33 @@ def test_what_a_trained_tower_needs() -> None:
     assert "needs prompts with images" in next(iter(find_image_problems(config, TEXT))).text
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "sft", "dpo", "kto", "distillation", "self_distillation"])
+@pytest.mark.parametrize("algorithm", ["kto", "reward_model", "chord", "distillation", "self_distillation"])
 def test_other_algorithms_are_refused(algorithm: str) -> None:
-    assert list(collect_problems(f"algorithm={algorithm}")) == ["algorithm"]
+    assert "use grpo, ppo, sft, dpo" in collect_problems(f"algorithm={algorithm}")["algorithm"]
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "sft", "dpo"])
+def test_algorithms_that_take_images(algorithm: str) -> None:
+    assert collect_problems(f"algorithm={algorithm}") == {}
+
+
+def test_adapters_are_merged_for_engines() -> None:
+    assert collect_problems("policy.lora.rank=4") == {}
+    assert list(collect_problems("policy.lora.rank=4", "refit.adapters=alone")) == ["refit.adapters"]
+
+
+def test_a_value_model_takes_images_as_the_policy_does(tmp_path: Path) -> None:
+    config = compose_config(["+exp=quickstart_vision", "algorithm=ppo"])
+    config.value.model.path = str(tmp_path)
+    for raw, is_refused in ((PREPARED_MODELS["counting"], False), (PREPARED_MODELS["addition"], True)):
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        keys = [problem.key for problem in find_image_problems(config, SHAPE)]
+        assert keys == ["value.model.path"] * is_refused
+    (tmp_path / "config.json").write_text(json.dumps({**PREPARED_MODELS["counting"], "image_token_id": 43}))
+    assert [problem.key for problem in find_image_problems(config, SHAPE)] == ["value.model.path"]
+    config.policy.train_vision_tower = True
+    assert config.value_model is not None
+    assert not config.value_model.train_vision_tower
 
 
 def test_a_model_that_does_not_see_is_refused() -> None:
