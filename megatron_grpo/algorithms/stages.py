@@ -225,6 +225,7 @@ def combine_results(results: Sequence[TrainResult], loss_tokens: Sequence[float]
         optimizer_steps=len(results),
         gpu_memory_gib=max(result.gpu_memory_gib for result in results),
         zero_gradients=frozenset.intersection(*(result.zero_gradients for result in results)),
+        probe_s=results[-1].probe_s,
     )
 
 
@@ -264,9 +265,8 @@ def publish_and_report(
         devices=config.policy.parallel.world_size,
         peak=find_peak_tflops(policy.device_name, config.policy.precision, config.cluster.peak_tflops_per_device),
     )
-    if learned is not None and learned.gpu_memory_gib:
-        throughput["gpu_memory_gib"] = learned.gpu_memory_gib
-    throughput |= {**samples.engines, **checks}
+    devices = {} if learned is None else learned.summarize_devices()
+    throughput |= {**devices, **samples.engines, **checks}
     report = StepReport(metrics, timing, throughput, samples.sampled, remarks, assessment.needs_checkpoint)
     if failure is not None:
         raise UnpublishedStepError(report, failure) from failure

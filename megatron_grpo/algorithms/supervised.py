@@ -161,8 +161,7 @@ def make_report(
         devices=config.policy.parallel.world_size,
         peak=find_peak_tflops(run.policy.device_name, config.policy.precision, config.cluster.peak_tflops_per_device),
     )
-    if learned is not None and learned.gpu_memory_gib:
-        throughput["gpu_memory_gib"] = learned.gpu_memory_gib
+    throughput |= {} if learned is None else learned.summarize_devices()
     remarks = describe_idle_tensors(run.state, run.state["total_steps"] + 1, learned)
     return StepReport(metrics, timing, throughput, outcomes, remarks)
 

@@ -167,6 +167,7 @@ AlarmName = Literal[
     "lengths_at_limit",
     "gradient_spike",
     "failed_rollouts",
+    "slow_rank",
     "held_out_falls",
 ]
 

@@ -35,6 +35,7 @@ WITHOUT_SIGNAL_SHARE = 0.9  # of the prompts, which have no learning signal
 TRUNCATED_SHARE, TRUNCATED_GROWTH = 0.5, 0.25  # of the responses; growth over the lowest mean so far
 SPIKE = 20.0  # times the median gradient norm of the latest steps
 FAILED_SHARE = 0.05  # of the rollouts of a step
+SLOW_SPEED = 0.8  # of the median of all ranks, in WINDOW steps in succession
 HELD_OUT_FALL = 0.1  # of the best held-out figure, in two validations in succession
 
 
@@ -250,6 +251,16 @@ def _check_failures(history: History) -> str | None:
     return f"{share:.0%} of the rollouts of the last {WINDOW} steps failed"
 
 
+def _check_slow_rank(history: History) -> str | None:
+    speeds, ranks = history.read_latest("slowest_rank_speed"), history.read_latest("slowest_rank")
+    if len(speeds) < WINDOW or max(speeds) > SLOW_SPEED or len(set(ranks)) > 1:
+        return None
+    return (
+        f"rank {ranks[0]:.0f} of the policy has computed at {median(speeds):.0%} of the others' speed for {WINDOW} "
+        f"steps; logs/heartbeats/policy_rank_{ranks[0]:.0f}.json names its node"
+    )
+
+
 def _check_held_out(history: History) -> str | None:
     present = [name for name in ("val_accuracy", "val_reward") if _select(history.validations, name)]
     rows = [row for row in history.validations if present and row.get(present[0]) is not None]
@@ -275,6 +286,7 @@ RULES: dict[AlarmName, Callable[[History], str | None]] = {
     "lengths_at_limit": _check_lengths,
     "gradient_spike": _check_gradients,
     "failed_rollouts": _check_failures,
+    "slow_rank": _check_slow_rank,
     "held_out_falls": _check_held_out,
 }
 """Rules by the name of their alarm: the text if its sign is there after the last step, else None."""

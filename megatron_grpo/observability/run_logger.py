@@ -122,7 +122,8 @@ class RunLogger:
         self.alarms: list[Alarm] = []  # those that began with the last step
         self.stop_reason: str | None = None  # the first alarm of logger.alarms_stop
         rows = run_files.read_metrics(self.run_dir)
-        self._alarm_watch.restore(rows, run_files.read_steps(self.run_dir / run_files.VALIDATION_FILE))
+        figures = [row | row["throughput"] for row in rows]
+        self._alarm_watch.restore(figures, run_files.read_steps(self.run_dir / run_files.VALIDATION_FILE))
         for row in rows:
             self._earlier_s += row["timing"][TOTAL]
             self._environment_figures.update(filter(is_environment_metric, row))
@@ -171,7 +172,7 @@ class RunLogger:
         self._notices.restart(self._usual_s)
         self._progress.show_step(step, metrics, timing)
         logger.info("step %d took %.3f s", step, timing[TOTAL])
-        self._raise_alarms(step, metrics)
+        self._raise_alarms(step, {**metrics, **throughput})
         self._traces.end_step(step, timing[TOTAL])
         self._logging_s += time.perf_counter() - begin
 

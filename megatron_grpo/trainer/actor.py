@@ -158,6 +158,7 @@ class RankActor:
         self, work: ReplicaWork, loss_fn: LossFunction, counts: GlobalCounts, limit: float | None = None
     ) -> RankTrainResult:
         """Make one optimizer step on the replica's work (`ModelRank.train`)."""
+        from megatron_grpo.trainer.rank_speed import measure_probe
         from megatron_grpo.trainer.zero_gradients import ZeroGradients
 
         batch, microbatches = work
@@ -165,7 +166,8 @@ class RankActor:
         if result.is_refused or not 0 < result.grad_norm < math.inf:
             return result
         self._zero_gradients = self._zero_gradients or ZeroGradients(self.model)
-        return replace(result, zero_gradients=self._zero_gradients.find())
+        probe_s = measure_probe(self.model.platform.device)
+        return replace(result, zero_gradients=self._zero_gradients.find(), probe_s=probe_s)
 
     def list_trained_tensors(self) -> list[str]:
         """List the trained tensors of which this rank has a part."""

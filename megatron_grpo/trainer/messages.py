@@ -115,3 +115,5 @@ class RankTrainResult:
     """Whether the probability error was beyond its limit, so that the optimizer step was not made."""
     zero_gradients: tuple[str, ...] = ()
     """Tensors whose gradient is exactly zero on this rank."""
+    probe_s: float = 0.0
+    """Seconds of a fixed computation on the rank's device after the step (rank_speed.py)."""

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -73,6 +74,17 @@ class TrainResult:
     """Peak GPU memory of a rank's tensors, the largest of all ranks, GiB; 0 on a CPU."""
     zero_gradients: frozenset[str] = frozenset()
     """Tensors, by their names in the model's folder, whose gradient is exactly zero."""
+    probe_s: tuple[float, ...] = ()
+    """Seconds of a fixed computation on each rank's device (rank_speed.py); empty: not measured."""
+
+    def summarize_devices(self) -> dict[str, float]:
+        """Summarize the devices: memory, the slowest rank and its share of the median."""
+        figures = {"gpu_memory_gib": self.gpu_memory_gib} if self.gpu_memory_gib else {}
+        if len(self.probe_s) < 2:  # there is no other rank to compare with
+            return figures
+        slowest = max(range(len(self.probe_s)), key=self.probe_s.__getitem__)
+        speed = median(self.probe_s) / self.probe_s[slowest]
+        return {**figures, "slowest_rank": float(slowest), "slowest_rank_speed": speed}
 
 
 class NonFiniteGradientError(RunError):
@@ -190,6 +202,7 @@ class ModelRanks:
             metrics=metrics,
             gpu_memory_gib=max(result.gpu_memory_gib for result in results),
             zero_gradients=self._join_zero_gradients(results),
+            probe_s=tuple(result.probe_s for result in results if result.probe_s),
         )
 
     def _join_zero_gradients(self, results: Sequence[RankTrainResult]) -> frozenset[str]:

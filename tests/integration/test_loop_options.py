@@ -32,6 +32,7 @@ def test_every_option_of_the_loop_continues_exactly(tmp_path: Path) -> None:
         assert row["effective_sample_size"] == pytest.approx(1.0, abs=1e-4)
         shares = row["groups_all_wrong"] + row["groups_mixed"] + row["groups_all_right"]
         assert shares == pytest.approx(1.0)
+        assert 0 < row["throughput"]["slowest_rank_speed"] <= 1
         assert row["throughput"]["tokens_per_s"] > row["throughput"]["samples_per_s"] > 0
     assert [row["learning_rate"] for row in rows[:2]] == pytest.approx([4e-4, 8e-4]), "warm-up counts optimizer steps"
     assert "reference.decoder" in str(list_keys(straight.run_dir / "checkpoints" / "step_2"))

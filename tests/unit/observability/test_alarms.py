@@ -12,6 +12,7 @@ import pytest
 from megatron_grpo.config.schema import Config
 from megatron_grpo.observability.alarms import RULES, WINDOW, AlarmWatch, read_alarms
 from megatron_grpo.observability.run_logger import RunLogger
+from megatron_grpo.trainer.model_ranks import TrainResult
 
 STEPS = 300
 SAMPLES = 256
@@ -34,12 +35,14 @@ def make_rows(noise: float = 0.03, **series: Series | None) -> list[dict[str, An
         "truncation_rate": lambda t: 0.1 - 0.05 * t,
         "failed_rollouts": lambda t: 0.0,
         "optimizer_steps": lambda t: 1.0,
+        "slowest_rank_speed": lambda t: 0.95,
     }
     draw = np.random.default_rng(0).normal
     rows = []
     for step in range(1, STEPS + 1):
         values = {name: form(step / STEPS) for name, form in (healthy | series).items() if form is not None}
-        rows.append({"step": step} | {name: value * math.exp(noise * draw()) for name, value in values.items()})
+        figures = {name: value * math.exp(noise * draw()) for name, value in values.items()}
+        rows.append({"step": step, "slowest_rank": 3.0, **figures})
     return rows
 
 
@@ -63,6 +66,7 @@ BROKEN: dict[str, dict[str, Series]] = {
     "lengths_at_limit": {"truncation_rate": lambda t: 0.1 + 0.5 * t},
     "gradient_spike": {"grad_norm": lambda t: 30.0 if 0.6 < t < 0.604 else 0.5},
     "failed_rollouts": {"failed_rollouts": lambda t: 20.0 if t > 0.5 else 0.0},
+    "slow_rank": {"slowest_rank_speed": lambda t: 0.95 if t < 0.5 else 0.6},
 }
 
 
@@ -120,6 +124,26 @@ def test_an_alarm_is_raised_again_once_its_sign_was_away() -> None:
 def test_figures_that_are_missing_or_not_finite_raise_nothing() -> None:
     assert raise_alarms([{"step": step} for step in range(1, STEPS)]) == []
     assert raise_alarms(make_rows(grad_norm=lambda t: math.nan, reward=lambda t: math.inf)) == []
+
+
+def test_ranks_that_are_slow_in_turn_raise_nothing() -> None:
+    rows = make_rows(slowest_rank_speed=lambda t: 0.5)
+    assert [name for _, name in raise_alarms(rows)] == ["slow_rank"]
+    assert raise_alarms([row | {"slowest_rank": row["step"] // 7 % 4} for row in rows]) == []
+
+
+def test_a_slow_rank_is_named_from_figures_of_the_clock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = Config()
+    config.logger.tensorboard = False
+    result = TrainResult(0.0, 1.0, 1e-3, probe_s=(1.0, 1.0, 1.6, 0.9))
+    for resume_step, steps in ((None, range(1, 8)), (7, range(8, 12))):  # signs of before a resume count
+        logger = RunLogger(tmp_path, config, resume_step=resume_step)
+        for step in steps:
+            logger.log_step(step, {"loss": 0.1}, {"total": 1.0}, result.summarize_devices())
+        logger.close()
+    (alarm,) = read_alarms(tmp_path)
+    assert (alarm["step"], alarm["name"]) == (10, "slow_rank")
+    assert "rank 2 of the policy has computed at 62% of the others' speed" in capsys.readouterr().out
 
 
 def test_a_run_logs_its_alarms_and_a_resumed_one_does_not_repeat_them(

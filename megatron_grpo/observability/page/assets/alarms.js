@@ -4,7 +4,7 @@ const ALARM_FIGURES = {
   entropy_collapse: ["entropy", "approx_entropy"], kl_growth: ["kl_penalty"], mismatch_growth: ["token_mult_prob_error", "gen_kl_error"],
   reward_flat: ["reward"], reward_saturated: ["reward", "accuracy"], groups_without_signal: ["groups_without_signal"],
   lengths_at_limit: ["response_length", "truncation_rate"], gradient_spike: ["grad_norm"], failed_rollouts: ["failed_rollouts"],
-  held_out_falls: ["val_reward", "val_accuracy"],
+  slow_rank: ["slowest_rank_speed"], held_out_falls: ["val_reward", "val_accuracy"],
 };
 const SHOWN_ALARMS = 3; // in the head; the others are folded away
 
