@@ -13,12 +13,12 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from megatron_grpo.cluster import heartbeat as beats
 from megatron_grpo.cluster.cleanup import is_alive
+from megatron_grpo.cluster.phases import SERVE
 from megatron_grpo.cluster.process_log import DRIVER, LOGS_FOLDER
 from megatron_grpo.config.outside_files import read_json
 from megatron_grpo.observability.live.lanes import RUNNING_S, read_spans
@@ -106,6 +106,16 @@ class DrilledRun:
             return None, 0.0
         return identify_phase([phase.name for phase in driver.phases]), driver.phases[-1].since
 
+    def describe_phases(self) -> str:
+        """Describe what each process does, to say where a run hangs."""
+        now = time.time()
+        return "; ".join(
+            f"{name} is {phase.name} for {now - phase.since:.0f} s"
+            for name, beat in beats.read_heartbeats(self._heartbeats).items()
+            for phase in beat.phases[-1:]
+            if phase.name != SERVE
+        )
+
     def measure_phase(self, phase: str) -> float:
         """Measure the median seconds of a phase in the last minute; 0: it did not come."""
         now, names = time.time(), list_driver_phases(phase)
@@ -137,7 +147,9 @@ class DrilledRun:
 
     def note_processes(self) -> None:
         """Remember the run's processes on this machine, to find what stays of them."""
-        self._seen |= {living for beat in beats.read_heartbeats(self._heartbeats).values() if (living := self._find_process(beat))}
+        self._seen |= {
+            living for beat in beats.read_heartbeats(self._heartbeats).values() if (living := self._find_process(beat))
+        }
         with suppress(psutil.NoSuchProcess):
             self._seen |= {*psutil.Process(self.driver.pid).children(recursive=True)}
 
@@ -200,5 +212,3 @@ class DrilledRun:
                 if process.environ().get(MARK) == self._mark and is_alive(process):
                     living.add(process)
         return living
-
-

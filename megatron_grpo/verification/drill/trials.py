@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -12,7 +13,8 @@ import psutil
 
 from megatron_grpo.cluster.cleanup import is_alive
 from megatron_grpo.config.command_line import FAILED, TERMINATED
-from megatron_grpo.verification.drill.cells import ACTIONS, Cell
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.verification.drill.cells import ACTIONS, Cell, choose_cells
 from megatron_grpo.verification.drill.drilled_run import DrilledRun
 
 RECOVERED, ENDED, SKIPPED = "recovered", "ended", "skipped"  # verdicts of a trial
@@ -20,6 +22,7 @@ LOOK_S = 0.005  # between two looks at the driver's phase
 PAUSE_S = 10.0  # after which a stopped driver is continued: nothing else can notice it
 SUMMARY_S = 60.0  # for the summary and the report of a killed driver
 REMAINS_S = 40.0  # for the processes of a run to end after it
+PATIENCE_STEPS = 12  # in which each phase comes, if the run has it
 DELAY_SHARE = 0.5  # of the usual time of a phase, in which a fault happens at random
 
 
@@ -30,7 +33,6 @@ class Limits:
     deadline_s: float  # of calls of processes, after which a stopped one is noticed
     recovery_s: float  # from when a fault can be noticed to the next step, or the end of the run
     startup_s: float  # of a start to its first step
-    patience_steps: int  # in which each phase comes, if the run has it
 
 
 @dataclass(slots=True)
@@ -51,6 +53,40 @@ class Trial:
     problems: list[str] = field(default_factory=list)
     """What is wrong: waits beyond their bounds, processes that stay, checkpoints that are damaged."""
 
+    @property
+    def has_passed(self) -> bool:
+        """True if the run has recovered or ended as it should."""
+        return self.verdict != SKIPPED and not self.problems
+
+
+def hold_drill(
+    run: DrilledRun, cells: Sequence[Cell], count: int | None, limits: Limits, generator: random.Random
+) -> Iterator[Trial]:
+    """Try `count` of the cells whose process the run has, one after the other; the run ends at the end.
+
+    RunError: the run does not start, or has none of the processes.
+    """
+    try:
+        if start_and_step(run, limits) is None:
+            raise RunError(f"no step within {limits.startup_s:g} s of the start: {_describe_failure(run)}")
+        cells = [cell for cell in cells if run.find_processes(cell.process)]
+        if not cells:
+            raise RunError("the run has none of these processes on this machine")
+        for cell in choose_cells(cells, count, generator):
+            yield (trial := try_cell(run, cell, limits, generator))
+            if trial.verdict == ENDED and trial.resume_s is None:
+                return
+        run.note_processes()
+        run.ask_to_end()
+        run.wait_for_end(limits.recovery_s)
+    finally:
+        run.force_end()
+        run.list_remains(within_s=REMAINS_S)
+
+
+def _describe_failure(run: DrilledRun) -> str:
+    return (run.find_messages() or [run.read_output().strip()[-500:]])[-1]
+
 
 def try_cell(run: DrilledRun, cell: Cell, limits: Limits, generator: random.Random) -> Trial:
     """Make the fault of a cell happen, and wait for what follows; the run goes on afterwards.
@@ -63,7 +99,7 @@ def try_cell(run: DrilledRun, cell: Cell, limits: Limits, generator: random.Rand
         return trial
     if not _await_phase(run, cell.phase, limits, generator):
         if run.is_alive:
-            trial.message = f"the phase did not come within {limits.patience_steps} steps"
+            trial.message = f"the phase did not come within {PATIENCE_STEPS} steps"
         else:
             trial.problems.append("the run ended before the fault")
             _conclude_end(run, trial, limits)
@@ -90,14 +126,14 @@ def _await_phase(run: DrilledRun, phase: str, limits: Limits, generator: random.
     """Wait for a random moment of a phase."""
     delay = generator.random() * DELAY_SHARE * run.measure_phase(phase)
     began, first = time.time(), run.read_step()
-    while run.is_alive and run.read_step() <= first + limits.patience_steps:
+    while run.is_alive and run.read_step() <= first + PATIENCE_STEPS:
         current, since = run.read_phase()
         if current == phase and since > began:
             time.sleep(max(since + delay - time.time(), 0.0))
             if run.read_phase() == (current, since):
                 return True
             delay = 0.0  # the phase was shorter than usual
-        if time.time() > began + limits.recovery_s * limits.patience_steps:
+        if time.time() > began + limits.recovery_s * PATIENCE_STEPS:
             return False
         time.sleep(LOOK_S)
     return False
@@ -163,8 +199,7 @@ def resume(run: DrilledRun, trial: Trial, limits: Limits) -> None:
     seconds = start_and_step(run, limits)
     trial.problems += [f"checkpoint set aside as {name}" for name in sorted(run.list_damaged() - damaged)]
     if seconds is None:
-        reasons = run.find_messages() or [run.read_output().strip()[-500:]]
-        trial.problems.append(f"the run does not go on within {limits.startup_s:.0f} s: {reasons[-1]}")
+        trial.problems.append(f"the run does not go on within {limits.startup_s:.0f} s: {_describe_failure(run)}")
     else:
         trial.resume_s = round(seconds, 1)
 
