@@ -6,7 +6,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_grpo.config.command_line import FAILED, as_command, parse_arguments
@@ -20,7 +20,7 @@ python -m megatron_grpo.drill [+exp=RECIPE] [cells=[PROCESS:ACTION:PHASE,...]] [
 Starts a run, and at random moments kills, stops or ends one of its processes. The run must recover, which is a step
 with as many processes as before, or end: with one message, in bounded time, without processes that stay behind. A run
 that has ended is started again. At the end checkpoints, figures and prompts are checked. Prints a table and writes
-RUN_DIR.json. Exit code 1 if a cell or a check failed.
+RUN_DIR.json, after every fault. Exit code 1 if a cell or a check failed.
 
   cells       faults, with wildcards; parts at the end may be left out, as in [policy:kill,engine*:*:generation]
                 PROCESS  {", ".join(PROCESSES[:5])},
@@ -64,35 +64,25 @@ def main(arguments: Sequence[str]) -> int:
     """Try the cells, and print what became of each; return the exit code."""
     request = read_request(arguments)
     # Imported here, because they take seconds to import.
-    from megatron_grpo.observability.run_files import write_json
     from megatron_grpo.verification.drill.drilled_run import DrilledRun
     from megatron_grpo.verification.drill.records import check_records
-    from megatron_grpo.verification.drill.table import format_row, format_rows
+    from megatron_grpo.verification.drill.table import format_row, format_rows, write_results
     from megatron_grpo.verification.drill.trials import Limits, hold_drill
 
     run = DrilledRun(request.run_dir, request.overrides)
     limits = Limits(request.deadline_s, request.recovery_s, request.startup_s)
+    file = request.run_dir.with_name(f"{request.run_dir.name}.json")
     trials = []
     for trial in hold_drill(run, request.cells, request.count, limits, random.Random(request.seed)):
         trials.append(trial)
         print(format_row(trial), flush=True)
+        write_results(file, arguments, trials)
     problems = check_records(request.run_dir)
-    failed = [trial for trial in trials if not trial.has_passed]
-    results = {
-        "arguments": list(arguments),
-        "overrides": request.overrides,
-        "passed": not failed and not problems,
-        "trials": [asdict(trial) | {"cell": str(trial.cell), "passed": trial.has_passed} for trial in trials],
-        "problems": problems,
-    }
-    file = request.run_dir.with_name(f"{request.run_dir.name}.json")
-    write_json(file, results)
-    print(f"\n{format_rows(trials)}\n")
-    for problem in problems:
-        print(problem)
-    verdict = "passed" if results["passed"] else "FAILED"
-    print(f"{verdict}: {len(trials) - len(failed)} of {len(trials)} cells; the table is in {file}")
-    return 0 if results["passed"] else FAILED
+    write_results(file, arguments, trials, problems)
+    failed = sum(not trial.has_passed for trial in trials)
+    print("\n".join(["", format_rows(trials), "", *problems]))
+    print(f"{'FAILED' if failed or problems else 'passed'}: {len(trials) - failed} of {len(trials)} cells; see {file}")
+    return FAILED if failed or problems else 0
 
 
 def read_request(arguments: Sequence[str]) -> DrillRequest:

@@ -1,10 +1,13 @@
-"""The table of a drill, for people."""
+"""Results of a drill: a table for people, and a file."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
+from megatron_grpo.observability.run_files import write_json
 from megatron_grpo.verification.drill.cells import ACTIONS, PROCESSES
 from megatron_grpo.verification.drill.trials import Trial
 
@@ -42,3 +45,12 @@ def _format_times(times: Sequence[float | None]) -> str:
     """Format how many times there are, and their median."""
     known = [seconds for seconds in times if seconds is not None]
     return f"{len(known)}: {statistics.median(known):.0f}" if known else ""
+
+
+def write_results(
+    file: Path, arguments: Sequence[str], trials: Sequence[Trial], problems: Sequence[str] | None = None
+) -> None:
+    """Write trials and the problems of the run's records as JSON; None: they are not checked yet."""
+    rows = [asdict(trial) | {"cell": str(trial.cell), "passed": trial.has_passed} for trial in trials]
+    passed = problems == [] and all(trial.has_passed for trial in trials)
+    write_json(file, {"arguments": [*arguments], "passed": passed, "trials": rows, "problems": problems})

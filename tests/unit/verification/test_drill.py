@@ -235,7 +235,10 @@ def test_processes_that_stay_behind_are_named(folder: Path, monkeypatch: pytest.
     assert [problem.partition(": ")[0] for problem in trial.problems] == ["left behind"]
 
 
-def test_a_run_that_goes_on_without_its_process_has_not_recovered(folder: Path) -> None:
+def test_a_run_that_goes_on_without_its_process_has_not_recovered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_grpo.verification.drill.trials.SUMMARY_S", 0.1)
     trial = drill(folder, "goes on", Cell("policy", "kill", "training"))
     assert trial.verdict == ENDED
     assert "neither a step nor an end within 5 s: driver is " in trial.problems[0]
