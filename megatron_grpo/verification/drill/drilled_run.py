@@ -126,7 +126,7 @@ class DrilledRun:
         """Find the living processes of a kind on this machine, by name."""
         if process == RAYLET:
             children = psutil.Process(self.driver.pid).children() if self.is_alive else []
-            return {f"{RAYLET} {child.pid}": child for child in children if child.name() == RAYLET}
+            return {f"{RAYLET} {child.pid}": child for child in children if child.name() == RAYLET and is_alive(child)}
         machine = beats.identify_machine()
         local = {
             name: self._find_process(beat)
