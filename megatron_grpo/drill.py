@@ -61,11 +61,11 @@ class DrillRequest:
 
 @as_command("drill", USAGE, failures=(RunError, OSError))
 def main(arguments: Sequence[str]) -> int:
-    """Try the cells, and print what became of each; return the exit code."""
+    """Try the cells, and print the outcomes; return the exit code."""
     request = read_request(arguments)
     # Imported here, because they take seconds to import.
     from megatron_grpo.verification.drill.drilled_run import DrilledRun
-    from megatron_grpo.verification.drill.records import check_records
+    from megatron_grpo.verification.drill.written_records import check_records
     from megatron_grpo.verification.drill.table import format_row, format_rows, write_results
     from megatron_grpo.verification.drill.trials import Limits, hold_drill
 
@@ -111,7 +111,7 @@ def read_request(arguments: Sequence[str]) -> DrillRequest:
 
 
 def _complete(overrides: Sequence[str], deadline_s: float) -> list[str]:
-    """Add what a drill needs before the overrides of the user; ConfigError: they cannot be run."""
+    """Add what a drill needs before the overrides of the user."""
     from megatron_grpo.preflight.load import check_overrides  # here, because it takes long to import
 
     if not any(override.startswith(("+exp=", "job=")) for override in overrides):

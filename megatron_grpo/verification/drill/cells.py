@@ -56,9 +56,9 @@ class Cell:
 
 
 def parse_cells(patterns: Sequence[str]) -> list[Cell]:
-    """List the cells that match PROCESS:ACTION:PHASE with wildcards, in the order of the patterns.
+    """List the cells that match patterns, in the order of these.
 
-    Parts at the end may be left out: "policy:kill" is "policy:kill:*". ValueError: a part matches nothing.
+    Patterns are PROCESS:ACTION:PHASE with wildcards. Parts at the end may be left out: "policy:kill" is "policy:kill:*". ValueError: a part matches nothing.
     """
     cells: dict[Cell, None] = {}
     for pattern in patterns:
@@ -100,7 +100,7 @@ def list_driver_phases(phase: str) -> set[str]:
 
 
 def identify_phase(driver_phases: Sequence[str]) -> str | None:
-    """Identify the phase of a run by the driver's current phases; None: another."""
+    """Identify the phase of a run by the driver's phases."""
     is_in_step = any(map(_STEP.fullmatch, driver_phases))
     phases = _IN_STEP if is_in_step else _BETWEEN_STEPS
     return next((phase for phase, names in phases.items() if names & {*driver_phases}), None)

@@ -67,7 +67,7 @@ class DrilledRun:
         return self.driver.poll() is None
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait for a condition while the run lives; False: it did not come."""
+        """Wait for a condition while the run lives; False: in vain."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end and self.is_alive:
             if condition():
@@ -100,7 +100,7 @@ class DrilledRun:
         return {path.name for path in (self.run_dir / CHECKPOINTS_FOLDER).glob("damaged_*")}
 
     def read_phase(self) -> tuple[str | None, float]:
-        """Read the phase of the run, and its begin in seconds since the epoch."""
+        """Read the phase of the run, and since when (epoch seconds)."""
         driver = beats.read_heartbeat(self._heartbeats, DRIVER)
         if driver is None or not driver.phases:
             return None, 0.0
@@ -117,7 +117,7 @@ class DrilledRun:
         )
 
     def measure_phase(self, phase: str) -> float:
-        """Measure the median seconds of a phase in the last minute; 0: it did not come."""
+        """Measure the median seconds of a phase in the last minute."""
         now, names = time.time(), list_driver_phases(phase)
         spans = read_spans(self.run_dir, now - 60.0, now).get(DRIVER, [])
         return statistics.median([span.seconds for span in spans if span.phase in names] or [0.0])
@@ -146,7 +146,7 @@ class DrilledRun:
         return len(self.find_processes(process)) + len(elsewhere)
 
     def note_processes(self) -> None:
-        """Remember the run's processes on this machine, to find what stays of them."""
+        """Remember the run's processes on this machine, for `list_remains`."""
         self._seen |= {
             living for beat in beats.read_heartbeats(self._heartbeats).values() if (living := self._find_process(beat))
         }
@@ -154,7 +154,7 @@ class DrilledRun:
             self._seen |= {*psutil.Process(self.driver.pid).children(recursive=True)}
 
     def list_remains(self, within_s: float) -> list[str]:
-        """Kill and describe the run's processes that are still there `within_s` after its end."""
+        """Kill and describe the processes that stay `within_s` after the end."""
         end = time.monotonic() + within_s
         while (remains := self._list_living()) and time.monotonic() < end:
             time.sleep(0.2)
@@ -176,7 +176,7 @@ class DrilledRun:
         return [line for line in self.read_output().splitlines() if line.startswith(_MESSAGES)]
 
     def read_reason(self, within_s: float) -> str | None:
-        """Read the reason in the summary, which may come after a killed driver."""
+        """Read the reason in the summary, which may come late."""
         file, end = self.run_dir / SUMMARY_FILE, time.monotonic() + within_s
         while not file.exists() and time.monotonic() < end:
             time.sleep(POLL_S)
@@ -186,7 +186,7 @@ class DrilledRun:
         """Let the run end after its step, as a person does."""
         (self.run_dir / STOP_FILE).touch()
 
-    def force_end(self) -> None:
+    def end_by_force(self) -> None:
         """End a run that hangs."""
         if self.is_alive:
             self.driver.send_signal(signal.SIGCONT)
@@ -196,7 +196,7 @@ class DrilledRun:
                 self.driver.wait()
 
     def _find_process(self, beat: beats.Heartbeat) -> psutil.Process | None:
-        """Find the living process of a heartbeat; None: it is gone, or elsewhere."""
+        """Find the living process of a heartbeat on this machine."""
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(beat.pid)
             # A process that was created after the last beat is another one with the same pid.

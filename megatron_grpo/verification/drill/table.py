@@ -23,7 +23,7 @@ def format_row(trial: Trial) -> str:
 
 
 def format_rows(trials: Sequence[Trial]) -> str:
-    """Format a table in Markdown with a row for each process and action."""
+    """Format a table in Markdown, by process and action."""
     lines = [
         "| Process | Action | Cells | Recovered, s | Ended, s | Next start, s | Failed |",
         "|---|---|---|---|---|---|---|",
@@ -43,14 +43,14 @@ def format_rows(trials: Sequence[Trial]) -> str:
 
 def _format_times(times: Sequence[float | None]) -> str:
     """Format how many times there are, and their median."""
-    known = [seconds for seconds in times if seconds is not None]
-    return f"{len(known)}: {statistics.median(known):.0f}" if known else ""
+    present = [seconds for seconds in times if seconds is not None]
+    return f"{len(present)}: {statistics.median(present):.0f}" if present else ""
 
 
 def write_results(
     file: Path, arguments: Sequence[str], trials: Sequence[Trial], problems: Sequence[str] | None = None
 ) -> None:
-    """Write trials and the problems of the run's records as JSON; None: they are not checked yet."""
+    """Write trials and problems as JSON; None: not checked yet."""
     rows = [asdict(trial) | {"cell": str(trial.cell), "passed": trial.has_passed} for trial in trials]
     passed = problems == [] and all(trial.has_passed for trial in trials)
     write_json(file, {"arguments": [*arguments], "passed": passed, "trials": rows, "problems": problems})

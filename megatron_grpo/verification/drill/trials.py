@@ -62,9 +62,9 @@ class Trial:
 def hold_drill(
     run: DrilledRun, cells: Sequence[Cell], count: int | None, limits: Limits, generator: random.Random
 ) -> Iterator[Trial]:
-    """Try `count` of the cells whose process the run has, one after the other; the run ends at the end.
+    """Try the cells in a run, from its start to its end.
 
-    RunError: the run does not start, or has none of the processes.
+    `count` are chosen of those whose process the run has; None: all. RunError: the run does not start, or has none of the processes.
     """
     try:
         if start_and_step(run, limits) is None:
@@ -80,7 +80,7 @@ def hold_drill(
         run.ask_to_end()
         run.wait_for_end(limits.recovery_s)
     finally:
-        run.force_end()
+        run.end_by_force()
         run.list_remains(within_s=REMAINS_S)
 
 
@@ -89,7 +89,7 @@ def _describe_failure(run: DrilledRun) -> str:
 
 
 def try_cell(run: DrilledRun, cell: Cell, limits: Limits, generator: random.Random) -> Trial:
-    """Make the fault of a cell happen, and wait for what follows; the run goes on afterwards.
+    """Make a fault happen, and wait for what follows.
 
     A run that has ended is started again. With `resume_s` None after an end, it could not be.
     """
@@ -117,7 +117,7 @@ def try_cell(run: DrilledRun, cell: Cell, limits: Limits, generator: random.Rand
         if run.is_alive:
             trial.problems.append(f"neither a step nor an end within {trial.seconds:.0f} s: {run.describe_phases()}")
             run.note_processes()
-            run.force_end()
+            run.end_by_force()
         _conclude_end(run, trial, limits)
     return trial
 
@@ -140,7 +140,7 @@ def _await_phase(run: DrilledRun, phase: str, limits: Limits, generator: random.
 
 
 def _await_outcome(run: DrilledRun, trial: Trial, victim: psutil.Process, count: int, limits: Limits) -> None:
-    """Wait until the run has ended, or has made a step with as many processes as before."""
+    """Wait until the run has ended, or has recovered."""
     cell = trial.cell
     is_pause = cell.process == "driver" and cell.action == "stop"
     bound_s = limits.recovery_s + (limits.deadline_s if cell.action == "stop" else 0.0)
@@ -205,7 +205,7 @@ def resume(run: DrilledRun, trial: Trial, limits: Limits) -> None:
 
 
 def start_and_step(run: DrilledRun, limits: Limits) -> float | None:
-    """Start a run and wait for its first step; returns the seconds, None: it did not come."""
+    """Start a run and wait for a step; returns the seconds."""
     starts, began = len(run.list_starts()), time.monotonic()
     run.start()
 

@@ -20,7 +20,7 @@ from megatron_grpo.verification.drill.cells import (
     parse_cells,
 )
 from megatron_grpo.verification.drill.drilled_run import DrilledRun
-from megatron_grpo.verification.drill.records import compare_prompts
+from megatron_grpo.verification.drill.written_records import compare_prompts
 from megatron_grpo.verification.drill.table import format_row, format_rows
 from megatron_grpo.verification.drill.trials import ENDED, RECOVERED, SKIPPED, Limits, Trial, try_cell
 
@@ -201,7 +201,7 @@ def drill(folder: Path, outcome: str, cell: Cell) -> Trial:
     finally:
         run.ask_to_end()
         run.wait_for_end(5.0)
-        run.force_end()
+        run.end_by_force()
         assert run.list_remains(within_s=5.0) == []
 
 

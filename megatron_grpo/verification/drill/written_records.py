@@ -20,9 +20,9 @@ SHOWN = 5  # numbers that a message names
 
 
 def check_records(run_dir: Path) -> list[str]:
-    """Check that no step, checkpoint or prompt was lost; returns the problems.
+    """Check that no step, checkpoint or prompt was lost.
 
-    Prompts are compared with the order of the data, where a run takes the lines of one file in this order.
+    Returns the problems. Prompts are compared with the order of the data, where a run takes the lines of one file in this order.
     """
     steps = [row["step"] for row in read_lines(run_dir / METRICS_FILE)]
     problems = []
@@ -43,7 +43,7 @@ def check_records(run_dir: Path) -> list[str]:
 
 
 def takes_lines_in_order(config: Config) -> bool:
-    """True if each step takes the next lines of one file, and writes all its rollouts."""
+    """True if steps take the lines of one file in order."""
     loop, data = config.loop, config.data
     if not isinstance(loop, SampledLoopConfig) or loop.use_dynamic_sampling or loop.async_grpo.enabled:
         return False
@@ -52,15 +52,15 @@ def takes_lines_in_order(config: Config) -> bool:
 
 
 def list_prompts(run_dir: Path) -> list[int]:
-    """List the rows of the prompts of all steps, once for each group of samples."""
+    """List the rows of all groups of samples, by step."""
     groups = itertools.groupby(read_rollouts(run_dir), key=lambda row: (row["step"], row["group"], row["prompt_idx"]))
     return [prompt for (_, _, prompt), _ in groups]
 
 
 def compare_prompts(prompts: Sequence[int], order: Sequence[int]) -> list[str]:
-    """Compare prompts with the order of the rows of the first epoch; returns the problems."""
-    taken, expected = prompts[: len(order)], order[: len(prompts)]
-    lost = [prompt for prompt in expected if prompt not in {*taken}]
-    repeated = len(taken) - len({*taken})
-    problems = [f"{len(lost)} prompts are lost, of rows {lost[:SHOWN]}"] if lost else []
+    """Compare prompts with the rows of the first epoch; returns the problems."""
+    epoch, expected = prompts[: len(order)], order[: len(prompts)]
+    missing = [prompt for prompt in expected if prompt not in {*epoch}]
+    repeated = len(epoch) - len({*epoch})
+    problems = [f"{len(missing)} prompts are lost, of rows {missing[:SHOWN]}"] if missing else []
     return [*problems, f"{repeated} prompts came twice"] if repeated else problems
