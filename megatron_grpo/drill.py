@@ -65,9 +65,9 @@ def main(arguments: Sequence[str]) -> int:
     request = read_request(arguments)
     # Imported here, because they take seconds to import.
     from megatron_grpo.verification.drill.drilled_run import DrilledRun
-    from megatron_grpo.verification.drill.written_records import check_records
     from megatron_grpo.verification.drill.table import format_row, format_rows, write_results
     from megatron_grpo.verification.drill.trials import Limits, hold_drill
+    from megatron_grpo.verification.drill.written_records import check_records
 
     run = DrilledRun(request.run_dir, request.overrides)
     limits = Limits(request.deadline_s, request.recovery_s, request.startup_s)

@@ -58,7 +58,8 @@ class Cell:
 def parse_cells(patterns: Sequence[str]) -> list[Cell]:
     """List the cells that match patterns, in the order of these.
 
-    Patterns are PROCESS:ACTION:PHASE with wildcards. Parts at the end may be left out: "policy:kill" is "policy:kill:*". ValueError: a part matches nothing.
+    Patterns are PROCESS:ACTION:PHASE with wildcards. Parts at the end may be left out: "policy:kill"
+    is "policy:kill:*". ValueError: a part matches nothing.
     """
     cells: dict[Cell, None] = {}
     for pattern in patterns:

@@ -64,7 +64,9 @@ def hold_drill(
 ) -> Iterator[Trial]:
     """Try the cells in a run, from its start to its end.
 
-    `count` are chosen of those whose process the run has; None: all. RunError: the run does not start, or has none of the processes.
+    `count` are chosen of those whose process the run has; None: all.
+
+    RunError: the run does not start, or has none of the processes.
     """
     try:
         if start_and_step(run, limits) is None:

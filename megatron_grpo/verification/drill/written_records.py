@@ -22,7 +22,7 @@ SHOWN = 5  # numbers that a message names
 def check_records(run_dir: Path) -> list[str]:
     """Check that no step, checkpoint or prompt was lost.
 
-    Returns the problems. Prompts are compared with the order of the data, where a run takes the lines of one file in this order.
+    Returns the problems. Where a run takes the lines of one file in order, its prompts are compared with that order.
     """
     steps = [row["step"] for row in read_lines(run_dir / METRICS_FILE)]
     problems = []

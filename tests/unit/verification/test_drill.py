@@ -20,9 +20,9 @@ from megatron_grpo.verification.drill.cells import (
     parse_cells,
 )
 from megatron_grpo.verification.drill.drilled_run import DrilledRun
-from megatron_grpo.verification.drill.written_records import compare_prompts
 from megatron_grpo.verification.drill.table import format_row, format_rows
 from megatron_grpo.verification.drill.trials import ENDED, RECOVERED, SKIPPED, Limits, Trial, try_cell
+from megatron_grpo.verification.drill.written_records import compare_prompts
 
 LIMITS = Limits(deadline_s=1.0, recovery_s=5.0, startup_s=20.0)
 
