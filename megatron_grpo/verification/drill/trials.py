@@ -146,8 +146,8 @@ def _await_outcome(run: DrilledRun, trial: Trial, victim: psutil.Process, count:
     cell = trial.cell
     is_pause = cell.process == "driver" and cell.action == "stop"
     bound_s = limits.recovery_s + (limits.deadline_s if cell.action == "stop" else 0.0)
-    began, step_when_whole = time.monotonic(), None
-    is_continued = False
+    began, is_continued = time.monotonic(), False
+    step_when_whole: int | None = None
 
     def has_outcome() -> bool:
         nonlocal step_when_whole, is_continued
