@@ -175,17 +175,24 @@ def build_requests_path(folder: Path, name: str) -> Path:
 
 def read_heartbeats(folder: Path) -> dict[str, Heartbeat]:
     """Read the last valid heartbeats of all processes, by name."""
-    heartbeats = {}
-    for path in sorted(folder.glob("*.json")):
-        for _ in range(3):  # again, if the file was being written
-            try:
-                fields = json.loads(path.read_bytes())
-            except FileNotFoundError:
-                break
-            except ValueError:
-                time.sleep(0.01)
-            else:
-                fields["phases"] = tuple(Phase(**phase) for phase in fields["phases"])
-                heartbeats[fields["name"]] = Heartbeat(**fields)
-                break
-    return heartbeats
+    heartbeats = filter(None, map(_read_heartbeat, sorted(folder.glob("*.json"))))
+    return {heartbeat.name: heartbeat for heartbeat in heartbeats}
+
+
+def read_heartbeat(folder: Path, name: str) -> Heartbeat | None:
+    """Read the last heartbeat of a process; None: it has none that is valid."""
+    return _read_heartbeat(folder / f"{build_file_stem(name)}.json")
+
+
+def _read_heartbeat(path: Path) -> Heartbeat | None:
+    for _ in range(3):  # again, if the file was being written
+        try:
+            fields = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            time.sleep(0.01)
+        else:
+            fields["phases"] = tuple(Phase(**phase) for phase in fields["phases"])
+            return Heartbeat(**fields)
+    return None

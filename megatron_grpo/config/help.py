@@ -21,6 +21,7 @@ COMMANDS = {
     "verify": "prove on this machine that layouts compute the same: model=tiny:qwen3 'layouts=[tp2,pp2]'",
     "replay": "do a recorded step again, in another layout or precision: RUN_DIR step=N policy.parallel.tensor=2",
     "doctor": "say why log-probabilities of generation and training differ in a recorded step: RUN_DIR",
+    "drill": "kill, stop and end processes of a small run, and tell what became of it: [+exp=...] [cells=[policy]]",
     "plan": "tell whether a recipe fits GPUs and how fast it is, without one: +exp=qwen3_8b_8gpu cluster.gpu=h100",
     "refit_plan": "tell what a refit of a recipe moves, before a GPU is asked for: +exp=qwen3_8b_8gpu",
     "serve": "start a vLLM server that runs can train against: MODEL",

@@ -1,0 +1,1 @@
+"""Faults in the processes of a real run, and what becomes of the run."""
