@@ -64,6 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     """Try the cells, and print the outcomes; return the exit code."""
     request = read_request(arguments)
     # Imported here, because they take seconds to import.
+    from megatron_grpo.cluster.cleanup import interrupt_on_sigterm
     from megatron_grpo.verification.drill.drilled_run import DrilledRun
     from megatron_grpo.verification.drill.table import format_row, format_rows, write_results
     from megatron_grpo.verification.drill.trials import Limits, hold_drill
@@ -73,10 +74,11 @@ def main(arguments: Sequence[str]) -> int:
     limits = Limits(request.deadline_s, request.recovery_s, request.startup_s)
     file = request.run_dir.with_name(f"{request.run_dir.name}.json")
     trials = []
-    for trial in hold_drill(run, request.cells, request.count, limits, random.Random(request.seed)):
-        trials.append(trial)
-        print(format_row(trial), flush=True)
-        write_results(file, arguments, trials)
+    with interrupt_on_sigterm():  # the run ends with the drill
+        for trial in hold_drill(run, request.cells, request.count, limits, random.Random(request.seed)):
+            trials.append(trial)
+            print(format_row(trial), flush=True)
+            write_results(file, arguments, trials)
     problems = check_records(request.run_dir)
     write_results(file, arguments, trials, problems)
     failed = sum(not trial.has_passed for trial in trials)
