@@ -352,8 +352,7 @@ def list_unsent(model: nn.Module, boxes: Iterable[Box]) -> list[Tensor]:
     """List the tensors of a model that no refit fills, buffers apart.
 
     Those are rows after all boxes, such as the padding of an embedding, other parameters with elements outside of
-    boxes, and tensors that layers and their kernels hold beside parameters, such as strides and workspaces. vLLM itself
-    keeps buffers while an engine sleeps.
+    boxes, and what layers and kernels hold beside parameters, such as strides. vLLM keeps buffers of sleeping engines.
     """
     filled = defaultdict[str, list[Ranges]](list)
     tensors, paddings, excluded = list[Tensor](), list[Tensor](), set[int]()

@@ -366,10 +366,10 @@ def test_a_page_of_a_run_that_goes_on_loads_itself_again_until_it_ends(page: Pag
     assert page.evaluate("stays"), "a run that has ended changes no more"
 
 
-@pytest.mark.parametrize("place", ["view=Trajectories", "view=Trajectories&source=elsewhere&step=9"])
-def test_an_address_names_a_view_alone_or_what_the_page_lacks(page: Page, hostile: Path, place: str) -> None:
+@pytest.mark.parametrize("fragment", ["view=Trajectories", "view=Trajectories&source=elsewhere&step=9"])
+def test_an_address_names_a_view_alone_or_what_the_page_lacks(page: Page, hostile: Path, fragment: str) -> None:
     page.open(hostile)
-    page.evaluate(f"location.hash = '{place}'; location.reload()")
+    page.evaluate(f"location.hash = '{fragment}'; location.reload()")
     page.wait("document.readyState === 'complete' && document.querySelectorAll('.part').length > 0")
     assert text_of(page, "[aria-selected=true]") == "Trajectories"
     assert page.evaluate("[trajectories.step, trajectories.source]") == [3, "training"]

@@ -29,8 +29,10 @@ rows = [one for one in rows if one.library == "megatron-core" or one.names[0] ==
 def found():
     return [reduce(getattr, one.names, importlib.import_module(one.module)) for one in rows]
 
-# Without Transformer Engine its product is None, as after the patch: something else stands there before.
+# Without Transformer Engine some names are as after the patch: something else stands there before.
 importlib.import_module("megatron.core.transformer.moe.moe_utils").te_general_gemm = object()
+optimizers = importlib.import_module("megatron.core.optimizer")
+optimizers.Adam, optimizers.USING_PYTORCH_OPTIMIZER = object(), False
 before = found()
 apply_patches()
 once = found()
