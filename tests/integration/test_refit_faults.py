@@ -49,7 +49,7 @@ from tests.support.refit_faults import (
 DEADLINE_S = 30.0
 REFIT = RefitConfig(bucket_mib=0.02, timeout_s=DEADLINE_S, retries=1)
 """Buckets so small that every link has several messages."""
-RESTART_S = 100.0
+RESTART_S = 300.0
 """For a new engine, on a machine with other things to do."""
 RESTARTS = 50
 
