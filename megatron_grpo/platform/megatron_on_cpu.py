@@ -135,9 +135,7 @@ def apply_patches() -> None:
     for module in modules:
         module.torch = overlay
     _patch_tensor_methods()
-    # Transformer Engine's Adam, which Megatron-Core takes where it is installed, needs a GPU.
-    optimizers = _import_module("megatron.core.optimizer")
-    optimizers.Adam, optimizers.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+    _use_torch_optimizers()
     patch_state_of_adamw()
     _patch_experts()
     _allow_uneven_parts()
@@ -164,6 +162,18 @@ def _patch_tensor_methods() -> None:
 
     torch.Tensor.type = convert_as_on_cuda  # type: ignore[method-assign,assignment]  # the point of this function
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]  # the point of this function
+
+
+def _use_torch_optimizers() -> None:
+    # Megatron-Core takes Transformer Engine's Adam and kernels where that is installed, and they need a GPU.
+    optimizers, local = _import_module("megatron.core.optimizer"), _import_module("megatron.core.utils")
+    optimizers.Adam, optimizers.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+    clip_grads = _import_module("megatron.core.optimizer.clip_grads")
+    for module in (clip_grads, _import_module("megatron.core.optimizer.optimizer")):
+        module.multi_tensor_applier = local.local_multi_tensor_applier
+        module.multi_tensor_scale_impl = local.local_multi_tensor_scale
+    clip_grads.l2_norm_impl = local.local_multi_tensor_l2_norm
+    clip_grads.multi_tensor_scale_tensor_impl = None
 
 
 def _patch_experts() -> None:
