@@ -6,6 +6,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,8 +75,10 @@ def main(arguments: Sequence[str]) -> int:
     limits = Limits(request.deadline_s, request.recovery_s, request.startup_s)
     file = request.run_dir.with_name(f"{request.run_dir.name}.json")
     trials = []
-    with interrupt_on_sigterm():  # the run ends with the drill
-        for trial in hold_drill(run, request.cells, request.count, limits, random.Random(request.seed)):
+    print(f"starting the run {run.run_dir}, whose output is in {run.output}", flush=True)
+    drill = hold_drill(run, request.cells, request.count, limits, random.Random(request.seed))
+    with interrupt_on_sigterm(), closing(drill):  # the run ends with the drill
+        for trial in drill:
             trials.append(trial)
             print(format_row(trial), flush=True)
             write_results(file, arguments, trials)

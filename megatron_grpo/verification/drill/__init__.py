@@ -1,1 +1,1 @@
-"""Faults in the processes of a real run, and what becomes of the run."""
+"""A drill: faults in the processes of a real run, and their outcomes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -37,7 +37,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Trial:
-    """A cell and what became of it.
+    """The outcome of one cell.
 
     Example: Trial(Cell("policy", "kill", "training"), RECOVERED, victim="policy rank 1", step=12, seconds=28.4)
     """
@@ -61,7 +61,7 @@ class Trial:
 
 def hold_drill(
     run: DrilledRun, cells: Sequence[Cell], count: int | None, limits: Limits, generator: random.Random
-) -> Iterator[Trial]:
+) -> Generator[Trial]:
     """Try the cells in a run, from its start to its end.
 
     `count` are chosen of those whose process the run has; None: all.

@@ -31,9 +31,9 @@ def found():
 
 # Without Transformer Engine some names are as after the patch: something else stands there before.
 importlib.import_module("megatron.core.transformer.moe.moe_utils").te_general_gemm = object()
-for one in rows:
-    if one.module in ("megatron.core.optimizer" + part for part in ("", ".clip_grads", ".optimizer")):
-        setattr(importlib.import_module(one.module), one.names[0], object())
+for hook in rows:
+    if hook.module in ("megatron.core.optimizer" + part for part in ("", ".clip_grads", ".optimizer")):
+        setattr(importlib.import_module(hook.module), hook.names[0], object())
 before = found()
 apply_patches()
 once = found()
