@@ -20,7 +20,7 @@ DOCS_VENV := .venv-docs
 BIN := $(VENV)/bin
 EDITABLE := -m pip --disable-pip-version-check --quiet install --no-deps --no-build-isolation --editable .
 PYTEST := $(BIN)/python -m pytest $(if $(CHANGED),-p tests.support.changed)
-MARKS := not slow
+MARKS := not slow and not later
 # More workers than two cores: a quarter of the time of tests is waiting, for processes that start and for deadlines.
 PYTEST_UNIT = $(PYTEST) -m "$(MARKS)" -n 4 --durations=10
 PYTEST_BY_FILE = $(PYTEST) -m "$(MARKS)" -n 3 --dist loadfile --no-loadscope-reorder --durations=10
@@ -54,15 +54,15 @@ test-tools: $(VENV)/.dev
 	$(PYTEST_UNIT) $(UNIT_TOOLS)
 	$(PYTEST_BY_FILE) $(RUN_TOOLS)
 
-test-ci: MARKS := not slow or ci
+test-ci: MARKS := (not slow or ci) and not later
 test-ci: $(VENV)/.dev
 	$(PYTEST_UNIT) tests/unit
 	$(PYTEST_BY_FILE) tests/parity tests/integration
 
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slow -n 2 tests/unit
-	$(BIN)/python -m pytest -m slow tests/parity
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile tests/integration
+	$(BIN)/python -m pytest -m "slow or later" -n 2 tests/unit
+	$(BIN)/python -m pytest -m "slow or later" tests/parity
+	$(BIN)/python -m pytest -m "slow or later" -n 2 --dist loadfile tests/integration
 
 test-unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 tests/unit

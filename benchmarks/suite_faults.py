@@ -4,7 +4,7 @@
         [--confirm]
 
 The copy is a git worktree of the commit, put first on PYTHONPATH, so that tests import it in place of the installed
-package. The tests of a fault run in order of likelihood, `pytest -x -m "not slow"` on the files of a stage:
+package. The tests of a fault run in order of likelihood, `pytest -x -m "not slow and not later"`, by stages:
 
     likely       unit tests that import the faulty module, themselves or through tests/support
     unit         the other unit tests of the part's folders
@@ -255,7 +255,7 @@ def run_python(copy: Path, words: Sequence[str], limit: float) -> tuple[int | No
 
 def run_tests(copy: Path, tests: Sequence[str], limit: float, deselected: Sequence[str] = ()) -> tuple[Any, ...]:
     """Run tests until one fails; returns exit code, its name if any, and tests run."""
-    options = ["-m", "pytest", "-x", "-v", "-m", "not slow", "-p", "no:cacheprovider", "--color=no"]
+    options = ["-m", "pytest", "-x", "-v", "-m", "not slow and not later", "-p", "no:cacheprovider", "--color=no"]
     options += [word for test in deselected for word in ("--deselect", test)]
     code, output = run_python(copy, [*options, *tests], limit)
     failed = re.search(r"^(?:FAILED|ERROR) (tests/[^\n]+?)(?: - .*)?$", output, re.MULTILINE)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.nothing_shown import pytest_sessionfinish
-from tests.support.rotation import SEED, read_seed
+from tests.support.rotation import SEED, read_seed, rotate_tests
 
 if TYPE_CHECKING:
     from tests.support.tiny_models import TinyModel
@@ -22,8 +22,14 @@ __all__ = ["pytest_sessionfinish"]
 
 
 def pytest_report_header() -> str:
-    """Say which cases of layouts run, and how to have the same again."""
-    return f"cases of layouts that take turns: {SEED}={read_seed()}"
+    """Say which of the tests that take turns run, and how to have the same again."""
+    return f"tests that take turns: {SEED}={read_seed()}"
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave tests that take turns to other commits."""
+    rotate_tests(items)
 
 
 @pytest.hookimpl(wrapper=True)

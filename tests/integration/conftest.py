@@ -8,10 +8,17 @@ import pytest
 
 from tests.integration.runs import SHORT, TrainingRun
 from tests.support.durations import read_durations
-from tests.support.rotation import set_tests_aside
+from tests.support.rotation import rotate_files
 
 SHARING = ("test_colocated_run.py", "test_debug_modes.py", "test_evaluate.py", "test_restarts.py", "test_run.py")
 """Files with tests that compare with the straight run."""
+IN_TURNS = (
+    ("test_new_run.py", "test_user_family.py", "test_user_formulas.py"),
+    ("test_adapter_refit.py", "test_canary.py", "test_generation_images.py", "test_refit_faults.py", "test_reshard.py"),
+    ("test_scripted_run.py", "test_turns.py", "test_tutorial.py"),
+    ("test_async_run.py", "test_evaluate.py", "test_restarts.py"),
+)
+"""Rows of files of which each commit runs one: whole runs, or engines that start."""
 STRAIGHT_RUN = "straight_run"
 """What is handed out in place of these files."""
 LONG_S = 60.0
@@ -28,12 +35,12 @@ def straight_run(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave tests that take turns to other commits, and put the longest files first for even ends.
+    """Leave files that take turns to other commits, and put the longest files first for even ends.
 
     A file of this folder, which waits for processes to start, is followed by one of the others, which compute. Files
     without a duration count as long: they are new, or run with `.ci/run` alone.
     """
-    set_tests_aside(items)
+    rotate_files(items, IN_TURNS)
     seconds = read_durations()
     files = sorted({get_file(item) for item in items}, key=lambda file: (-seconds.get(file, LONG_S), file))
     waiting = [file for file in files if is_of_this_folder(file)]

@@ -21,6 +21,7 @@ def train(folder: Path, *arguments: str, modules: Path = ROOT) -> None:
     assert process.returncode == 0, process.stdout + process.stderr
 
 
+@pytest.mark.turns(3)
 def test_rewards_and_turns_train_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
     home.mkdir()
@@ -39,6 +40,7 @@ def test_rewards_and_turns_train_from_any_folder(tmp_path: Path, monkeypatch: py
     assert 1 < rows[-1]["env/tries"] <= 2
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("kind", "test"), [("algorithm", "trains"), ("family", "computes")])
 def test_a_kind_passes_those_of_its_tests_that_start_processes(
     kind: str, test: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

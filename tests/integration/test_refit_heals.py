@@ -70,7 +70,7 @@ def test_a_flipped_bit_is_refused_and_the_next_refit_heals(engine_and_policy: An
     ray.get(policy.submit(_lose_the_links))
     report = transport.publish(14)
     assert report.retries == 1
-    assert report.seconds < REFIT.timeout_s / 2
+    assert report.seconds < REFIT.timeout_s
     assert_serves(generation, oracle, version=14)
 
 

@@ -48,7 +48,7 @@ RARE = {
 PROMPTS = [[2 + i, 3, 5 + i, 7] for i in range(6)]
 
 
-@pytest.mark.turns
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     "case", [*CASES.values(), *(pytest.param(c, marks=pytest.mark.slow) for c in RARE.values())], ids=[*CASES, *RARE]
 )
@@ -76,7 +76,7 @@ def test_the_engine_holds_the_same_bits_as_after_a_broadcast_and_as_from_a_folde
         policy.shutdown()
 
 
-@pytest.mark.turns
+@pytest.mark.turns(2)
 def test_engines_beside_a_policy_on_two_nodes_get_what_only_the_other_node_has(tmp_path: Path) -> None:
     """Each stage of the policy counts as a node: an engine's halves come from and through a rank."""
     base, trained = (make_model(tmp_path / name, seed=seed) for seed, name in enumerate(("base", "trained")))

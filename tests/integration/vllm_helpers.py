@@ -39,7 +39,7 @@ EOS = 1
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 VOCAB = len(LETTERS) + 2
 MAX_LENGTH = 64
-START_S = 300.0
+START_S = 600.0
 ON_GPUS = torch.cuda.is_available()
 ENGINE_PRECISION = "bfloat16" if ON_GPUS else "float32"  # on GPUs as runs have it
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.rotation import set_others_aside
+from tests.support.rotation import rotate_layouts
 
 
 def pytest_collection_finish() -> None:
@@ -18,7 +18,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave half of the layouts of each test to other commits."""
-    set_others_aside(item for item in items if item.path.parent == Path(__file__).parent)
+    rotate_layouts(item for item in items if item.path.parent == Path(__file__).parent)
 
 
 @pytest.fixture(scope="module", autouse=True)

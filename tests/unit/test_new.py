@@ -44,11 +44,13 @@ def test_the_folder_is_clean_whatever_the_line_length(folder: Path) -> None:
     assert not [path for path in folder.rglob("*.*") if b"NAME" in path.read_bytes()]
 
 
+@pytest.mark.turns(2)
 def test_its_own_tests_pass_from_another_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     assert "3 passed" in run_tool(elsewhere, "pytest", "-q", "-p", "no:cacheprovider", str(folder))
 
 
+@pytest.mark.turns(2)
 def test_its_recipes_compose(folder: Path) -> None:
     config = compose_config(["--config-dir=riddles", "+exp=riddles"])
     assert config.env.keys() == {"riddles"}
@@ -59,6 +61,7 @@ def test_its_recipes_compose(folder: Path) -> None:
     assert (turns.env["riddles"].reward_funcs, turns.grpo.max_rollout_turns) == ([], 2)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("kind", "tests"), [("loss", 3), ("advantages", 3), ("algorithm", 2), ("family", 2)])
 def test_a_kind_is_written_with_its_test_and_recipe(
     kind: str, tests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -29,6 +29,7 @@ def problems(config: Config, monkeypatch: pytest.MonkeyPatch) -> str:
     return "; ".join(problem.text for problem in check_config(config).problems)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_they_fit_their_models_and_use_all_gpus(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     config = recipe_config(*command)
@@ -38,6 +39,7 @@ def test_they_fit_their_models_and_use_all_gpus(command: tuple[str, ...], monkey
     assert used == config.cluster.num_nodes * config.cluster.gpus
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_engines_hold_the_model_and_a_cache(command: tuple[str, ...]) -> None:
     """An engine is inside a node, and no pipeline, unless its weights exceed the node."""
@@ -52,6 +54,7 @@ def test_engines_hold_the_model_and_a_cache(command: tuple[str, ...]) -> None:
     assert exceed == (parallel.ranks_per_engine > config.cluster.gpus) == (parallel.pipeline > 1)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("recipe", "tensor", "pipeline", "data"), [("qwen3_8b_8gpu", 2, 2, 1), ("llama3_70b_slurm", 8, 2, 2)]
 )

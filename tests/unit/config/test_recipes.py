@@ -78,6 +78,7 @@ GOES_WITH = {  # options that make sense only beside others
 }
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_of_every_group_composes(base_overrides: list[str], group: str, option: str) -> None:
     chosen = compose_config([*base_overrides, f"{group}={option}", *GOES_WITH.get((group, option), [])])
@@ -157,9 +158,10 @@ def test_documented_defaults_are_those_of_the_schema() -> None:
     assert [group.name for group in read_sections() if not group.doc] == []
 
 
-def test_every_recipe_composes() -> None:
-    for recipe in list_config_groups()[RECIPES]:
-        assert compose_config([f"+exp={recipe}"]).name == recipe
+@pytest.mark.turns(3)
+@pytest.mark.parametrize("recipe", list_config_groups()[RECIPES])
+def test_every_recipe_composes(recipe: str) -> None:
+    assert compose_config([f"+exp={recipe}"]).name == recipe
 
 
 @pytest.mark.parametrize("recipe", ["qwen3_8b_8gpu", "llama3_70b_slurm", "qwen3_1_7b_one_gpu"])

@@ -134,6 +134,7 @@ def test_a_server_that_writes_a_line_without_an_end_is_ended(monkeypatch: pytest
         tools.close()
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", ["endless", "packed"])
 def test_an_answer_without_an_end_is_not_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a server at an address; also one whose few bytes unfold to many."""
@@ -167,6 +168,7 @@ def test_an_answer_without_an_end_is_not_read(kind: str, monkeypatch: pytest.Mon
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "kilobytes"
 
 
+@pytest.mark.turns(2)
 def test_a_stopped_and_a_killed_server_are_started_again(tools: McpTools) -> None:
     process = get_process(tools)
     os.kill(process, signal.SIGSTOP)
@@ -180,6 +182,7 @@ def test_a_stopped_and_a_killed_server_are_started_again(tools: McpTools) -> Non
         tools.call("against_schema", {})
 
 
+@pytest.mark.turns(2)
 def test_a_call_that_ends_its_server_is_its_own_fault_once_the_server_has_answered_others() -> None:
     tools = McpTools({"raw": make_server("pages")})
     try:
@@ -193,6 +196,7 @@ def test_a_call_that_ends_its_server_is_its_own_fault_once_the_server_has_answer
         tools.close()
 
 
+@pytest.mark.turns(2)
 def test_a_server_whose_calls_are_all_late_is_started_again_though_it_answers_probes() -> None:
     tools = McpTools({"raw": make_server("pages", timeout_s=0.3)})
     try:
@@ -243,6 +247,7 @@ def test_a_model_reads_that_its_call_ended_the_server_and_may_go_on(environment:
     assert (score.reward, score.fault) == (1.0, None)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("turns", [[("die",), ("die",)], [("die", "die")], [("die",), ("empty",), ("empty", "die")]])
 def test_a_second_call_that_ends_the_server_is_the_responses_fault(
     environment: ToolEnvironment, turns: list[tuple[str, ...]]
@@ -253,6 +258,7 @@ def test_a_second_call_that_ends_the_server_is_the_responses_fault(
     assert score_turns(environment, make_call("empty"), "7")[1].reward == 1.0, "of no other rollout"
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("mode", "text"),
     [

@@ -68,6 +68,7 @@ def examine(tmp_path: Path) -> Examine:
     return examine
 
 
+@pytest.mark.turns(3)
 @every_layout
 def test_tools_whose_results_the_template_cannot_show_are_refused(examine: Examine, layout: Layout) -> None:
     problems, _ = examine(layout)
@@ -78,12 +79,14 @@ def test_tools_whose_results_the_template_cannot_show_are_refused(examine: Exami
     assert problems.startswith(expected.get(layout.tool_role, "")) if layout.tool_role in expected else not problems
 
 
+@pytest.mark.turns(3)
 @every_layout
 def test_answers_of_a_user_suit_every_template(examine: Examine, layout: Layout) -> None:
     problems, _ = examine(layout, kind=f"{__name__}:Talking")
     assert not problems
 
 
+@pytest.mark.turns(3)
 @every_layout
 def test_settings_that_the_template_does_not_read_are_named(examine: Examine, layout: Layout, tmp_path: Path) -> None:
     (tmp_path / "tools.json").write_text(json.dumps([ADD]))
@@ -96,6 +99,7 @@ def test_settings_that_the_template_does_not_read_are_named(examine: Examine, la
     assert "system_prompt" not in remarks
 
 
+@pytest.mark.turns(3)
 @every_layout
 def test_a_date_in_prompts_is_named(examine: Examine, layout: Layout) -> None:
     _, remarks = examine(layout)
@@ -108,6 +112,7 @@ def test_a_date_in_prompts_is_named(examine: Examine, layout: Layout) -> None:
         assert "today's into prompts" not in examine(layout, chat_template_kwargs={"date_string": "1 May 2026"})[1]
 
 
+@pytest.mark.turns(3)
 @every_layout
 @pytest.mark.parametrize("kind", [f"{__name__}:Talking", "math"])
 def test_turns_that_change_later_are_named_where_there_are_several(examine: Examine, layout: Layout, kind: str) -> None:
@@ -125,6 +130,7 @@ def test_turns_that_change_later_are_named_where_there_are_several(examine: Exam
 THOUGHTS = r"^<think>\n?(.*?)</think>\s*<answer>(.*?)</answer>$"
 
 
+@pytest.mark.turns(3)
 @every_layout
 @pytest.mark.parametrize("kind", ["format", "reward_functions", f"{__name__}:Talking", "math"])
 def test_a_tag_that_prompts_end_with_is_named_where_rewards_may_look_for_it(

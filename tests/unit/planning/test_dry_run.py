@@ -117,6 +117,7 @@ def use_muon(config: Config) -> None:
     config.policy.optimizer.name = "muon"
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("shape", "parallel", "rank", "change"),
     [
@@ -164,6 +165,7 @@ def test_fake_tensors_take_as_much_as_real_ones(
     assert {phase: fake.end_bytes[phase] for phase in tracked.end_bytes} == close(tracked.end_bytes)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("change", [use_teacher, use_likeliest_tokens])
 def test_a_teacher_takes_its_weights_and_what_a_pass_takes(change: Callable[[Config], None]) -> None:
     config = small_run(tensor=2)
@@ -187,6 +189,7 @@ def test_a_step_leaves_nothing_of_recomputed_experts(change: Callable[[Config], 
     assert report.end_bytes["train"] <= report.end_bytes["logprobs"] + 8 * GRANULE
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("modules", [["layernorm"], ["moe_act"], ["layernorm", "moe_act"]], ids=str)
 def test_parts_that_transformer_engine_recomputes_take_less_memory(modules: list[RecomputeModule]) -> None:
     """A plan of them needs neither a GPU nor the package."""
@@ -215,6 +218,7 @@ def test_routers_choose_where_a_run_replays_the_engines_choice() -> None:
     assert run_dry(config, EXPERTS, 0).phases == own_choice.phases
 
 
+@pytest.mark.turns(3)
 def test_a_reference_on_the_host_takes_no_memory_between_its_turns() -> None:
     config = small_run()
     alone = run_dry(config, DENSE, 0)
@@ -253,6 +257,7 @@ def test_phases_that_a_run_lacks_are_not_run() -> None:
     assert report.phases.keys() - {"build", "first step"} == {"train", "refit", "checkpoint"}
 
 
+@pytest.mark.turns(3)
 def test_a_value_model_runs_dry_without_a_reference() -> None:
     config = small_run()
     use_reference(config)

@@ -60,6 +60,7 @@ def passing(config: Config, shape: ModelShape, gpus: int) -> set[tuple[int, ...]
     return legal_sizes
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("shape", [DENSE, EXPERTS])
 @pytest.mark.parametrize(("gpus", "prompts"), [(8, 16), (6, 16), (12, 18), (10, 7)])
 def test_legal_layouts_are_those_that_the_runs_checks_let_pass(shape: ModelShape, gpus: int, prompts: int) -> None:
@@ -73,6 +74,7 @@ def test_legal_layouts_are_those_that_the_runs_checks_let_pass(shape: ModelShape
     assert equal == passing(config, shape, gpus)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("shape", [DENSE, EXPERTS])
 def test_every_reason_of_a_refusal_is_one_of_the_runs_checks(shape: ModelShape) -> None:
     config, refusals = recipe(nodes=2, prompts=7), Refusals()
@@ -170,6 +172,7 @@ def first_share(config: Config, shape: ModelShape) -> tuple[Share, str]:
     return next(_iterate_shares(config, shape, H100))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("recipe", MODELS)
 @pytest.mark.parametrize("nodes", [3, *(pytest.param(count, marks=pytest.mark.slow) for count in (5, 6, 12))])
 def test_nodes_that_are_no_power_of_two_have_layouts(recipe: str, nodes: int) -> None:

@@ -173,6 +173,7 @@ def run(name: str) -> int:
     return main(arguments)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_configuration_that_explodes_is_refused(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "config.yaml").write_text(CONFIGS[kind])
@@ -185,6 +186,7 @@ def test_a_configuration_that_explodes_is_refused(kind: str, folder: Path, capsy
     assert not (folder.parent / "started").exists()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("file", FILES)
 def test_a_file_that_never_ends_or_leads_elsewhere_is_not_read(
@@ -272,6 +274,7 @@ def begin_with(run_dir: Path, model: Path) -> None:
     (run_dir / "config.yaml").write_text(yaml.safe_dump(values))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", ["itself", "another step", "each with the other", "a link"])
 @pytest.mark.parametrize("name", ["doctor", "evaluate", "export", "train"])
 def test_a_run_that_began_with_its_own_checkpoint_is_refused(
@@ -403,6 +406,7 @@ def test_a_resume_of_damaged_figures_is_one_message(
     assert not (folder / "metrics.jsonl").read_text()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_names_of_a_folder_steer_no_terminal(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The model's path, a step's reason, names of files and of checkpoints come from elsewhere."""

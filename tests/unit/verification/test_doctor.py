@@ -120,6 +120,7 @@ def test_swapped_gate_and_up_are_named(dense: RecordedRun, tmp_path: Path, layer
     assert diagnosis.findings[0].text.endswith("layer 2" if layers == [2] else "every layer")
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("side", ["engine", "trainer"])
 def test_a_missing_temperature_is_named(dense: RecordedRun, tmp_path: Path, side: str) -> None:
     config = replace(dense.config, generation=replace(dense.config.generation, temperature=0.7))
@@ -133,6 +134,7 @@ def test_a_missing_temperature_is_named(dense: RecordedRun, tmp_path: Path, side
     assert diagnosis.findings[0].text.startswith(f"the {side} does not divide logits by generation.temperature=0.7")
 
 
+@pytest.mark.turns(2)
 def test_a_stop_token_that_was_not_sampled_is_named(dense: RecordedRun, tmp_path: Path) -> None:
     def with_stop(trajectory: Trajectory) -> Trajectory:
         if trajectory.token_ids[-1] == EOS:
@@ -153,6 +155,7 @@ def test_a_stop_token_that_was_not_sampled_is_named(dense: RecordedRun, tmp_path
     assert only(diagnosis) == ("tokens", "stop_token")
 
 
+@pytest.mark.turns(2)
 def test_tokens_behind_a_stop_token_are_found(dense: RecordedRun, tmp_path: Path) -> None:
     rollouts = sample_rollouts(dense.versions[0], dense.prompts())
     rollouts[0].token_ids[rollouts[0].spans[0].start + 1] = EOS
@@ -164,6 +167,7 @@ def test_tokens_behind_a_stop_token_are_found(dense: RecordedRun, tmp_path: Path
 CHATML = "the chat template of ChatML"
 
 
+@pytest.mark.turns(2)
 def test_a_template_of_which_the_engine_alone_knew_is_named(dense: RecordedRun, tmp_path: Path) -> None:
     template = tmp_path / "chatml.jinja"
     template.write_text(TEMPLATES["ChatML"])
@@ -220,6 +224,7 @@ def test_a_stale_matrix_of_one_expert_is_named(experts: RecordedRun, tmp_path: P
     assert f"kept {name} of version 0" in diagnosis.findings[0].text
 
 
+@pytest.mark.turns(2)
 def test_a_healthy_mixture_of_experts_has_nothing(experts: RecordedRun, tmp_path: Path) -> None:
     experts.write(2, sample_rollouts(experts.versions[1], experts.prompts(), version=1))
     assert examine_copy(experts, tmp_path / "scratch", step=2).findings == []

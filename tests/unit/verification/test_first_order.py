@@ -136,6 +136,7 @@ def make(recorded_runs: Callable[[str], RecordedRun], tmp_path: Path) -> MakeRun
     return lambda name, *overrides: fresh(recorded_runs(name), tmp_path, *overrides)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("case", cases_of(DEFECTS))
 def test_a_defect_is_named(case: Case, make: MakeRun) -> None:
     run = make(case.run, *case.overrides)
@@ -148,6 +149,7 @@ def test_a_defect_is_named(case: Case, make: MakeRun) -> None:
     assert "Traceback" not in answer.errors
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("case", cases_of(HEALTHY))
 def test_a_healthy_run_is_clean(case: Case, make: MakeRun) -> None:
     run = make(case.run, *case.overrides)

@@ -134,6 +134,7 @@ def find_differences(expected: nn.Module, actual: nn.Module) -> list[str]:
     return sorted(differing)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("mode", ["reshard", pytest.param("broadcast", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", CASES)
 def test_a_refit_leaves_nothing_of_the_placeholders(
@@ -173,6 +174,7 @@ def test_a_tower_that_engines_do_not_build_is_not_read(
     build_model(tmp_path, awaits_refit=True)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("mode", ["reshard", "broadcast"])
 @pytest.mark.parametrize(
     ("name", "trains_tower"),

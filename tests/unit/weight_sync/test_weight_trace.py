@@ -207,6 +207,7 @@ QUICK = ("tp2 pp2 ep", "tp4")
 ENDS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_traced_boxes_are_the_tables(family: str, layout: str, tmp_path: Path) -> None:

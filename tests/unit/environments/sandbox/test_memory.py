@@ -109,6 +109,7 @@ def holds_too_little(kind: str, grouped: bool, level: IsolationLevel) -> None:
         assert peak - base <= ALLOWED, f"{(peak - base) / MIB:.0f} MiB; {finished}"
 
 
+@pytest.mark.turns(2)
 @filtered
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_program_holds_more_than_it_may(kind: str, grouped: bool) -> None:
