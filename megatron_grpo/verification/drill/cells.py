@@ -65,7 +65,7 @@ def parse_cells(patterns: Sequence[str]) -> list[Cell]:
     for pattern in patterns:
         parts = pattern.split(":")
         if len(parts) > 3:
-            raise ValueError(f"drill.cells={pattern} has {len(parts)} parts; write PROCESS:ACTION:PHASE")
+            raise ValueError(f"cells={pattern} has {len(parts)} parts; write PROCESS:ACTION:PHASE")
         choices = [
             _select(part, names)
             for part, names in zip([*parts, "*", "*"], (PROCESSES, tuple(ACTIONS), PHASES), strict=False)
@@ -79,7 +79,7 @@ def parse_cells(patterns: Sequence[str]) -> list[Cell]:
 def _select(part: str, names: Sequence[str]) -> list[str]:
     selected = [name for name in names if fnmatchcase(name, part)]
     if not selected:
-        raise ValueError(f"drill.cells has {part}{suggest_name(part, names)}")
+        raise ValueError(f"cells has {part}{suggest_name(part, names)}")
     return selected
 
 

@@ -40,9 +40,9 @@ def test_cells_are_named_with_wildcards_in_the_order_given() -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("polcy:kill", "drill.cells has polcy; did you mean policy"),
+        ("polcy:kill", "cells has polcy; did you mean policy"),
         ("policy:kill:training:now", "has 4 parts"),
-        ("policy::training", "drill.cells has "),
+        ("policy::training", "cells has "),
     ],
 )
 def test_cells_that_do_not_exist_are_refused(pattern: str, message: str) -> None:
