@@ -71,7 +71,7 @@ class TestSlurm:
         saved = read_steps(run_dir)
         assert (run_dir / "checkpoints" / f"step_{saved[-1]}").is_dir()
         slurm.call("scontrol", "update", f"jobid={job}", "StartTime=now")
-        wait_until(lambda: (run_dir / "summary.json").stat().st_size and len(read_steps(run_dir)) == 30, "the end")
+        wait_until(lambda: (run_dir / "summary.json").exists() and len(read_steps(run_dir)) == 30, "the end")
         assert slurm.wait(job) == "COMPLETED"
         assert read_steps(run_dir) == list(range(1, 31))
         assert len((run_dir / "starts.jsonl").read_text().splitlines()) == 2
