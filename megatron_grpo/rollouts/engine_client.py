@@ -44,19 +44,25 @@ class EngineLoss:
     is_final: bool = False  # the engine is not replaced
 
 
+class EngineLeftError(Exception):
+    """An engine has left the run: what it was sampling is sampled by another one."""
+
+
 class EngineClient:
     """Client of one engine; sends simultaneous requests together."""
 
-    def __init__(self, actor: Any, index: int, user: str) -> None:
+    def __init__(self, actor: Any, index: int, user: str, restarts: int = 0) -> None:
         # `user`, the name of the calling process, makes the names of its calls unique.
         self.name, self.number = ENGINE_NAME(index), index
+        self.is_leaving = False  # no further rollouts are assigned to the engine
+        self.has_left = False  # nor does it finish those that were
         self.load = 0  # rollouts that are assigned to this engine and still sampling
         self.loss: EngineLoss | None = None
         # The client puts itself here when its engine is lost; `Engines` gives its clients a common queue and clock.
         self.losses: asyncio.Queue[EngineClient] = asyncio.Queue()
         self.clock = RolloutClock()
-        self.restarts = 0  # replacements of the engine
-        self.replaced_at = 0.0  # on the clock
+        self.restarts = restarts  # replacements of the engine
+        self.replaced_at = 0.0  # or since when the engine has had requests of another one; on the clock
         self._actor = actor
         self._is_decided = asyncio.Event()  # not set while a lost engine may still be replaced
         self._is_decided.set()
@@ -118,9 +124,18 @@ class EngineClient:
         _set_error(self._pending, SamplingError(reason))
         self._is_decided.set()
 
+    def hand_back(self) -> None:
+        """Use the engine no more; waiting callers get EngineLostError."""
+        self.is_leaving = self.has_left = True
+        self.loss = EngineLoss(self.restarts, f"{self.name} has left the run")
+        _set_error(self._pending, EngineLostError(self.loss.reason))
+        self._is_decided.set()
+
     async def wait_replaced(self) -> None:
-        """Wait until the engine is usable; SamplingError if never."""
+        """Wait until the engine is usable; SamplingError or EngineLeftError if never."""
         await self._is_decided.wait()
+        if self.has_left:
+            raise EngineLeftError
         if self.loss is not None and self.loss.is_final:
             raise SamplingError(self.loss.reason)
 
@@ -187,13 +202,32 @@ class Engines:
     """The engines of a rollout worker; rollouts are assigned to them."""
 
     def __init__(self, clients: Sequence[EngineClient]) -> None:
-        self.clients, self.clock = list(clients), RolloutClock()
+        self.clients, self.clock = list[EngineClient](), RolloutClock()
         self._losses: asyncio.Queue[EngineClient] = asyncio.Queue()
-        for client in self.clients:
-            client.losses, client.clock = self._losses, self.clock
+        for client in clients:
+            self.add(client)
 
-    def find(self, number: int) -> EngineClient:
-        return next(client for client in self.clients if client.number == number)
+    def add(self, client: EngineClient) -> None:
+        client.losses, client.clock = self._losses, self.clock
+        self.clients.append(client)
+
+    def find(self, number: int) -> EngineClient | None:
+        return next((client for client in self.clients if client.number == number), None)
+
+    def forget_idle(self) -> dict[int, int]:
+        """Forget leaving engines without rollouts; count the rollouts of the others."""
+        self.clients = [client for client in self.clients if client.load or not client.is_leaving]
+        return {client.number: client.load for client in self.clients if client.is_leaving}
+
+    def hand_back(self, number: int) -> None:
+        """Let other engines sample what this one has not finished."""
+        client = self.find(number)
+        if client is None:
+            return
+        client.hand_back()
+        self.clients.remove(client)
+        for other in self.clients:  # they have the full deadline for what comes in addition
+            other.replaced_at = self.clock.time()
 
     def assign(self, group_sizes: Sequence[int]) -> list[EngineClient]:
         """Choose an engine for each group, and count the load.
@@ -201,9 +235,10 @@ class Engines:
         Loads become as equal as groups allow. A group stays on one engine, for the prefix cache, and neighbouring
         groups share an engine; among equally loaded engines the first ones are filled first.
         """
-        loads = [client.load for client in self.clients]
+        clients = [client for client in self.clients if not client.is_leaving]
+        loads = [client.load for client in clients]
         if len(group_sizes) == 1:
-            client = self.clients[loads.index(min(loads))]
+            client = clients[loads.index(min(loads))]
             client.load += group_sizes[0]
             return [client]
         # Rollouts fill the engines' free capacity below a common level, one engine after the other; a group goes to the
@@ -212,7 +247,7 @@ class Engines:
         ends = list(accumulate(max(0.0, level - load) for load in loads))
         assigned, begin = [], 0
         for size in group_sizes:
-            client = self.clients[min(bisect_left(ends, begin + size / 2), len(ends) - 1)]
+            client = clients[min(bisect_left(ends, begin + size / 2), len(ends) - 1)]
             client.load += size
             assigned.append(client)
             begin += size

@@ -121,7 +121,7 @@ def test_requests_leave_in_one_call_per_engine_with_groups_whole_and_in_order(qu
 
 def _calls(rollouts: RolloutPool) -> list[list[list[int]]]:
     """The seeds of each call that each engine has got."""
-    return [calls for calls, _ in ray.get([engine.history.remote() for engine in rollouts.engines])]
+    return [calls for calls, _ in ray.get([engine.history.remote() for engine in rollouts.engines.values()])]
 
 
 def test_fewer_prompts_than_workers(quiet: RolloutPool) -> None:
@@ -144,7 +144,7 @@ def arrivals(rollouts: RolloutPool, prompts: Sequence[DatumSpec]) -> list[Comple
 
 def break_over(rollouts: RolloutPool, **seeds: list[int]) -> None:
     """Let each engine fail over requests with these seeds."""
-    ray.get([engine.break_over.remote(**seeds) for engine in rollouts.engines])
+    ray.get([engine.break_over.remote(**seeds) for engine in rollouts.engines.values()])
 
 
 def test_groups_are_told_of_when_they_are_complete_and_taken_later(failing: RolloutPool) -> None:
@@ -325,7 +325,9 @@ def test_a_request_that_is_never_answered_is_aborted_and_asked_again(failing: Ro
 
 
 def count_aborted(rollouts: RolloutPool) -> int:
-    return sum(len(aborted) for _, aborted in ray.get([engine.history.remote() for engine in rollouts.engines]))
+    return sum(
+        len(aborted) for _, aborted in ray.get([engine.history.remote() for engine in rollouts.engines.values()])
+    )
 
 
 def test_an_engine_that_dies_is_one_clear_error() -> None:
@@ -339,7 +341,7 @@ def test_an_engine_that_dies_is_one_clear_error() -> None:
 def test_an_engine_that_does_not_answer_is_named() -> None:
     seeds = [compute_sample_seed(SEED, STEP, idx, 0) for idx in range(PROMPTS)]
     with pool(engines=[{}, {"stuck": seeds}], generation_timeout_s=2.0) as rollouts:
-        ray.get([engine.history.remote() for engine in rollouts.engines])  # their processes have started
+        ray.get([engine.history.remote() for engine in rollouts.engines.values()])  # their processes have started
         with pytest.raises(SamplingError, match=r"^generation: no answer from generation engine 1 within 2 s$"):
             collect(rollouts, [prompt(idx) for idx in range(PROMPTS)])
 
@@ -354,7 +356,7 @@ def test_what_a_dead_engine_was_sampling_is_sampled_again_by_the_next(workers: i
         groups = collect(rollouts, prompts)
         trajectories = rollouts.fetch(groups)
         seeds = [compute_sample_seed(SEED, STEP, idx, sample) for idx in range(3, PROMPTS) for sample in range(SAMPLES)]
-        histories = ray.get([engine.history.remote() for engine in rollouts.engines])
+        histories = ray.get([engine.history.remote() for engine in rollouts.engines.values()])
         again = collect(rollouts, prompts)
     expected = [
         [row_anywhere(expected_trajectory(datum, group, sample)) for sample in range(SAMPLES)]

@@ -258,7 +258,7 @@ def _while_publishing(
     """
 
     async def scene() -> list[GenerationOutput]:
-        pool = Engines([EngineClient(engine, index, "test") for index, engine in enumerate(generation.engines)])
+        pool = Engines([EngineClient(engine, index, "test") for index, engine in generation.engines.items()])
         placed = zip(pool.assign([1] * len(requests)), requests, strict=True)
         calls = [client.generate(sample_request, SETTINGS) for client, sample_request in placed]
         first = asyncio.gather(*calls[::2])

@@ -229,7 +229,7 @@ def generate(
     """Responses in the order of the requests, from engines that are asked as rollout workers ask them."""
 
     async def ask() -> list[GenerationOutput]:
-        pool = Engines([EngineClient(engine, index, "test") for index, engine in enumerate(generation.engines)])
+        pool = Engines([EngineClient(engine, index, "test") for index, engine in generation.engines.items()])
         placed = pool.assign([1] * len(requests))
         calls = (
             client.generate(sample_request, settings) for client, sample_request in zip(placed, requests, strict=True)

@@ -175,7 +175,7 @@ def test_a_new_engine_has_not_the_time_of_a_whole_run_to_start(slowest_s: float,
     generation = not_started(GenerationConfig(), startup_timeout_s=3000.0)
     processes = ActorProcesses("here", ())
     starts = [{"imports": 4.0, "processes": 5.0}, {"imports": 9.0, "processes": slowest_s - 9.0}]
-    generation.starts = [EngineStart(seconds, processes, {}) for seconds in starts]
+    generation.starts = {number: EngineStart(seconds, processes, {}) for number, seconds in enumerate(starts)}
     assert generation.restart_timeout_s == expected
 
 
@@ -207,11 +207,11 @@ def not_started(config: GenerationConfig, startup_timeout_s: float = 1.0) -> Vll
 )
 def test_an_engine_that_is_not_replaced_says_why(settings: dict[str, Any], restarts: int, message: str) -> None:
     generation = not_started(GenerationConfig(**settings))
-    generation.restarts = [restarts]
+    generation.restarts[0] = restarts
     with pytest.raises(RunError) as raised:
         generation.replace({0: "it burns"})
     assert str(raised.value) == message
-    assert generation.restarts == [restarts]
+    assert generation.restarts[0] == restarts
 
 
 def test_engines_beside_one_that_fails_are_asleep_before_others_have_their_devices(
