@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megatron_grpo.batch.rollout_files import read_rollouts
 from megatron_grpo.batch.step_batch import StepBatch
-from megatron_grpo.batch.trajectory import Trajectory
+from megatron_grpo.batch.trajectory import SampledGroup, Trajectory
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig
@@ -25,6 +25,7 @@ from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.pool import CompletePrompt, RolloutPool
 from megatron_grpo.rollouts.rollout import compute_sample_seed
+from tests.support.made_up_engine import MadeUpEngine
 from tests.support.made_up_pool import (
     PROMPTS,
     SAMPLES,
@@ -367,6 +368,60 @@ def test_what_a_dead_engine_was_sampling_is_sampled_again_by_the_next(workers: i
     ((left,),) = [calls for calls, _ in histories][1:]
     assert set(left) <= set(seeds), "nothing is asked for but what the engines before it owed"
     assert [group.outcomes for group in again] == [group.outcomes for group in groups]
+
+
+def expect_all(rollouts: RolloutPool, groups: Sequence[SampledGroup]) -> list[int]:
+    """Require every response to the first prompts; return the engines that gave them."""
+    trajectories = rollouts.fetch(groups)
+    expected = [
+        [row_anywhere(expected_trajectory(prompt(idx), idx, sample)) for sample in range(SAMPLES)]
+        for idx in range(PROMPTS)
+    ]
+    assert [[row_anywhere(one) for one in group] for group in trajectories] == expected
+    return sorted({one.engine for group in trajectories for one in group})
+
+
+@pytest.mark.parametrize("workers", [1, *rare([2])])
+def test_engines_come_and_go_between_batches(workers: int) -> None:
+    prompts = [prompt(idx) for idx in range(PROMPTS)]
+    with pool(engines=[{}], num_workers=workers) as rollouts:
+        assert expect_all(rollouts, collect(rollouts, prompts)) == [0]
+        engines: Any = rollouts.engines
+        engines[1] = ray.remote(num_cpus=0)(MadeUpEngine).remote()
+        rollouts.rebalance()
+        assert expect_all(rollouts, collect(rollouts, prompts)) == [0, 1]
+        rollouts.leaving.add(0)
+        rollouts.rebalance()
+        assert expect_all(rollouts, collect(rollouts, prompts)) == [1]
+        assert rollouts.forget_idle_engines() == {}
+        assert rollouts.leaving == set()
+        del engines[0]
+        assert expect_all(rollouts, collect(rollouts, prompts)) == [1]
+        assert list(rollouts.take_engine_counts()) == [1]
+
+
+@pytest.mark.parametrize("end", ["hand back", "die"])
+def test_others_begin_again_what_a_leaving_engine_has_not_finished(end: str) -> None:
+    stuck = [compute_sample_seed(SEED, STEP, 0, sample) for sample in (1, 2)]
+    with pool(engines=[{"stuck": stuck}, {}]) as rollouts:
+        settings = rollouts.make_settings(SAMPLES, SETTINGS, SEED, STEP)
+        begun = rollouts.begin({idx: prompt(idx) for idx in range(PROMPTS)}, settings)
+        complete: list[CompletePrompt] = []
+        while len(complete) < PROMPTS - 1:
+            rollouts.wait_for_groups([begun], time.monotonic())
+            complete += rollouts.list_complete([begun])
+        rollouts.leaving.add(0)
+        rollouts.rebalance()
+        assert rollouts.forget_idle_engines() == {0: 2}
+        if end == "die":
+            ray.kill(rollouts.engines[0])
+        else:
+            rollouts.hand_back(0)
+        while begun.streams:
+            rollouts.wait_for_groups([begun], time.monotonic())
+            complete += rollouts.list_complete([begun])
+        assert expect_all(rollouts, rollouts.take(sorted(complete))) == [0, 1]
+        assert rollouts.forget_idle_engines() == {}
 
 
 @pytest.mark.slow  # test_what_a_dead_engine_was_sampling… replaces engines with every `make test`
