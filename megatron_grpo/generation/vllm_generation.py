@@ -114,7 +114,7 @@ class VllmGeneration:
         """
         for number, added in [*self.added.items()]:
             reason: str | None = None
-            if ray.wait([added.start], timeout=0)[0]:
+            if ray.wait([added.start], num_returns=1, timeout=0)[0]:
                 try:
                     self.starts[number] = ray.get(added.start)
                     self.engines[number] = added.actor
