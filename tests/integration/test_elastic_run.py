@@ -1,19 +1,18 @@
 """A whole run to which an engine is added and from which one is removed, while the others sample."""
 
-import time
 from pathlib import Path
 
 import pytest
 
 from megatron_grpo.engines import main
 from megatron_grpo.run.engine_requests import read_states
-from tests.integration.runs import SHORT, TrainingRun
+from tests.integration.runs import TrainingRun
 
 pytestmark = pytest.mark.slow
 
 PROMPTS = 16
-ENDLESS = (*SHORT[3:4], "grpo.max_num_steps=100000", "grpo.max_num_epochs=1000", "grpo.val_period=0")
-ENDLESS += ("checkpointing.enabled=false", "logger.rollouts_sampled=null")
+ENDLESS = (f"grpo.num_prompts_per_step={PROMPTS}", "grpo.max_num_steps=100000", "grpo.val_period=0")
+ENDLESS += ("grpo.max_val_samples=64", "checkpointing.enabled=false", "logger.rollouts=all")
 START_S = 400.0
 """For an engine to start beside a run, on a busy machine."""
 

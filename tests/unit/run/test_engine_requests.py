@@ -83,9 +83,8 @@ def test_list_shows_every_engine(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_add_and_remove_ask_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run")
-    assert [main(["add", str(run)]), main(["remove", str(run), "3"]), main(["remove", str(run), "0", "--now"])] == [
-        0
-    ] * 3
+    for words in (["add", str(run)], ["remove", str(run), "3"], ["remove", str(run), "0", "--now"]):
+        assert main(words) == 0
     assert list(take_requests(run)) == [EngineRequest(), EngineRequest(3), EngineRequest(0, now=True)]
     assert capsys.readouterr().err == ""
 
