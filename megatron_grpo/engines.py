@@ -64,9 +64,9 @@ def _read_states(run_dir: Path) -> EngineStates:
 
 def _read_number(word: str, states: EngineStates) -> int:
     serving = [engine.number for engine in states.engines if engine.state == "serving"]
-    known = [engine.number for engine in states.engines if engine.state != "starting"]
-    numbers = ", ".join(map(str, known))
-    if not word.isdecimal() or int(word) not in known:
+    removable = [engine.number for engine in states.engines if engine.state != "starting"]
+    numbers = ", ".join(map(str, removable))
+    if not word.isdecimal() or int(word) not in removable:
         raise ValueError(f"{word} is the number of no engine that serves; there is {numbers}")
     if serving == [int(word)]:
         raise ValueError(f"engine {word} is the last one that serves; add another one first")

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineResizer:
-    """Adds and removes engines between the steps of a run, as it is asked to.
+    """Adds and removes engines between the steps of a run.
 
     An engine that is added starts while the run goes on. Once it has started, it gets the current weights alone, then
     its part of the prompts. One that leaves gets no more prompts, and ends when its rollouts have.
@@ -77,7 +77,7 @@ class EngineResizer:
             self._note(f"{name} is not removed: it is the last one")
         else:
             leaving.add(number)
-            self._rollouts.rebalance()
+            self._rollouts.share_engines()
             if now:
                 self._rollouts.hand_back(number)
 
@@ -94,7 +94,7 @@ class EngineResizer:
                 if isinstance(error, ModelLostError):
                     raise
             else:
-                self._rollouts.rebalance()
+                self._rollouts.share_engines()
                 self._note(f"{ENGINE_NAME(number)} serves version {version} of the weights")
 
     def _drop(self, number: int, reason: str) -> None:
@@ -104,7 +104,7 @@ class EngineResizer:
         self._note(text)
 
     def _end_idle(self) -> dict[int, int]:
-        """End leaving engines that are done; return the rollouts of the others."""
+        """End idle leaving engines; return the others' rollouts."""
         leaving = set(self._rollouts.leaving)
         unfinished = self._rollouts.forget_idle_engines() if leaving else {}
         for number in sorted(leaving - unfinished.keys()):
@@ -137,7 +137,7 @@ class EngineResizer:
 
 
 def explain_refusal(config: Config) -> str | None:
-    """Say why a run's engines can be neither added nor removed; None: they can."""
+    """Say why a run's engines stay; None: they need not."""
     if config.generation.server.urls:
         return "they are the servers of generation.server.urls"
     if config.generation.is_colocated:

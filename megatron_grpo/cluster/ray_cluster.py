@@ -149,7 +149,7 @@ class RayCluster:
         self._await_groups([group for group in groups if group], needs)
 
     def reserve_engine(self, engine: int) -> None:
-        """Ask for the GPUs of one more engine, without waiting for them."""
+        """Begin to reserve the GPUs of an engine."""
         if self._engine_bundles:
             self._engine_groups[engine] = self._pack(self._engine_bundles, machines.GENERATION_ROLE)
 
@@ -159,7 +159,7 @@ class RayCluster:
             remove_placement_group(self._engine_groups.pop(engine))
 
     def explain_lack(self, engine: int) -> str | None:
-        """Say what an engine still waits for; None: it has its GPUs."""
+        """Say which GPUs an engine lacks; None: none."""
         group = self._engine_groups.get(engine)
         if group is None or group.wait(0):
             return None

@@ -101,14 +101,14 @@ class VllmGeneration:
         self.starts |= zip(calls, starts, strict=True)
 
     def begin_add(self) -> int:
-        """Begin to start a further engine, with `next_number`; return this number."""
+        """Begin to start engine `next_number`; return this number."""
         number, self.next_number = self.next_number, self.next_number + 1
         actor = self._make_actor(number)
         self.added[number] = AddedEngine(actor, call_actor(actor, Engine.start), time.monotonic())
         return number
 
     def take_added(self) -> Iterator[tuple[int, str | None]]:
-        """Take over added engines that can sample, one after the other; a refit must follow.
+        """Take over started engines; a refit must follow.
 
         Yields the number of each, and that of each one that did not start, which is ended, with the reason.
         """

@@ -51,12 +51,12 @@ class EngineReplacer:
                 self._tell_workers(RolloutWorker.replace_engine, number, actor)
 
     def list_used(self) -> dict[int, tuple[Any, int]]:
-        """List the engines that workers may use, with their replacements so far."""
+        """List all engines, each with its replacements so far."""
         self.announce_replacements()
         return {number: (actor, self._restarts[number]) for number, actor in self._engines.items()}
 
     def hand_back(self, engine: int) -> None:
-        """Let others begin again what a leaving engine has not finished."""
+        """Let others begin an engine's rollouts again."""
         self._tell_workers(RolloutWorker.hand_back, engine)
 
     def wait_for_call(self, calls: Sequence[Any], timeout_s: float) -> Any | None:

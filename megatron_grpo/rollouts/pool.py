@@ -121,7 +121,7 @@ class RolloutPool(TokenStore):
             self._replacer.watch(worker)
 
     def _divide_engines(self, workers: int) -> list[list[int]]:
-        """Divide the numbers of engines among workers, and set the shares of prompts."""
+        """Divide engines and prompts among workers."""
         numbers = sorted(self.engines.keys() - self.leaving)
         engines = len(numbers)
         # Each worker gets neighbouring engines; with more workers than engines, workers share engines.
@@ -135,11 +135,11 @@ class RolloutPool(TokenStore):
 
     @property
     def leaving(self) -> set[int]:
-        """Numbers of engines that finish their rollouts and get no others."""
+        """Numbers of engines that get no more rollouts."""
         return self._replacer.leaving
 
-    def rebalance(self) -> None:
-        """Divide the engines anew, after some were added or have begun to leave."""
+    def share_engines(self) -> None:
+        """Divide engines anew, after some came or leave."""
         engines = self._replacer.list_used()
         calls = {
             worker: call_actor(actor, RolloutWorker.use_engines, {number: engines[number] for number in numbers})
@@ -150,11 +150,11 @@ class RolloutPool(TokenStore):
         self._gather(calls, REBALANCE_S, "division of the engines")
 
     def hand_back(self, engine: int) -> None:
-        """Let others begin again what a leaving engine has not finished."""
+        """Let others begin an engine's rollouts again."""
         self._replacer.hand_back(engine)
 
     def forget_idle_engines(self) -> dict[int, int]:
-        """Forget leaving engines that are done; count the rollouts of the others."""
+        """Forget idle leaving engines; count the others' rollouts."""
         unfinished: Counter[int] = Counter()
         calls = self._call_all(RolloutWorker.forget_idle_engines)
         for counts in self._gather(calls, REBALANCE_S, "end of rollouts on leaving engines"):

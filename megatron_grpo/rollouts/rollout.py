@@ -35,7 +35,8 @@ from megatron_grpo.data.row_text import describe_row
 from megatron_grpo.data.scores import EnvironmentRequest, ScoreOrError, TrainerState, is_reward
 from megatron_grpo.rollouts.conversation import Conversation, Segment
 from megatron_grpo.rollouts.endpoint import Endpoint
-from megatron_grpo.rollouts.engine_client import EngineClient, EngineLeftError, Engines
+from megatron_grpo.rollouts.engine_choice import Engines
+from megatron_grpo.rollouts.engine_client import EngineClient, EngineLeftError
 from megatron_grpo.rollouts.environment_client import PROMPT_WORK, EnvironmentClient, PromptWork
 from megatron_grpo.rollouts.failures import AbandonedCall, ResponseFailure, RolloutFailure, mark_failed, settle_faults
 from megatron_grpo.rollouts.repeated_samples import record_repeated_samples

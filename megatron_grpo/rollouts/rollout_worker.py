@@ -24,7 +24,8 @@ from megatron_grpo.generation.vllm_requests import iterate_finished
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.rollouts import partitions
 from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
-from megatron_grpo.rollouts.engine_client import EngineClient, EngineLoss, Engines
+from megatron_grpo.rollouts.engine_choice import Engines
+from megatron_grpo.rollouts.engine_client import EngineClient, EngineLoss
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
 from megatron_grpo.rollouts.partitions import PackedGroups, TokenFunction
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings

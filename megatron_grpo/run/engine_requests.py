@@ -45,20 +45,20 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True)
 class EngineStates:
-    """The engines of a run at the beginning of its last step."""
+    """The engines of a run as it told last."""
 
     engines: Sequence[EngineState]
     refusal: str | None = None  # why none can be added or removed
 
 
 def write_request(run_dir: Path, request: EngineRequest) -> None:
-    """Ask a run, which has told its engines, to change them at its next step."""
+    """Ask a run to change its engines."""
     name = f"{time.time_ns()}_{secrets.token_hex(4)}.json"
     write_json(run_dir / ENGINES_FOLDER / REQUESTS_FOLDER / name, asdict(request))
 
 
 def take_requests(run_dir: Path) -> Iterator[EngineRequest | str]:
-    """Take the requests since the last call, the oldest first; texts say what else was there."""
+    """Take new requests in order; texts tell of other files."""
     for file in sorted((run_dir / ENGINES_FOLDER / REQUESTS_FOLDER).glob("*.json")):
         request: EngineRequest | str = f"{file} is no request of python -m megatron_grpo.engines"
         with suppress(OSError, ValueError):

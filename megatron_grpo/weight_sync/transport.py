@@ -121,7 +121,7 @@ class WeightTransport:
             raise SamplingError(str(error)) from error
 
     def join(self, engine: int, version: int) -> None:
-        """Publish to a new engine alone, and from now on to it with the others.
+        """Publish to a new engine alone, and later to all.
 
         Raises RefitError if it does not serve the version, and is left out. PolicyLostError: as `publish`.
         """

@@ -55,16 +55,17 @@ def test_a_run_goes_on_while_engines_come_and_go(recipe: str, tmp_path: Path) ->
     assert steps == list(range(1, len(rows) + 1))
     for row in rows:
         assert row["failed_rollouts"] == 0
-        assert row["token_mult_prob_error_max"] < 1.001, "what is sampled is sampled from the policy's weights"
-    prompts = [list(dict.fromkeys(one["prompt_idx"] for one in run.rollouts(step))) for step in steps]
+        if recipe == "quickstart":  # others learn from tokens of earlier weights
+            assert row["token_mult_prob_error_max"] < 1.001, "what is sampled is sampled from the policy's weights"
+    prompts = [list(dict.fromkeys(rollout["prompt_idx"] for rollout in run.rollouts(step))) for step in steps]
     assert [len(of_step) for of_step in prompts] == [PROMPTS] * len(steps)
     drawn = [idx for of_step in prompts for idx in of_step]
     assert len(set(drawn)) == len(drawn), "each prompt is used once"
-    by_step = {step: {one["engine"] for one in run.rollouts(step)} for step in steps}
+    by_step = {step: {rollout["engine"] for rollout in run.rollouts(step)} for step in steps}
     assert by_step[1] == {0}
     assert {0, 1} in [by_step[step] for step in range(first, last)]
     assert by_step[steps[-1]] == {1}
     lag = 0 if recipe == "quickstart" else 1
     for step in steps:
-        versions = {span[2] for one in run.rollouts(step) for span in one["spans"]}
+        versions = {span[2] for rollout in run.rollouts(step) for span in rollout["spans"]}
         assert versions <= set(range(step - 1 - lag, step)), f"step {step}"

@@ -388,10 +388,10 @@ def test_engines_come_and_go_between_batches(workers: int) -> None:
         assert expect_all(rollouts, collect(rollouts, prompts)) == [0]
         engines: Any = rollouts.engines
         engines[1] = ray.remote(num_cpus=0)(MadeUpEngine).remote()
-        rollouts.rebalance()
+        rollouts.share_engines()
         assert expect_all(rollouts, collect(rollouts, prompts)) == [0, 1]
         rollouts.leaving.add(0)
-        rollouts.rebalance()
+        rollouts.share_engines()
         assert expect_all(rollouts, collect(rollouts, prompts)) == [1]
         assert rollouts.forget_idle_engines() == {}
         assert rollouts.leaving == set()
@@ -411,7 +411,7 @@ def test_others_begin_again_what_a_leaving_engine_has_not_finished(end: str) -> 
             rollouts.wait_for_groups([begun], time.monotonic())
             complete += rollouts.list_complete([begun])
         rollouts.leaving.add(0)
-        rollouts.rebalance()
+        rollouts.share_engines()
         assert rollouts.forget_idle_engines() == {0: 2}
         if end == "die":
             ray.kill(rollouts.engines[0])

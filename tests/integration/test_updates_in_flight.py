@@ -23,7 +23,8 @@ from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.models.routed_experts import RoutedForm
-from megatron_grpo.rollouts.engine_client import EngineClient, Engines
+from megatron_grpo.rollouts.engine_choice import Engines
+from megatron_grpo.rollouts.engine_client import EngineClient
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport

@@ -32,7 +32,8 @@ from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.generation.vllm_images import EngineImages
 from megatron_grpo.models.adapter_slot import AdapterSlot
 from megatron_grpo.models.routed_experts import RoutedForm
-from megatron_grpo.rollouts.engine_client import EngineClient, Engines
+from megatron_grpo.rollouts.engine_choice import Engines
+from megatron_grpo.rollouts.engine_client import EngineClient
 from tests.support.hf_configs import read_configs
 
 EOS = 1

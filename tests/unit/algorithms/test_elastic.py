@@ -62,7 +62,7 @@ class Parts:
     def leave(self, number: int) -> None:
         self.log.append(f"{number} gets no more weights")
 
-    def rebalance(self) -> None:
+    def share_engines(self) -> None:
         self.log.append(f"prompts go to {sorted(self.engines.keys() - self.leaving)}")
 
     def hand_back(self, number: int) -> None:
@@ -103,7 +103,9 @@ class Scene:
 
     def states(self) -> list[tuple[int, str, str | None, int]]:
         """What the run tells of its engines."""
-        return [(one.number, one.state, one.node, one.unfinished) for one in read_states(self.folder).engines]
+        return [
+            (engine.number, engine.state, engine.node, engine.unfinished) for engine in read_states(self.folder).engines
+        ]
 
 
 @pytest.fixture
@@ -121,9 +123,9 @@ def test_an_added_engine_starts_beside_the_others_and_gets_weights_before_prompt
     assert scene.states() == [(0, "serving", HOME, 0), (1, "starting", None, 0)]
     assert scene.resize(2) == ([], []), "it has not started"
     scene.parts.outcomes[1] = None
-    done, said = scene.resize(3)
-    assert done == ["1 gets version 3", "prompts go to [0, 1]"]
-    assert said == ["generation engine 1 serves version 3 of the weights"]
+    actions, notes = scene.resize(3)
+    assert actions == ["1 gets version 3", "prompts go to [0, 1]"]
+    assert notes == ["generation engine 1 serves version 3 of the weights"]
     assert scene.states() == [(0, "serving", HOME, 0), (1, "serving", HOME, 0)]
 
 
@@ -178,16 +180,16 @@ def test_an_engine_that_leaves_at_once_hands_back_its_rollouts(scene: Scene) -> 
     add(scene)
     scene.parts.unfinished[0] = 3
     scene.resize(3, EngineRequest(remove=0))
-    done, _ = scene.resize(4, EngineRequest(remove=0, now=True))
-    assert done == ["prompts go to [1]", "0 hands back", "0 gets no more weights", "0 ends", "no devices for 0"]
+    actions, _ = scene.resize(4, EngineRequest(remove=0, now=True))
+    assert actions == ["prompts go to [1]", "0 hands back", "0 gets no more weights", "0 ends", "no devices for 0"]
 
 
 def test_the_last_engine_and_unknown_ones_stay(scene: Scene) -> None:
     add(scene)
     scene.parts.unfinished[1] = 1
-    done, said = scene.resize(3, EngineRequest(remove=9), EngineRequest(remove=1), EngineRequest(remove=0))
-    assert done == ["prompts go to [0]"]
-    assert said == [
+    actions, notes = scene.resize(3, EngineRequest(remove=9), EngineRequest(remove=1), EngineRequest(remove=0))
+    assert actions == ["prompts go to [0]"]
+    assert notes == [
         "generation engine 9 is not removed: it is none of the engines that serve",
         "generation engine 0 is not removed: it is the last one",
     ]

@@ -11,7 +11,8 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.config.errors import EngineLostError, SamplingError
-from megatron_grpo.rollouts.engine_client import EngineClient, EngineLeftError, Engines
+from megatron_grpo.rollouts.engine_choice import Engines
+from megatron_grpo.rollouts.engine_client import EngineClient, EngineLeftError
 from megatron_grpo.rollouts.failures import RolloutFailure
 from tests.support.virtual_time import run_at_once
 
