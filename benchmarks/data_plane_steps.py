@@ -221,7 +221,7 @@ def _rollouts(config: Config, stack: ExitStack) -> RolloutPool:
     for environment in environments.values():
         stack.callback(environment.shutdown)
     engine = ray.remote(num_cpus=0)(MadeUpEngine)
-    engines = [engine.remote() for _ in range(config.generation.parallel.data)]
+    engines = {number: engine.remote() for number in range(config.generation.parallel.data)}
     rollouts = RolloutPool(
         config.rollouts,
         engines,

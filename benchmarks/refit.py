@@ -200,7 +200,7 @@ def _refits(folder: Path, options: argparse.Namespace) -> dict[str, Measured]:
 
 def _measure(policy: MegatronPolicy, generation: VllmGeneration, mode: str, options: argparse.Namespace) -> Measured:
     pids = {f"policy rank {rank}": pid for rank, pid in enumerate(ray.get(policy.submit(_pid)))}
-    engines = ray.get([engine.__ray_call__.remote(_worker_pids) for engine in generation.engines])
+    engines = ray.get([engine.__ray_call__.remote(_worker_pids) for engine in generation.engines.values()])
     pids |= {f"worker {number}": pid for number, pid in enumerate(pid for engine in engines for pid in engine)}
     memory = {name: Memory(pid) for name, pid in pids.items()}
     config = RefitConfig(**{"bucket_mib": options.bucket_mib, "timeout_s": 60.0, **MODES[mode]})

@@ -94,7 +94,7 @@ def open_pool(folder: Path) -> Iterator[RolloutPool]:
     environments = build_environments(ENVIRONMENTS, lambda _: settings)
     pool = RolloutPool(
         RolloutsConfig(max_failed_fraction=1.0, timeout_s=120.0),
-        [ray.remote(num_cpus=0)(ScriptedEngine).remote(str(folder))],
+        {0: ray.remote(num_cpus=0)(ScriptedEngine).remote(str(folder))},
         environments,
         generation_timeout_s=600.0,
         max_total_sequence_length=8192,

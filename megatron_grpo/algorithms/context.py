@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired, Self, TypedDict
 
+from megatron_grpo.algorithms.elastic import EngineResizer
 from megatron_grpo.algorithms.placement import Placement
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, StepCheck
 from megatron_grpo.algorithms.sample_buffer import SampleBuffer
@@ -118,14 +119,16 @@ class SamplingRun:
     """Samples of coming steps, drawn while a step trains; None: sampling is synchronous."""
     callbacks: Callbacks = field(default_factory=Callbacks)
     can_restart: bool = False  # ranks that are lost start again, and the run goes on from its newest checkpoint
-    counts_before_validation: list[EngineCounts] = field(default_factory=list)
+    resizer: EngineResizer | None = None  # of the engines; None: there are none
+    counts_before_validation: dict[int, EngineCounts] = field(default_factory=dict)
     """Counts of the engines between the last step and a validation, for the next step; empty without one."""
 
-    def take_engine_counts(self) -> list[EngineCounts]:
+    def take_engine_counts(self) -> dict[int, EngineCounts]:
         """Return the engines' counts since the last step, without validation."""
         counts = self.rollouts.take_engine_counts()
-        earlier, self.counts_before_validation = self.counts_before_validation, []
-        return [before + after for before, after in zip(earlier, counts, strict=True)] if earlier else counts
+        earlier, self.counts_before_validation = self.counts_before_validation, {}
+        joined = {number: before + counts.get(number, EngineCounts()) for number, before in earlier.items()}
+        return counts | joined
 
     def make_check(self, groups: Sequence[SampledGroup], step: int, dataset: str = "training") -> StepCheck:
         """Make the check of a step's values; `dataset` is for messages."""

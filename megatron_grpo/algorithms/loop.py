@@ -48,6 +48,8 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
             number = state["total_steps"] + 1
             try:
                 with saves.save_before_failure(run, metrics), _profile(run, number), phase(f"step {number}"):
+                    if run.resizer is not None:
+                        run.resizer.resize(state["total_steps"])
                     report = step(run, batches)
             except UnpublishedStepError as error:
                 # The models have learnt from the step: it counts although the run ends.

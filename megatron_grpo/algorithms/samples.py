@@ -77,7 +77,7 @@ def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTime
         samples = None
     if samples is not None:
         # The counts are since the last step, so they include all batches of dynamic sampling.
-        samples.engines = compute_engine_metrics(run.take_engine_counts())
+        samples.engines = compute_engine_metrics(run.take_engine_counts().values())
     return samples
 
 

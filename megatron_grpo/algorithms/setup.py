@@ -17,6 +17,7 @@ from typing import Any
 from ray.cloudpickle import register_pickle_by_value
 
 from megatron_grpo.algorithms.context import GRPOSaveState, SamplingRun, TrainingRun, make_save_state
+from megatron_grpo.algorithms.elastic import EngineResizer, explain_refusal
 from megatron_grpo.algorithms.node_reports import check_nodes
 from megatron_grpo.algorithms.placement import Placement, publish
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, describe_run
@@ -239,7 +240,7 @@ def _wait_ready(startup: Startup, processes: Processes) -> None:
     with startup.part("waiting"):
         for handle in (*handles.values(), processes.rollouts):
             handle.wait_ready()
-    startup.engine_settings = [] if generation is None else [start.settings for start in generation.starts]
+    startup.engine_settings = [] if generation is None else [start.settings for start in generation.starts.values()]
     for kind, handle in handles.items():  # the seconds of the slowest process of each kind
         for name in dict.fromkeys(name for report in handle.startup_s for name in report):
             startup.parts[f"{kind}_{name}"] = max(report.get(name, 0.0) for report in handle.startup_s)
@@ -311,6 +312,10 @@ def _make_sampling_run(
         rollouts.finished_folder = startup.run_dir / FINISHED_FOLDER
     startup.checkpointer.on_complete = partial(callbacks.notify, "on_checkpoint")
     startup.checkpointer.note = startup.checkpointer.uploads.note = logger.note
+    resizer: EngineResizer | None = None
+    if processes.generation is not None:
+        parts = processes.generation, processes.transport, rollouts, startup.cluster, startup.run_dir
+        resizer = EngineResizer(*parts, refusal=explain_refusal(config), note=logger.note)
     buffer, async_grpo = None, config.async_sampling
     if async_grpo.enabled:
         buffer_type = OrderedBuffer if async_grpo.oversampling_factor is None else Oversampling
@@ -330,4 +335,5 @@ def _make_sampling_run(
         batch_cache=rollouts.put(progress.batch_cache),
         buffer=buffer,
         callbacks=callbacks,
+        resizer=resizer,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields
 from statistics import fmean
 
@@ -101,7 +101,7 @@ class EngineCounts:
         return EngineCounts(**{**sums, **largest})
 
 
-def compute_engine_metrics(counts: Sequence[EngineCounts]) -> dict[str, float]:
+def compute_engine_metrics(counts: Collection[EngineCounts]) -> dict[str, float]:
     """Compute the metrics of all engines over a step.
 
     engine_tokens_per_s is a mean over engines that completed something; rates are over the tokens of all engines, and

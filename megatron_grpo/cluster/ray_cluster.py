@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_grpo.cluster import machines
@@ -41,7 +41,8 @@ class RayCluster:
         self._policy_group: PlacementGroup | None = None
         self._value_group: PlacementGroup | None = None
         self._teacher_groups: list[PlacementGroup] = []
-        self._engine_groups: list[PlacementGroup] = []
+        self._engine_groups: dict[int, PlacementGroup] = {}  # by number of the engine
+        self._engine_bundles: list[dict[str, float]] = []  # of one engine; empty: engines reserve nothing
         self._ranks_per_engine = 1
         # Around the folder of Ray's session, which Ray opens to everybody; None: Ray was not started here.
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
@@ -139,11 +140,31 @@ class RayCluster:
         if generation is not None:
             ranks = generation.ranks_per_engine
             # An engine that does not fit a node gets a bundle per GPU, which vLLM's Ray executor fills.
-            bundles = [{"GPU": ranks, "CPU": 1}] if ranks <= per_node else [{"GPU": 1, "CPU": 1}] * ranks
-            self._engine_groups = [self._pack(bundles, machines.GENERATION_ROLE) for _ in range(generation.data)]
+            is_on_node = ranks <= per_node
+            self._engine_bundles = [{"GPU": ranks, "CPU": 1}] if is_on_node else [{"GPU": 1, "CPU": 1}] * ranks
+            for engine in range(generation.data):
+                self.reserve_engine(engine)
             needs["generation"] = ranks * generation.data
-        groups = (self._policy_group, self._value_group, *self._teacher_groups, *self._engine_groups)
+        groups = (self._policy_group, self._value_group, *self._teacher_groups, *self._engine_groups.values())
         self._await_groups([group for group in groups if group], needs)
+
+    def reserve_engine(self, engine: int) -> None:
+        """Begin to reserve the GPUs of an engine."""
+        if self._engine_bundles:
+            self._engine_groups[engine] = self._pack(self._engine_bundles, machines.GENERATION_ROLE)
+
+    def release_engine(self, engine: int) -> None:
+        """Give back the GPUs of an engine that has ended."""
+        if engine in self._engine_groups:
+            remove_placement_group(self._engine_groups.pop(engine))
+
+    def explain_lack(self, engine: int) -> str | None:
+        """Say which GPUs an engine lacks; None: none."""
+        group = self._engine_groups.get(engine)
+        if group is None or group.wait(0):
+            return None
+        needed, free = sum(bundle["GPU"] for bundle in self._engine_bundles), ray.available_resources().get("GPU", 0)
+        return f"it needs {needed:g} GPUs on nodes for engines, and {free:g} of the cluster are free"
 
     def reserve_shared(self, ranks: int, guests: Sequence[int]) -> None:
         """Reserve a GPU for each rank of the policy.
@@ -225,7 +246,7 @@ class RayCluster:
             on_node = self._shared_gpus[begin : begin + self.config.gpus]
             used = self._shared_gpus[first : first + self._ranks_per_engine]
             return self._build_guest_options(first, [*used, *(gpu for gpu in on_node if gpu not in used)])
-        if not self._engine_groups:
+        if not self._engine_bundles:
             return {"num_cpus": 0, "label_selector": self._select_nodes(machines.GENERATION_ROLE)}
         group = self._engine_groups[engine]
         if len(group.bundle_specs) > 1:

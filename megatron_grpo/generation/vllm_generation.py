@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
+from ray.exceptions import RayError
 
 from megatron_grpo.cluster.actor_calls import Arguments, Method, call_actor
 from megatron_grpo.cluster.actor_processes import compute_restart_timeout, end_on_machines
-from megatron_grpo.cluster.futures import gather
+from megatron_grpo.cluster.futures import explain_error, gather
 from megatron_grpo.cluster.process_log import ENGINE_NAME
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.generation_schema import EngineMemory
@@ -27,35 +29,46 @@ SHUTDOWN_S = 10.0
 logger = logging.getLogger(__name__)
 
 
+class AddedEngine(NamedTuple):
+    """An engine that starts while the run goes on."""
+
+    actor: Any
+    start: ray.ObjectRef  # its call of `Engine.start`
+    since: float  # time (monotonic) of this call
+
+
 class VllmGeneration:
     """The run's engines or external servers, each with a Ray actor."""
 
     def __init__(
         self, settings: VllmSettings, *, actor_options: Callable[[int], dict[str, Any]], startup_timeout_s: float
     ) -> None:
-        # `actor_options`: Ray options (resources, placement) of the engine with an index.
+        # `actor_options`: Ray options (resources, placement) of the engine with a number.
         self.routed, self.config = settings.routed, settings.config
-        self._settings = [replace(settings, index=index) for index in range(self.config.parallel.data)]
+        self._settings = settings
         self._actor_options = actor_options
         self._startup_timeout_s = startup_timeout_s
         self._started_at = 0.0
-        self.engines: list[Any] = []  # Ray actors (`Engine`), in the order of their index
+        self.engines: dict[int, Any] = {}  # Ray actors (`Engine`), by number
         self._starting: list[ray.ObjectRef] = []
-        self.starts: list[EngineStart] = []  # of the engines in use
+        self.starts: dict[int, EngineStart] = {}  # of the engines in use
         self.startup_s: list[dict[str, float]] = []  # of the first engines, by part
-        self.restarts = [0] * self.config.parallel.data
+        self.restarts: Counter[int] = Counter()
+        self.next_number = self.config.parallel.data  # of the next engine that is added; none comes again
+        self.added: dict[int, AddedEngine] = {}  # engines that have not started yet
 
     def start(self) -> None:
         """Begin to start the engines, so that the policy can start meanwhile."""
         self._started_at = time.monotonic()
-        self.engines = [self._make_actor(settings) for settings in self._settings]
+        self.engines |= {number: self._make_actor(number) for number in range(self.config.parallel.data)}
         self._starting = self.submit(Engine.start)
 
     def wait_ready(self) -> None:
         """Wait until every engine can generate; RunError otherwise."""
         deadline_s = max(self._startup_timeout_s - (time.monotonic() - self._started_at), 0.0)
-        self.starts = gather(self._starting, deadline_s=deadline_s, phase_name="generation start", name=ENGINE_NAME)
-        self.startup_s = [start.seconds for start in self.starts]
+        starts = gather(self._starting, deadline_s=deadline_s, phase_name="generation start", name=ENGINE_NAME)
+        self.starts |= zip(self.engines, starts, strict=True)
+        self.startup_s = [start.seconds for start in starts]
 
     def replace(self, lost_engines: Mapping[int, str]) -> None:
         """Replace engines, with reasons by number; a refit must follow.
@@ -76,7 +89,7 @@ class VllmGeneration:
             ray.kill(self.engines[index])
             end_on_machines({ENGINE_NAME(index): self.starts[index].processes})
             self.restarts[index] += 1
-            self.engines[index] = self._make_actor(self._settings[index])
+            self.engines[index] = self._make_actor(index)
         calls = self.submit_to(lost_engines, Engine.start)
         names = [*map(ENGINE_NAME, calls)]
         starts = gather(
@@ -85,18 +98,51 @@ class VllmGeneration:
             phase_name="generation restart",
             name=names.__getitem__,
         )
-        for index, start in zip(calls, starts, strict=True):
-            self.starts[index] = start
+        self.starts |= zip(calls, starts, strict=True)
+
+    def begin_add(self) -> int:
+        """Begin to start engine `next_number`; return this number."""
+        number, self.next_number = self.next_number, self.next_number + 1
+        actor = self._make_actor(number)
+        self.added[number] = AddedEngine(actor, call_actor(actor, Engine.start), time.monotonic())
+        return number
+
+    def take_added(self) -> Iterator[tuple[int, str | None]]:
+        """Take over started engines; a refit must follow.
+
+        Yields the number of each, and that of each one that did not start, which is ended, with the reason.
+        """
+        for number, added in [*self.added.items()]:
+            reason: str | None = None
+            if ray.wait([added.start], num_returns=1, timeout=0)[0]:
+                try:
+                    self.starts[number] = ray.get(added.start)
+                    self.engines[number] = added.actor
+                except RayError as error:
+                    reason = f"it {explain_error(error)}"
+            elif time.monotonic() - added.since > self._startup_timeout_s:
+                reason = f"it did not start within cluster.startup_timeout_s={self._startup_timeout_s:g}"
+            else:
+                continue
+            del self.added[number]
+            if reason is not None:
+                ray.kill(added.actor)
+            yield number, reason
+
+    def remove(self, number: int) -> None:
+        """End an engine that nobody uses any more."""
+        self._end([self.engines.pop(number)])
+        end_on_machines({ENGINE_NAME(number): self.starts.pop(number).processes})
 
     @property
     def restart_timeout_s(self) -> float:
         """Seconds that a new engine may take to start."""
-        return compute_restart_timeout(self._startup_timeout_s, [start.seconds for start in self.starts])
+        return compute_restart_timeout(self._startup_timeout_s, [start.seconds for start in self.starts.values()])
 
     def submit(
         self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> list[ray.ObjectRef]:
-        return list(self.submit_to(range(len(self.engines)), method, *args, **kwargs).values())
+        return list(self.submit_to(self.engines, method, *args, **kwargs).values())
 
     def submit_to(
         self, numbers: Iterable[int], method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
@@ -118,7 +164,11 @@ class VllmGeneration:
 
     def shutdown(self) -> None:
         """End every engine process; idempotent."""
-        engines, self.engines = self.engines, []
+        engines, self.engines = self.engines, {}
+        self._end([*engines.values(), *(added.actor for added in self.added.values())])
+        self.added = {}
+
+    def _end(self, engines: Sequence[Any]) -> None:
         calls = [call_actor(engine, Engine.shutdown) for engine in engines]
         ray.wait(calls, num_returns=len(calls), timeout=SHUTDOWN_S)
         for engine in engines:
@@ -127,6 +177,7 @@ class VllmGeneration:
     def _gather(self, refs: list[ray.ObjectRef], phase_name: str) -> None:
         gather(refs, deadline_s=self.config.timeout_s, phase_name=phase_name, name=ENGINE_NAME)
 
-    def _make_actor(self, settings: VllmSettings) -> Any:
-        engine_class = ServerEngine if settings.config.server.urls else VllmEngine
-        return ray.remote(engine_class).options(**self._actor_options(settings.index)).remote(settings)
+    def _make_actor(self, number: int) -> Any:
+        engine_class = ServerEngine if self.config.server.urls else VllmEngine
+        settings = replace(self._settings, index=number)
+        return ray.remote(engine_class).options(**self._actor_options(number)).remote(settings)

@@ -21,14 +21,13 @@ from megatron_grpo.launch.target import (
     Launch,
     Target,
     find_log,
-    is_alive,
     make_launch_folder,
     print_files,
     read_launch,
     record_launch,
 )
 from megatron_grpo.observability.run_files import write_text
-from megatron_grpo.run.directory import STOP_FILE
+from megatron_grpo.run.directory import STOP_FILE, is_alive
 
 USAGE = """\
 python -m megatron_grpo.launch TARGET +exp=NAME [key=value ...] [--dry-run]

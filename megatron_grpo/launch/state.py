@@ -9,9 +9,8 @@ from pathlib import Path
 from megatron_grpo.cluster.heartbeat import HEARTBEATS_FOLDER, read_heartbeats
 from megatron_grpo.cluster.process_log import DRIVER, LOGS_FOLDER
 from megatron_grpo.config.outside_files import read_json
-from megatron_grpo.launch.target import ALIVE_S, is_alive
 from megatron_grpo.observability.run_files import SUMMARY_FILE, read_metrics
-from megatron_grpo.run.directory import CONFIG_FILE, STOP_FILE, read_config_file
+from megatron_grpo.run.directory import ALIVE_S, CONFIG_FILE, STOP_FILE, is_alive, read_config_file
 
 
 def describe_run(run_dir: Path) -> Iterator[str]:

@@ -13,21 +13,19 @@ from typing import ClassVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_grpo.cluster.heartbeat import HEARTBEATS_FOLDER, identify_machine, read_heartbeats
-from megatron_grpo.cluster.process_log import DRIVER, LOGS_FOLDER
+from megatron_grpo.cluster.process_log import LOGS_FOLDER
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.outside_files import open_to_append
 from megatron_grpo.config.schema import Config
 from megatron_grpo.launch.launch_request import Request
 from megatron_grpo.observability.run_files import format_json_line, read_lines
 from megatron_grpo.preflight.machine_checks import Reach
-from megatron_grpo.run.directory import STOP_FILE, is_in_use
+from megatron_grpo.run.directory import STOP_FILE, is_alive
 
 LAUNCH_FOLDER = "launch"  # in the run's folder: what was submitted, and the record of each launch
 RECORD_FILE = "launches.jsonl"
 OUTPUT_FILE = "output.log"  # in the run's folder: the driver's output, where nothing else keeps it
 _WORD = re.compile(r"[A-Za-z0-9/][^\x00-\x1f]*")  # no option of a program
-ALIVE_S = 60.0  # a driver that has written its heartbeat within these seconds is alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +153,6 @@ def make_launch_folder(run_dir: Path) -> Path:
     folder = run_dir / LAUNCH_FOLDER
     folder.mkdir(exist_ok=True)
     return folder
-
-
-def is_alive(run_dir: Path) -> bool:
-    """True if the run's driver lives here, or has written its heartbeat lately elsewhere."""
-    driver = read_heartbeats(run_dir / LOGS_FOLDER / HEARTBEATS_FOLDER).get(DRIVER)
-    if driver is None:
-        return False
-    return is_in_use(str(run_dir)) if driver.machine == identify_machine() else time.time() - driver.beat < ALIVE_S
 
 
 def find_log(run_dir: Path, process: str) -> Path:

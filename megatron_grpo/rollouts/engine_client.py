@@ -1,27 +1,24 @@
-"""A rollout worker's clients of its engines: requests made at the same time go out as one call per engine."""
+"""A rollout worker's client of an engine: requests made at the same time go out as one call."""
 
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate, count, groupby
+from itertools import count, groupby
 from typing import Any
 
 from ray.exceptions import RayError
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.cluster.actor_calls import call_actor, stream_actor
-from megatron_grpo.cluster.futures import build_overdue_error, explain_error, is_lost, wrap_for_pickling
+from megatron_grpo.cluster.futures import explain_error, is_lost, wrap_for_pickling
 from megatron_grpo.cluster.overdue import report_hanging
 from megatron_grpo.cluster.process_log import ENGINE_NAME
 from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.rollouts.clock import RolloutClock
 from megatron_grpo.rollouts.failures import RolloutFailure
-
-OVERDUE_CHECK_S = 0.5  # between two checks for overdue engines
 
 
 @dataclass(slots=True)
@@ -44,19 +41,25 @@ class EngineLoss:
     is_final: bool = False  # the engine is not replaced
 
 
+class EngineLeftError(Exception):
+    """An engine has left, and others sample its rest."""
+
+
 class EngineClient:
     """Client of one engine; sends simultaneous requests together."""
 
-    def __init__(self, actor: Any, index: int, user: str) -> None:
+    def __init__(self, actor: Any, index: int, user: str, restarts: int = 0) -> None:
         # `user`, the name of the calling process, makes the names of its calls unique.
         self.name, self.number = ENGINE_NAME(index), index
+        self.is_leaving = False  # no further rollouts are assigned to the engine
+        self.has_left = False  # nor does it finish those that were
         self.load = 0  # rollouts that are assigned to this engine and still sampling
         self.loss: EngineLoss | None = None
         # The client puts itself here when its engine is lost; `Engines` gives its clients a common queue and clock.
         self.losses: asyncio.Queue[EngineClient] = asyncio.Queue()
         self.clock = RolloutClock()
-        self.restarts = 0  # replacements of the engine
-        self.replaced_at = 0.0  # on the clock
+        self.restarts = restarts  # replacements of the engine
+        self.replaced_at = 0.0  # or since when the engine has had requests of another one; on the clock
         self._actor = actor
         self._is_decided = asyncio.Event()  # not set while a lost engine may still be replaced
         self._is_decided.set()
@@ -118,9 +121,18 @@ class EngineClient:
         _set_error(self._pending, SamplingError(reason))
         self._is_decided.set()
 
+    def hand_back(self) -> None:
+        """Use the engine no more; waiting callers get EngineLostError."""
+        self.is_leaving = self.has_left = True
+        self.loss = EngineLoss(self.restarts, f"{self.name} has left the run")
+        _set_error(self._pending, EngineLostError(self.loss.reason))
+        self._is_decided.set()
+
     async def wait_replaced(self) -> None:
-        """Wait until the engine is usable; SamplingError if never."""
+        """Wait until the engine is usable; SamplingError or EngineLeftError if never."""
         await self._is_decided.wait()
+        if self.has_left:
+            raise EngineLeftError
         if self.loss is not None and self.loss.is_final:
             raise SamplingError(self.loss.reason)
 
@@ -181,79 +193,3 @@ def _set_error(answers: Iterable[asyncio.Future[GenerationOutput]], error: Excep
     for answer in answers:
         if not answer.done():
             answer.set_exception(error)
-
-
-class Engines:
-    """The engines of a rollout worker; rollouts are assigned to them."""
-
-    def __init__(self, clients: Sequence[EngineClient]) -> None:
-        self.clients, self.clock = list(clients), RolloutClock()
-        self._losses: asyncio.Queue[EngineClient] = asyncio.Queue()
-        for client in self.clients:
-            client.losses, client.clock = self._losses, self.clock
-
-    def find(self, number: int) -> EngineClient:
-        return next(client for client in self.clients if client.number == number)
-
-    def assign(self, group_sizes: Sequence[int]) -> list[EngineClient]:
-        """Choose an engine for each group, and count the load.
-
-        Loads become as equal as groups allow. A group stays on one engine, for the prefix cache, and neighbouring
-        groups share an engine; among equally loaded engines the first ones are filled first.
-        """
-        loads = [client.load for client in self.clients]
-        if len(group_sizes) == 1:
-            client = self.clients[loads.index(min(loads))]
-            client.load += group_sizes[0]
-            return [client]
-        # Rollouts fill the engines' free capacity below a common level, one engine after the other; a group goes to the
-        # engine in whose capacity its middle lies.
-        level = _compute_water_level(loads, sum(group_sizes))
-        ends = list(accumulate(max(0.0, level - load) for load in loads))
-        assigned, begin = [], 0
-        for size in group_sizes:
-            client = self.clients[min(bisect_left(ends, begin + size / 2), len(ends) - 1)]
-            client.load += size
-            assigned.append(client)
-            begin += size
-        return assigned
-
-    async def mark_overdue_lost(self, deadline_s: float) -> None:
-        """Mark engines as lost that stay busy for `deadline_s`; runs until cancelled."""
-        began = self.clock.time()
-        while True:
-            await asyncio.sleep(min(OVERDUE_CHECK_S, deadline_s))
-            # A new engine has the full deadline, since it starts over with the requests of the lost one.
-            limit = self.clock.time() - deadline_s
-            slow = [client for client in self.clients if client.is_busy and max(began, client.replaced_at) <= limit]
-            if not slow:
-                continue
-            restarts = [client.restarts for client in slow]
-            names = [client.name for client in slow]
-            # On a thread, because reading the stacks of overdue engines takes seconds.
-            reason = str(await asyncio.to_thread(build_overdue_error, "generation", names, deadline_s))
-            for client, restarts_before in zip(slow, restarts, strict=True):
-                if client.restarts == restarts_before:
-                    client.mark_lost(reason)
-
-    async def wait_for_losses(self) -> dict[int, EngineLoss]:
-        """Wait for lost engines; returns all losses so far, by number."""
-        while True:
-            clients = [await self._losses.get()]
-            while not self._losses.empty():
-                clients.append(self._losses.get_nowait())
-            # A refit may have replaced an engine meanwhile.
-            losses = {client.number: client.loss for client in clients if client.loss is not None}
-            if losses:
-                return losses
-
-
-def _compute_water_level(loads: Sequence[int], amount: int) -> float:
-    """Compute the load to which `amount` rollouts raise the lowest loads."""
-    # Loads join in ascending order until the common level would stay below the next one.
-    lowest: list[int] = []
-    for load in sorted(loads):
-        if lowest and (sum(lowest) + amount) / len(lowest) <= load:
-            break
-        lowest.append(load)
-    return (sum(lowest) + amount) / len(lowest)

@@ -39,6 +39,7 @@ from megatron_grpo.rollouts.token_store import TokenStore
 ENGINES_PER_WORKER = 8
 CLOCK_S = 60.0  # deadline for stopping all clocks, or starting them again
 ABANDON_S = 60.0  # deadline for ending all rollouts under way
+REBALANCE_S = 60.0  # deadline for telling all workers about added and leaving engines
 COUNTS_S = 20.0  # deadline for fetching the counts of all engines
 GRACE_S = 20.0  # by which the driver's deadlines exceed those of workers, whose messages are more specific
 
@@ -77,7 +78,7 @@ class RolloutPool(TokenStore):
     """The driver's handle of the rollout workers."""
 
     config: RolloutsConfig
-    engines: Sequence[Any]  # Ray actors (`Engine`), in the order of their numbers; empty: nothing is sampled
+    engines: Mapping[int, Any]  # Ray actors (`Engine`), by number; empty: nothing is sampled
     environments: Mapping[str, EnvironmentPool]  # by task name, not yet started
     _: KW_ONLY
     max_total_sequence_length: int
@@ -99,16 +100,9 @@ class RolloutPool(TokenStore):
 
     def start(self) -> None:
         self._started_at = time.monotonic()
-        engines = len(self.engines)
-        workers = self.config.num_workers or max(1, round(engines / ENGINES_PER_WORKER))
+        workers = self.config.num_workers or max(1, round(len(self.engines) / ENGINES_PER_WORKER))
         handles = {name: environment.start(workers) for name, environment in self.environments.items()}
-        # Each worker gets neighbouring engines; with more workers than engines, workers share engines.
-        starts = [engines * worker // workers for worker in range(workers + 1)]
-        engine_numbers = [range(begin, min(max(end, begin + 1), engines)) for begin, end in pairwise(starts)]
-        # A worker's share of the prompts is that of its engines; an engine of several workers counts in parts.
-        users = Counter(chain.from_iterable(engine_numbers))
-        shares = [sum(1 / users[engine] for engine in numbers) for numbers in engine_numbers]
-        self._shares = [share / max(engines, 1) for share in shares]
+        engine_numbers = self._divide_engines(workers)
         actor = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(RolloutWorker)
         for index, numbers in enumerate(engine_numbers):
             endpoint = self.endpoint
@@ -123,8 +117,50 @@ class RolloutPool(TokenStore):
             )
             self.actors.append(worker)
         self._starting = self._call_all(RolloutWorker.start)
-        for worker, numbers in zip(self.actors, engine_numbers, strict=True):
-            self._replacer.watch(worker, numbers)
+        for worker in self.actors:
+            self._replacer.watch(worker)
+
+    def _divide_engines(self, workers: int) -> list[list[int]]:
+        """Divide engines and prompts among workers."""
+        numbers = sorted(self.engines.keys() - self.leaving)
+        engines = len(numbers)
+        # Each worker gets neighbouring engines; with more workers than engines, workers share engines.
+        starts = [engines * worker // workers for worker in range(workers + 1)]
+        divided = [numbers[begin : max(end, begin + 1)] for begin, end in pairwise(starts)]
+        # A worker's share of the prompts is that of its engines; an engine of several workers counts in parts.
+        users = Counter(chain.from_iterable(divided))
+        shares = [sum(1 / users[engine] for engine in numbers) for numbers in divided]
+        self._shares = [share / max(engines, 1) for share in shares]
+        return divided
+
+    @property
+    def leaving(self) -> set[int]:
+        """Numbers of engines that get no more rollouts."""
+        return self._replacer.leaving
+
+    def share_engines(self) -> None:
+        """Divide engines anew, after some came or leave."""
+        engines = self._replacer.list_used()
+        calls = {
+            worker: call_actor(actor, RolloutWorker.use_engines, {number: engines[number] for number in numbers})
+            for (worker, actor), numbers in zip(
+                enumerate(self.actors), self._divide_engines(len(self.actors)), strict=True
+            )
+        }
+        self._gather(calls, REBALANCE_S, "division of the engines")
+
+    def hand_back(self, engine: int) -> None:
+        """Let others begin an engine's rollouts again."""
+        self._replacer.hand_back(engine)
+
+    def forget_idle_engines(self) -> dict[int, int]:
+        """Forget idle leaving engines; count the others' rollouts."""
+        unfinished: Counter[int] = Counter()
+        calls = self._call_all(RolloutWorker.forget_idle_engines)
+        for counts in self._gather(calls, REBALANCE_S, "end of rollouts on leaving engines"):
+            unfinished.update({number: rollouts for number, rollouts in counts.items() if number in self.leaving})
+        self.leaving.intersection_update(unfinished)
+        return dict(unfinished)
 
     def wait_ready(self) -> None:
         """Wait until workers and environments are up; RunError after STARTUP_S."""
@@ -251,7 +287,7 @@ class RolloutPool(TokenStore):
             outcomes = [outcome for group in groups for outcome in group.outcomes]
             require_few_failures(outcomes, self.config.max_failed_fraction)
         except SamplingError as error:  # the cause may be an engine that hangs: rollouts have shorter deadlines
-            engines = [ENGINE_NAME(number) for number in range(len(self.engines))]
+            engines = [*map(ENGINE_NAME, self.engines)]
             raise SamplingError(f"{error}{report_hanging(engines, 'generation')}") from None
         return groups
 
@@ -268,16 +304,17 @@ class RolloutPool(TokenStore):
             workers = [WORKER_NAME(worker) for worker in sorted(set(calls.values()))]
             raise SamplingError(str(build_overdue_error(phase_name, workers, deadline_s))) from None
 
-    def take_engine_counts(self) -> list[EngineCounts]:
+    def take_engine_counts(self) -> dict[int, EngineCounts]:
+        """Take the counts of each engine, by number."""
         # A failed engine has zeros; its next request reports the failure.
-        calls = [call_actor(engine, Engine.take_counts) for engine in self.engines]
-        ended = set(ray.wait(calls, num_returns=len(calls), timeout=COUNTS_S)[0])
-        counts = []
-        for call in calls:
+        calls = {number: call_actor(engine, Engine.take_counts) for number, engine in self.engines.items()}
+        ended = set(ray.wait([*calls.values()], num_returns=len(calls), timeout=COUNTS_S)[0])
+        counts = {}
+        for number, call in calls.items():
             try:
-                counts.append(ray.get(call) if call in ended else EngineCounts())
+                counts[number] = ray.get(call) if call in ended else EngineCounts()
             except RayError:
-                counts.append(EngineCounts())
+                counts[number] = EngineCounts()
         return counts
 
     def _call_all(self, method: Method[[]]) -> dict[int, Any]:

@@ -35,7 +35,8 @@ from megatron_grpo.data.row_text import describe_row
 from megatron_grpo.data.scores import EnvironmentRequest, ScoreOrError, TrainerState, is_reward
 from megatron_grpo.rollouts.conversation import Conversation, Segment
 from megatron_grpo.rollouts.endpoint import Endpoint
-from megatron_grpo.rollouts.engine_client import EngineClient, Engines
+from megatron_grpo.rollouts.engine_choice import Engines
+from megatron_grpo.rollouts.engine_client import EngineClient, EngineLeftError
 from megatron_grpo.rollouts.environment_client import PROMPT_WORK, EnvironmentClient, PromptWork
 from megatron_grpo.rollouts.failures import AbandonedCall, ResponseFailure, RolloutFailure, mark_failed, settle_faults
 from megatron_grpo.rollouts.repeated_samples import record_repeated_samples
@@ -180,12 +181,7 @@ class GroupRollout:
         try:
             if (earlier := self._find_finished(sample)) is not None:
                 return earlier
-            for attempt in range(ATTEMPTS):
-                if attempt:
-                    # The next engine is picked before the failed engine's load is lowered: otherwise a stuck engine
-                    # would look idle, and would be picked again.
-                    failed_engine, (engine,) = engine, self.engines.assign([1])
-                    failed_engine.load -= 1
+            while len(failures) < ATTEMPTS:
                 try:
                     is_repeated = any(isinstance(failure, ResponseFailure) for failure in failures)
                     trajectory, state = await self._attempt(sample, engine, is_repeated=is_repeated)
@@ -197,6 +193,12 @@ class GroupRollout:
                     failures.append(self._explain_delay(error, engine))
                 except RolloutFailure as failure:
                     failures.append(failure)
+                except EngineLeftError:  # to be sampled by another one
+                    pass
+                # The next engine is picked before the load of this one is lowered: otherwise a stuck engine would look
+                # idle, and would be picked again.
+                previous, (engine,) = engine, self.engines.assign([1])
+                previous.load -= 1
         finally:
             engine.load -= 1
         return await self._judge_failures(sample, failures), None

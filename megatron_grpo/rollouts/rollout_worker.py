@@ -24,7 +24,8 @@ from megatron_grpo.generation.vllm_requests import iterate_finished
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.rollouts import partitions
 from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
-from megatron_grpo.rollouts.engine_client import EngineClient, EngineLoss, Engines
+from megatron_grpo.rollouts.engine_choice import Engines
+from megatron_grpo.rollouts.engine_client import EngineClient, EngineLoss
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
 from megatron_grpo.rollouts.partitions import PackedGroups, TokenFunction
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings
@@ -46,9 +47,9 @@ class RolloutWorker:
     ) -> None:
         """Use these engines, by number, and environments, by task name."""
         begin_process_log(WORKER_NAME(index))
-        self._index = index
+        self._index, self._user = index, f"worker{index}"
         self._generation_timeout_s = generation_timeout_s
-        self._engines = Engines([EngineClient(actor, number, f"worker{index}") for number, actor in engines.items()])
+        self._engines = Engines([EngineClient(actor, number, self._user) for number, actor in engines.items()])
         clock = self._engines.clock
         self._environments = {name: EnvironmentClient(handle, clock) for name, handle in environments.items()}
         self._endpoint = None if endpoint is None else Endpoint(endpoint)
@@ -146,11 +147,32 @@ class RolloutWorker:
     async def restart_clock(self) -> None:
         self._engines.clock.restart()
 
+    # The driver tells all workers about an engine, which some do not use.
+
     async def replace_engine(self, number: int, actor: Any) -> None:
-        self._engines.find(number).replace(actor)
+        if (client := self._engines.find(number)) is not None:
+            client.replace(actor)
 
     async def give_up_engine(self, number: int, reason: str) -> None:
-        self._engines.find(number).give_up(reason)
+        if (client := self._engines.find(number)) is not None:
+            client.give_up(reason)
+
+    async def use_engines(self, engines: Mapping[int, tuple[Any, int]]) -> None:
+        """Assign rollouts to these engines alone: by number, actor and replacements.
+
+        Other engines finish what they have.
+        """
+        for client in self._engines.clients:
+            client.is_leaving = client.number not in engines
+        for number, (actor, restarts) in engines.items():
+            if self._engines.find(number) is None:
+                self._engines.add(EngineClient(actor, number, self._user, restarts))
+
+    async def forget_idle_engines(self) -> dict[int, int]:
+        return self._engines.forget_idle()
+
+    async def hand_back(self, number: int) -> None:
+        self._engines.hand_back(number)
 
     # The functions of these calls run on a thread, so that rollouts continue meanwhile.
 

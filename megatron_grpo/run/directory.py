@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any
 
 import yaml
 
-from megatron_grpo.cluster.process_log import LOGS_FOLDER
+from megatron_grpo.cluster.heartbeat import HEARTBEATS_FOLDER, identify_machine, read_heartbeats
+from megatron_grpo.cluster.process_log import DRIVER, LOGS_FOLDER
 from megatron_grpo.config.algorithms import choose_imported, find_algorithm
 from megatron_grpo.config.conversion import convert_values, refuse_other_loops
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, to_text
@@ -31,6 +33,7 @@ from megatron_grpo.data.specs import find_task_templates, list_conversation_form
 from megatron_grpo.models.checkpoint_model import POLICY_FOLDER as POLICY_FOLDER
 from megatron_grpo.models.source import adopt_families, compute_model_digest, find_local_folder, is_made_before_run
 from megatron_grpo.observability.run_files import CONFIG_FILE, write_json, write_text
+from megatron_grpo.run.engine_requests import forget_requests
 from megatron_grpo.run.user_code import keep_user_code, list_code_changes
 
 DATA_FILE = "data.json"  # digests of the run's data (`DataIdentity`)
@@ -39,6 +42,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 FORMAT_FILE = "conversation_format.json"  # settings that the scores of a reward model depend on; exports have them
 ENGINES_FILE = "engines.json"  # settings that each engine reported when it started
 LOCK_FILE = ".lock"
+ALIVE_S = 60.0  # a driver that has written its heartbeat within these seconds is alive
 STOP_FILE = "stop"  # a file that the user puts into a run's folder to end and save training after the current step
 # A file that a run leaves in its folder if it ended because its job's time was nearly up: the job is queued again.
 OUT_OF_TIME_FILE = "out_of_time"
@@ -78,6 +82,7 @@ def lock_run_directory(path: str) -> Iterator[Path]:
             raise RunError(f"run_dir={folder} is in use by another run that is still alive")
         for file in (STOP_FILE, OUT_OF_TIME_FILE):  # of an earlier start
             (folder / file).unlink(missing_ok=True)
+        forget_requests(folder)
         unused_files = {LOCK_FILE}
         try:
             yield folder
@@ -103,6 +108,14 @@ def is_in_use(path: str) -> bool:
     except OSError:
         return False
     return False
+
+
+def is_alive(run_dir: Path) -> bool:
+    """True if the run's driver lives here, or has written its heartbeat lately elsewhere."""
+    driver = read_heartbeats(run_dir / LOGS_FOLDER / HEARTBEATS_FOLDER).get(DRIVER)
+    if driver is None:
+        return False
+    return is_in_use(str(run_dir)) if driver.machine == identify_machine() else time.time() - driver.beat < ALIVE_S
 
 
 def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:

@@ -294,7 +294,7 @@ def start_rollouts(
         stack.callback(environment.shutdown)
     rollouts = RolloutPool(
         config.rollouts,
-        generation.engines if generation else [],
+        generation.engines if generation else {},
         environments,
         generation_timeout_s=config.generation.timeout_s,
         max_total_sequence_length=config.policy.max_total_sequence_length,

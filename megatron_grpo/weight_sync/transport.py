@@ -120,6 +120,18 @@ class WeightTransport:
         except RunError as error:
             raise SamplingError(str(error)) from error
 
+    def join(self, engine: int, version: int) -> None:
+        """Publish to a new engine alone, and later to all.
+
+        Raises RefitError if it does not serve the version, and is left out. PolicyLostError: as `publish`.
+        """
+        self._admit(self._publish_to((engine,), version))
+        self._engines = (*self._engines, engine)
+
+    def leave(self, engine: int) -> None:
+        """Publish to an engine no more."""
+        self._engines = tuple(number for number in self._engines if number != engine)
+
     def close(self) -> None:
         """Delete files that the transport has written; idempotent."""
         self._mode.close()

@@ -190,7 +190,7 @@ def test_length_limit_of_the_model(generation: VllmGeneration) -> None:
 
 def test_short_responses_come_before_long_ones_and_others_may_join(generation: VllmGeneration, oracle: Oracle) -> None:
     """A response does not wait for the others of its call, nor a call for the one before it."""
-    (engine,) = generation.engines
+    (engine,) = generation.engines.values()
     greedy = SamplingSettings(max_new_tokens=50, temperature=0.0)
     free = unending(oracle)
     requests = [request(free, seed=0, max_new_tokens=tokens) for tokens in (50, 1)]
@@ -214,7 +214,7 @@ def unending(oracle: Oracle) -> list[int]:
 
 
 def test_a_request_that_is_aborted_ends_with_the_reason(generation: VllmGeneration, oracle: Oracle) -> None:
-    (engine,) = generation.engines
+    (engine,) = generation.engines.values()
     settings = SamplingSettings(max_new_tokens=50, temperature=0.0)
     free = unending(oracle)
     requests = [request(free, seed=0, max_new_tokens=tokens) for tokens in (50, 1, 50)]

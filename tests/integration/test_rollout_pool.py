@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megatron_grpo.batch.rollout_files import read_rollouts
 from megatron_grpo.batch.step_batch import StepBatch
-from megatron_grpo.batch.trajectory import Trajectory
+from megatron_grpo.batch.trajectory import SampledGroup, Trajectory
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig
@@ -25,6 +25,7 @@ from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.pool import CompletePrompt, RolloutPool
 from megatron_grpo.rollouts.rollout import compute_sample_seed
+from tests.support.made_up_engine import MadeUpEngine
 from tests.support.made_up_pool import (
     PROMPTS,
     SAMPLES,
@@ -121,7 +122,7 @@ def test_requests_leave_in_one_call_per_engine_with_groups_whole_and_in_order(qu
 
 def _calls(rollouts: RolloutPool) -> list[list[list[int]]]:
     """The seeds of each call that each engine has got."""
-    return [calls for calls, _ in ray.get([engine.history.remote() for engine in rollouts.engines])]
+    return [calls for calls, _ in ray.get([engine.history.remote() for engine in rollouts.engines.values()])]
 
 
 def test_fewer_prompts_than_workers(quiet: RolloutPool) -> None:
@@ -144,7 +145,7 @@ def arrivals(rollouts: RolloutPool, prompts: Sequence[DatumSpec]) -> list[Comple
 
 def break_over(rollouts: RolloutPool, **seeds: list[int]) -> None:
     """Let each engine fail over requests with these seeds."""
-    ray.get([engine.break_over.remote(**seeds) for engine in rollouts.engines])
+    ray.get([engine.break_over.remote(**seeds) for engine in rollouts.engines.values()])
 
 
 def test_groups_are_told_of_when_they_are_complete_and_taken_later(failing: RolloutPool) -> None:
@@ -325,7 +326,9 @@ def test_a_request_that_is_never_answered_is_aborted_and_asked_again(failing: Ro
 
 
 def count_aborted(rollouts: RolloutPool) -> int:
-    return sum(len(aborted) for _, aborted in ray.get([engine.history.remote() for engine in rollouts.engines]))
+    return sum(
+        len(aborted) for _, aborted in ray.get([engine.history.remote() for engine in rollouts.engines.values()])
+    )
 
 
 def test_an_engine_that_dies_is_one_clear_error() -> None:
@@ -339,7 +342,7 @@ def test_an_engine_that_dies_is_one_clear_error() -> None:
 def test_an_engine_that_does_not_answer_is_named() -> None:
     seeds = [compute_sample_seed(SEED, STEP, idx, 0) for idx in range(PROMPTS)]
     with pool(engines=[{}, {"stuck": seeds}], generation_timeout_s=2.0) as rollouts:
-        ray.get([engine.history.remote() for engine in rollouts.engines])  # their processes have started
+        ray.get([engine.history.remote() for engine in rollouts.engines.values()])  # their processes have started
         with pytest.raises(SamplingError, match=r"^generation: no answer from generation engine 1 within 2 s$"):
             collect(rollouts, [prompt(idx) for idx in range(PROMPTS)])
 
@@ -354,7 +357,7 @@ def test_what_a_dead_engine_was_sampling_is_sampled_again_by_the_next(workers: i
         groups = collect(rollouts, prompts)
         trajectories = rollouts.fetch(groups)
         seeds = [compute_sample_seed(SEED, STEP, idx, sample) for idx in range(3, PROMPTS) for sample in range(SAMPLES)]
-        histories = ray.get([engine.history.remote() for engine in rollouts.engines])
+        histories = ray.get([engine.history.remote() for engine in rollouts.engines.values()])
         again = collect(rollouts, prompts)
     expected = [
         [row_anywhere(expected_trajectory(datum, group, sample)) for sample in range(SAMPLES)]
@@ -365,6 +368,60 @@ def test_what_a_dead_engine_was_sampling_is_sampled_again_by_the_next(workers: i
     ((left,),) = [calls for calls, _ in histories][1:]
     assert set(left) <= set(seeds), "nothing is asked for but what the engines before it owed"
     assert [group.outcomes for group in again] == [group.outcomes for group in groups]
+
+
+def expect_all(rollouts: RolloutPool, groups: Sequence[SampledGroup]) -> list[int]:
+    """Require every response to the first prompts; return the engines that gave them."""
+    trajectories = rollouts.fetch(groups)
+    expected = [
+        [row_anywhere(expected_trajectory(prompt(idx), idx, sample)) for sample in range(SAMPLES)]
+        for idx in range(PROMPTS)
+    ]
+    assert [[row_anywhere(one) for one in group] for group in trajectories] == expected
+    return sorted({one.engine for group in trajectories for one in group})
+
+
+@pytest.mark.parametrize("workers", [1, *rare([2])])
+def test_engines_come_and_go_between_batches(workers: int) -> None:
+    prompts = [prompt(idx) for idx in range(PROMPTS)]
+    with pool(engines=[{}], num_workers=workers) as rollouts:
+        assert expect_all(rollouts, collect(rollouts, prompts)) == [0]
+        engines: Any = rollouts.engines
+        engines[1] = ray.remote(num_cpus=0)(MadeUpEngine).remote()
+        rollouts.share_engines()
+        assert expect_all(rollouts, collect(rollouts, prompts)) == [0, 1]
+        rollouts.leaving.add(0)
+        rollouts.share_engines()
+        assert expect_all(rollouts, collect(rollouts, prompts)) == [1]
+        assert rollouts.forget_idle_engines() == {}
+        assert rollouts.leaving == set()
+        del engines[0]
+        assert expect_all(rollouts, collect(rollouts, prompts)) == [1]
+        assert list(rollouts.take_engine_counts()) == [1]
+
+
+@pytest.mark.parametrize("end", ["hand back", "die"])
+def test_others_begin_again_what_a_leaving_engine_has_not_finished(end: str) -> None:
+    stuck = [compute_sample_seed(SEED, STEP, 0, sample) for sample in (1, 2)]
+    with pool(engines=[{"stuck": stuck}, {}]) as rollouts:
+        settings = rollouts.make_settings(SAMPLES, SETTINGS, SEED, STEP)
+        begun = rollouts.begin({idx: prompt(idx) for idx in range(PROMPTS)}, settings)
+        complete: list[CompletePrompt] = []
+        while len(complete) < PROMPTS - 1:
+            rollouts.wait_for_groups([begun], time.monotonic())
+            complete += rollouts.list_complete([begun])
+        rollouts.leaving.add(0)
+        rollouts.share_engines()
+        assert rollouts.forget_idle_engines() == {0: 2}
+        if end == "die":
+            ray.kill(rollouts.engines[0])
+        else:
+            rollouts.hand_back(0)
+        while begun.streams:
+            rollouts.wait_for_groups([begun], time.monotonic())
+            complete += rollouts.list_complete([begun])
+        assert expect_all(rollouts, rollouts.take(sorted(complete))) == [0, 1]
+        assert rollouts.forget_idle_engines() == {}
 
 
 @pytest.mark.slow  # test_what_a_dead_engine_was_sampling… replaces engines with every `make test`

@@ -9,6 +9,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from megatron_grpo.cluster.ray_cluster import RayCluster, list_assigned_gpus
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import ClusterConfig
 
 
@@ -73,3 +74,14 @@ def test_on_several_nodes_an_engine_has_gpus_of_its_ranks_node(two_nodes: RayClu
     visible = [text.split(",") for text in ray.get([engine.visible.remote() for engine in engines], timeout=60)]
     assert [gpus[:2] for gpus in visible] == [devices[2 * engine : 2 * engine + 2] for engine in range(4)]
     assert all(sorted(gpus) == ["0", "1", "2", "3"] for gpus in visible)
+
+
+def test_an_engine_that_leaves_makes_room_for_one_that_waits(cluster: RayCluster) -> None:
+    cluster.reserve(None, GenerationParallelConfig(tensor=2, data=2), None)
+    cluster.reserve_engine(2)
+    actor = ray.remote(Process).options(**cluster.build_engine_options(2)).remote()
+    assert cluster.explain_lack(1) is None
+    assert cluster.explain_lack(2) == "it needs 2 GPUs on nodes for engines, and 1 of the cluster are free"
+    cluster.release_engine(0)
+    assert len(ray.get(actor.gpus.remote(), timeout=60)) == 2
+    assert cluster.explain_lack(2) is None

@@ -23,7 +23,8 @@ from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.models.routed_experts import RoutedForm
-from megatron_grpo.rollouts.engine_client import EngineClient, Engines
+from megatron_grpo.rollouts.engine_choice import Engines
+from megatron_grpo.rollouts.engine_client import EngineClient
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.transport import WeightTransport, make_transport
@@ -258,7 +259,7 @@ def _while_publishing(
     """
 
     async def scene() -> list[GenerationOutput]:
-        pool = Engines([EngineClient(engine, index, "test") for index, engine in enumerate(generation.engines)])
+        pool = Engines([EngineClient(engine, index, "test") for index, engine in generation.engines.items()])
         placed = zip(pool.assign([1] * len(requests)), requests, strict=True)
         calls = [client.generate(sample_request, SETTINGS) for client, sample_request in placed]
         first = asyncio.gather(*calls[::2])

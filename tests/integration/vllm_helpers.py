@@ -32,7 +32,8 @@ from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.generation.vllm_images import EngineImages
 from megatron_grpo.models.adapter_slot import AdapterSlot
 from megatron_grpo.models.routed_experts import RoutedForm
-from megatron_grpo.rollouts.engine_client import EngineClient, Engines
+from megatron_grpo.rollouts.engine_choice import Engines
+from megatron_grpo.rollouts.engine_client import EngineClient
 from tests.support.hf_configs import read_configs
 
 EOS = 1
@@ -229,7 +230,7 @@ def generate(
     """Responses in the order of the requests, from engines that are asked as rollout workers ask them."""
 
     async def ask() -> list[GenerationOutput]:
-        pool = Engines([EngineClient(engine, index, "test") for index, engine in enumerate(generation.engines)])
+        pool = Engines([EngineClient(engine, index, "test") for index, engine in generation.engines.items()])
         placed = pool.assign([1] * len(requests))
         calls = (
             client.generate(sample_request, settings) for client, sample_request in zip(placed, requests, strict=True)

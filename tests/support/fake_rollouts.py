@@ -132,8 +132,8 @@ class FakeRollouts:
         number, chosen = pending[self.next_complete(len(pending))]
         chosen.complete.append(number)
 
-    def take_engine_counts(self) -> list[EngineCounts]:
-        return [EngineCounts(running=1)]
+    def take_engine_counts(self) -> dict[int, EngineCounts]:
+        return {0: EngineCounts(running=1)}
 
     def put(self, groups: Sequence[Sequence[Trajectory]]) -> list[SampledGroup]:
         return [

@@ -58,6 +58,7 @@ class Run:
         self.checkpointer.note = lambda text: self.logger.note(text)
         self.rollouts = FakeRollouts()
         self.can_restart = False
+        self.resizer = None
         self.batch_cache: list[SampledGroup] = []
         self.end_of_data = "the data is used up: 1 epoch(s)"
         self.placement = Placement()

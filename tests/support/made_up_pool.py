@@ -55,7 +55,8 @@ def pool(
     """
     environments = build_environments(tasks or {"task": EnvironmentConfig(type="addition")})
     actor = ray.remote(num_cpus=0)(MadeUpEngine)
-    actors, spares = [actor.remote(**arguments) for arguments in engines], list(spare)
+    actors = {number: actor.remote(**arguments) for number, arguments in enumerate(engines)}
+    spares = list(spare)
 
     def restore(lost_engines: Mapping[int, str]) -> None:
         for number, reason in lost_engines.items():

@@ -232,10 +232,11 @@ class Generation:
     def __init__(self, group: str, engines: int, ranks: int) -> None:
         self._group, self._ranks = group, ranks
         self.config = GenerationConfig(parallel=GenerationParallelConfig(data=engines))
-        self.actors = [self._start(engine) for engine in range(engines)]
+        self.actors = [self.start(engine) for engine in range(engines)]
         self.restarts = [0] * engines
 
-    def _start(self, engine: int) -> Actor:
+    def start(self, engine: int) -> Actor:
+        """Start the process of an engine, which has no weights."""
         return Actor(Worker, self._group, engine, self._ranks + engine)
 
     def submit_to(self, engines: Sequence[int], method: Callable[..., Any], *arguments: Any) -> dict[int, Future[Any]]:
@@ -246,5 +247,5 @@ class Generation:
         """Start new engines in place of lost ones."""
         for engine in losses:
             self.actors[engine].process.kill()
-            self.actors[engine] = self._start(engine)
+            self.actors[engine] = self.start(engine)
             self.restarts[engine] += 1

@@ -226,10 +226,10 @@ def test_a_step_has_the_engines_counts_from_before_a_validation_and_none_of_it(t
     run.logger = SimpleNamespace(show_samples=lambda *_: None)  # type: ignore[assignment]
     counts = EngineCounts()
 
-    def take() -> list[EngineCounts]:
+    def take() -> dict[int, EngineCounts]:
         nonlocal counts
         counted, counts = counts, EngineCounts()
-        return [counted]
+        return {0: counted}
 
     def count_validation(prompts: Sequence[DatumSpec], samples: int) -> list[list[Trajectory]]:
         nonlocal counts

@@ -7,13 +7,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from ray.exceptions import ActorDiedError
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
@@ -21,12 +24,13 @@ from megatron_grpo.cluster.actor_processes import ActorProcesses, end_processes
 from megatron_grpo.cluster.cleanup import find_shared_files
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import GenerationConfig
-from megatron_grpo.generation import engine_statistics
+from megatron_grpo.generation import engine_statistics, vllm_generation
 from megatron_grpo.generation.cpu_worker import localize_choices
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_interface import EngineStart
 from megatron_grpo.generation.engine_statistics import EngineStatistics
-from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.generation.vllm_generation import AddedEngine, VllmGeneration
+from tests.support.refit_processes import PlayedRay
 
 FAMILY = """
 import subprocess, sys, time
@@ -175,7 +179,7 @@ def test_a_new_engine_has_not_the_time_of_a_whole_run_to_start(slowest_s: float,
     generation = not_started(GenerationConfig(), startup_timeout_s=3000.0)
     processes = ActorProcesses("here", ())
     starts = [{"imports": 4.0, "processes": 5.0}, {"imports": 9.0, "processes": slowest_s - 9.0}]
-    generation.starts = [EngineStart(seconds, processes, {}) for seconds in starts]
+    generation.starts = {number: EngineStart(seconds, processes, {}) for number, seconds in enumerate(starts)}
     assert generation.restart_timeout_s == expected
 
 
@@ -207,11 +211,33 @@ def not_started(config: GenerationConfig, startup_timeout_s: float = 1.0) -> Vll
 )
 def test_an_engine_that_is_not_replaced_says_why(settings: dict[str, Any], restarts: int, message: str) -> None:
     generation = not_started(GenerationConfig(**settings))
-    generation.restarts = [restarts]
+    generation.restarts[0] = restarts
     with pytest.raises(RunError) as raised:
         generation.replace({0: "it burns"})
     assert str(raised.value) == message
-    assert generation.restarts == [restarts]
+    assert generation.restarts[0] == restarts
+
+
+def test_added_engines_are_taken_over_as_they_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[str] = []
+    played = SimpleNamespace(wait=PlayedRay.wait, get=PlayedRay.get, kill=killed.append)
+    monkeypatch.setattr(vllm_generation, "ray", played)
+    generation = not_started(GenerationConfig(), startup_timeout_s=100.0)
+    calls = {number: Future[EngineStart]() for number in (1, 2, 3, 4)}
+    now = time.monotonic()
+    generation.added = {  # the last one is late
+        number: AddedEngine(f"actor {number}", call, now - (number == 4) * 101.0) for number, call in calls.items()
+    }
+    start = EngineStart({}, ActorProcesses("here", ()), {})
+    calls[1].set_result(start)
+    calls[2].set_exception(ActorDiedError())
+    assert list(generation.take_added()) == [
+        (1, None),
+        (2, "it died (its process is gone)"),
+        (4, "it did not start within cluster.startup_timeout_s=100"),
+    ]
+    assert (generation.engines, generation.starts, killed) == ({1: "actor 1"}, {1: start}, ["actor 2", "actor 4"])
+    assert list(generation.added) == [3], "it is still starting"
 
 
 def test_engines_beside_one_that_fails_are_asleep_before_others_have_their_devices(

@@ -18,12 +18,11 @@ from megatron_grpo.launch.state import describe_run
 from megatron_grpo.launch.target import (
     Launch,
     choose_log,
-    is_alive,
     make_launch_folder,
     read_launch,
     record_launch,
 )
-from megatron_grpo.run.directory import load_run_config
+from megatron_grpo.run.directory import is_alive, load_run_config
 
 LOGS = ["driver.log", "policy_rank_0.log", "policy_rank_1.log", "generation_engine_0.log", "rollout_worker_0.log"]
 QUICKSTART = ("+exp=quickstart", "policy.optimizer.warmup_steps=1")

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_grpo.rollouts.clock import RolloutClock
-from megatron_grpo.rollouts.engine_client import EngineClient, Engines
+from megatron_grpo.rollouts.engine_choice import Engines
+from megatron_grpo.rollouts.engine_client import EngineClient
 from tests.support.virtual_time import run_at_once
 
 

@@ -11,7 +11,8 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.config.errors import EngineLostError, SamplingError
-from megatron_grpo.rollouts.engine_client import EngineClient, Engines
+from megatron_grpo.rollouts.engine_choice import Engines
+from megatron_grpo.rollouts.engine_client import EngineClient, EngineLeftError
 from megatron_grpo.rollouts.failures import RolloutFailure
 from tests.support.virtual_time import run_at_once
 
@@ -298,3 +299,34 @@ def test_an_engine_that_nobody_replaces_fails_everybody_who_needs_it() -> None:
 
     results = run_at_once(scene())
     assert [(type(result), str(result)) for result in results] == [(SamplingError, "it burns; no other")] * 2
+
+
+def test_an_engine_that_leaves_gets_no_rollouts_and_is_forgotten_without_any() -> None:
+    pool = engines(0, 8, 2)
+    pool.clients[0].is_leaving = pool.clients[2].is_leaving = True
+    assert [client.number for client in pool.assign([4])] == [1]
+    assert [client.number for client in pool.assign([4, 4])] == [1, 1]
+    assert pool.forget_idle() == {2: 2}
+    assert [client.number for client in pool.clients] == [1, 2]
+
+
+def test_who_waits_for_an_engine_that_has_left_goes_to_another() -> None:
+    async def scene() -> list[Any]:
+        client = EngineClient(FakeActor(lambda _: [], then_wait=True), 0, "w")
+        pool = Engines([client, EngineClient(FakeActor(), 1, "w")])
+        tasks = [asyncio.create_task(client.generate(request(seed), SETTINGS)) for seed in (1, 2)]
+        await asyncio.sleep(0.01)
+        pool.hand_back(0)
+        pool.hand_back(0)  # another process may ask for it too
+        outcomes = await asyncio.gather(*tasks, client.generate(request(3), SETTINGS), return_exceptions=True)
+        assert await client.is_lost()
+        with pytest.raises(EngineLeftError):
+            await client.wait_replaced()
+        assert [client.number for client in pool.assign([1])] == [1]
+        client.mark_lost("its process has ended")  # as its stream reports, later
+        assert client.loss is not None
+        return [*outcomes, client.loss.reason]
+
+    *outcomes, reason = run_at_once(scene())
+    assert [type(outcome) for outcome in outcomes] == [EngineLostError] * 3
+    assert reason == "generation engine 0 has left the run"

@@ -16,6 +16,7 @@ from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ScoreOrError, Turn
 from megatron_grpo.rollouts.clock import RolloutClock
+from megatron_grpo.rollouts.engine_client import EngineLeftError
 from megatron_grpo.rollouts.environment_client import PROMPT_WORK, PromptWork
 from megatron_grpo.rollouts.failures import RolloutFailure
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings, compute_sample_seed
@@ -314,6 +315,19 @@ def test_what_a_lost_engine_was_sampling_is_sampled_again_as_often_as_that_happe
     assert [request.seed for request in engine.requests] == [SEEDS[0]] * 4 + [second_turn, SEEDS[0], second_turn]
     assert (engine.restarts, engine.load) == (4, 0)
     assert trajectory.token_ids.tolist() == [1, 2, 3, 106, 206, 50, 107, 207]
+
+
+def test_what_an_engine_that_leaves_was_sampling_is_no_failed_attempt() -> None:
+    class Leaving(FakeEngine):
+        async def wait_replaced(self) -> None:
+            self.number += 1
+            raise EngineLeftError
+
+    error = EngineLostError("it has left the run")
+    engine = Leaving(trouble={SEEDS[0]: [error, error, RolloutFailure("given up")]})
+    (trajectory,) = run(engine, FakeEnvironment(), replace(BATCH_SETTINGS, samples_per_prompt=1))
+    assert (trajectory.failure, trajectory.engine) == (None, 2)
+    assert [request.seed for request in engine.requests] == [SEEDS[0]] * 4
 
 
 def test_a_rollout_that_is_late_on_an_engine_that_hangs_waits_for_another() -> None:

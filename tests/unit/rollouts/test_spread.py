@@ -34,7 +34,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_workers_and_environments_are_spread(options: list[dict[str, Any]]) -> None:
     EnvironmentHandle("math", EnvironmentConfig(), EnvironmentSettings(), None).spawn()
     config = RolloutsConfig(num_workers=2)
-    RolloutPool(config, [], {}, generation_timeout_s=1.0, max_total_sequence_length=8).start()
+    RolloutPool(config, {}, {}, generation_timeout_s=1.0, max_total_sequence_length=8).start()
     assert [option["scheduling_strategy"] for option in options] == ["SPREAD"] * 2
 
 
@@ -50,7 +50,7 @@ def test_every_prompt_goes_to_one_worker(workers: int, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(rollout_pool, "stream_actor", stream)
     monkeypatch.setattr(rollout_pool, "call_actor", lambda *_: object())
-    pool = RolloutPool(RolloutsConfig(), [], {}, generation_timeout_s=1.0, max_total_sequence_length=8)
+    pool = RolloutPool(RolloutsConfig(), {}, {}, generation_timeout_s=1.0, max_total_sequence_length=8)
     pool.actors, pool._shares = list(range(workers)), [1 / workers] * workers
     prompts: Any = dict.fromkeys(range(100))
     pool.begin(prompts, None)  # type: ignore[arg-type]

@@ -210,12 +210,12 @@ class Scene:
     def inject(self, *arguments: Any) -> None:
         self.policy.actors[FAULTY_RANK].call("inject", *arguments).result(timeout=10)
 
-    def publish(self, version: int) -> tuple[Any, float]:
+    def publish(self, version: int, engines: int = 2) -> tuple[Any, float]:
         """The report, and the seconds it took."""
         began = time.monotonic()
         report = self.transport.publish(version)
         served = [actor.call("serves").result(timeout=10) for actor in self.generation.actors]
-        assert served == [version, version]
+        assert served == [version] * engines
         return report, time.monotonic() - began
 
 
@@ -294,3 +294,20 @@ def test_a_rank_that_dies_or_hangs_is_one_error_and_no_engine_is_replaced(
         scene.transport.publish(2)
     assert time.monotonic() - began < BUSY_S
     assert scene.generation.restarts == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("scene", "fault"), [("gloo", FLIP), pytest.param("nccl", FLIP, marks=pytest.mark.slow)], indirect=["scene"]
+)
+def test_links_follow_engines_that_join_and_leave(scene: Scene, fault: str) -> None:
+    transport, actors = scene.transport, scene.generation.actors
+    scene.publish(1)
+    actors.append(scene.generation.start(2))
+    transport.join(2, 1)
+    scene.publish(2, 3)
+    first = actors[0]
+    transport.leave(0)
+    first.process.kill()
+    transport.publish(3)
+    assert [actor.call("serves").result(timeout=10) for actor in actors[1:]] == [3, 3]
+    assert scene.generation.restarts == [0, 0], "no other engine was touched"

@@ -150,6 +150,27 @@ def test_what_cannot_be_restored_is_no_failure_of_what_is_trained(attempts_left:
         transport.restore({1: "it died over a response"})
 
 
+def test_an_engine_that_joins_gets_the_version_alone_and_one_that_leaves_none() -> None:
+    transport, mode = make_transport(FakeGeneration())
+    transport.publish(7)
+    transport.join(5, 7)
+    assert mode.log[-2:] == [("links", (5,)), (7, (5,))]
+    transport.publish(8)
+    assert mode.log[-2:] == [("links", (*ALL, 5)), (8, (*ALL, 5))]
+    transport.leave(1)
+    transport.publish(9)
+    assert mode.log[-2:] == [("links", (0, 2, 5)), (9, (0, 2, 5))]
+
+
+def test_an_engine_that_cannot_join_costs_the_others_nothing() -> None:
+    transport, mode = make_transport(FakeGeneration(attempts_left=0), None, BAD, BAD)
+    transport.publish(7)
+    with pytest.raises(RefitError, match="a bit was flipped; tried again: a bit was flipped"):
+        transport.join(5, 7)
+    assert transport.publish(8).retries == 0
+    assert mode.log[-2:] == [("links", ALL), (8, ALL)]
+
+
 class FailingStore:
     """A store that is opened, and then does not answer."""
 
