@@ -72,7 +72,7 @@ class Outcome:
     finite_logprobs: bool = True  # every sampling log-probability is finite
     oldest_version: int = -1  # oldest weight version that sampled a token; -1 when none was sampled
     versions: int = 0  # number of weight versions that sampled tokens
-    images: list[StoredImage] = field(default_factory=list)  # of the prompt, in the order of their placeholders
+    images: list[StoredImage] = field(default_factory=list)  # in the order of their placeholders
     segments: list[list[int]] = field(default_factory=list)
     """Tokens and sampled tokens of each segment: [[tokens, sampled], ...]. Empty: the rollout is one sequence."""
 

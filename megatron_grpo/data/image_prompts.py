@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -11,28 +11,40 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2 import TemplateError
 
-from megatron_grpo.batch.images import StoredImage, require_placeholders
+from megatron_grpo.batch.images import Images, StoredImage, require_placeholders
 from megatron_grpo.data.chat_messages import read_row_tools
 from megatron_grpo.data.image_rows import place_images, read_images, show_images
 from megatron_grpo.data.processors import REFERENCE, DatumSpec, Message, TaskDataSpec, apply_prompt_file, find_task
 from megatron_grpo.data.prompt_renderer import PromptRenderer
-from megatron_grpo.models.image_store import decode_image, store_image
+from megatron_grpo.models.image_processor import load_image_processor
+from megatron_grpo.models.image_store import decode_image, digest_image, store_image
 from megatron_grpo.models.vision_shape import VisionShape
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageSource:
-    """Where a set's images come from, and how the model takes them."""
+class TooManyImagesError(ValueError):
+    """The images of a sequence are more, or larger, than a run takes."""
 
-    column: str
-    folder: Path  # of paths that are not absolute: that of the set's file
+
+@dataclass(frozen=True, kw_only=True)
+class RunImages:
+    """How a run takes images: its model, its store, and the limits of a sequence."""
+
     store: Path
     model: Path
     vision: VisionShape
-    max_tokens: int  # of one prompt's images
+    max_images: int
+    max_tokens: int  # of all images together
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSource(RunImages):
+    """Where a set's images come from, and how the run takes them."""
+
+    column: str
+    folder: Path  # of paths that are not absolute: that of the set's file
 
 
 @lru_cache(maxsize=2)
@@ -112,14 +124,29 @@ class ImagePromptProcessor:
             raise ValueError(f"has {len(contents)} images, and the rendered prompt {count} x {processor.image_token}")
         inputs = processor(text=[text], images=decoded, add_special_tokens=False)
         token_ids = np.asarray(inputs["input_ids"][0])
-        grids = np.asarray(inputs["image_grid_thw"]).tolist()
-        images = store_images(contents, grids, source)
+        images = store_images(contents, inputs["image_grid_thw"], source)
         require_placeholders(token_ids, images, source.vision)
         return token_ids.tolist(), images
 
 
+def add_images(contents: Sequence[bytes], run: RunImages, earlier: Images = ()) -> list[StoredImage]:
+    """Store further images of a sequence, as the model's image processor divides them.
+
+    `earlier`: images that the sequence has already. TooManyImagesError: with these it would have too many, of which
+    none is stored. ValueError: one cannot be decoded, or is not of a form that the model takes.
+    """
+    if not contents:
+        return []
+    count = len(earlier) + len(contents)
+    if count > run.max_images:  # before any is decoded
+        raise TooManyImagesError(f"has {count} images, more than data.max_images={run.max_images}")
+    processor = load_image_processor(run.model)
+    grids = processor(images=decode_images(contents), return_tensors="pt")["image_grid_thw"]
+    return store_images(contents, grids, run, earlier)
+
+
 def decode_images(contents: Sequence[bytes]) -> list[Image]:
-    """Decode the images of a row; ValueError: one cannot be decoded."""
+    """Decode images of a sequence; ValueError: one cannot be decoded."""
     decoded = []
     for number, content in enumerate(contents, start=1):
         try:
@@ -129,17 +156,24 @@ def decode_images(contents: Sequence[bytes]) -> list[Image]:
     return decoded
 
 
-def store_images(
-    contents: Sequence[bytes], grids: Iterable[tuple[int, int, int]], source: ImageSource
-) -> list[StoredImage]:
-    """Store the images of a row; ValueError: together they have too many tokens.
+def store_images(contents: Sequence[bytes], grids: Any, run: RunImages, earlier: Images = ()) -> list[StoredImage]:
+    """Store images of a sequence; TooManyImagesError: they have too many tokens.
 
-    `grids`: patches of each in time, height and width.
+    `grids`, [images, 3]: patches of each in time, height and width; `earlier`: images that the sequence has already.
     """
-    pairs = zip(contents, grids, strict=True)
-    images = [StoredImage(store_image(source.store, content), rows, columns) for content, (_, rows, columns) in pairs]
-    count = sum(image.count_tokens(source.vision) for image in images)
-    if count > source.max_tokens:
-        text = f"has images of {count} tokens, more than data.max_image_tokens={source.max_tokens}"
-        raise ValueError(f"{text}; make them smaller, or raise the limit")
+    pairs = zip(contents, np.asarray(grids).tolist(), strict=True)
+    images = [StoredImage(digest_image(content), rows, columns) for content, (_, rows, columns) in pairs]
+    count = sum(image.count_tokens(run.vision) for image in [*earlier, *images])
+    if count > run.max_tokens:
+        text = f"has images of {count} tokens, more than data.max_image_tokens={run.max_tokens}"
+        raise TooManyImagesError(f"{text}; make them smaller, or raise the limit")
+    for content in contents:
+        store_image(run.store, content)
     return images
+
+
+def expand_placeholders(token_ids: Sequence[int], images: Iterator[StoredImage], vision: VisionShape) -> Iterator[int]:
+    """Repeat each placeholder of a rendered text for the tokens of its image."""
+    for token in token_ids:
+        count = next(images).count_tokens(vision) if token == vision.image_token else 1
+        yield from [token] * count

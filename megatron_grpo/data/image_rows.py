@@ -32,15 +32,18 @@ def read_images(value: Any, folder: Path) -> list[bytes]:
     return [_read_numbered(1, value, folder)]
 
 
-def _read_numbered(number: int, image: Any, folder: Path) -> bytes:
+def _read_numbered(number: int, image: Any, folder: Path | None) -> bytes:
     try:
         return read_image(image, folder)
     except ValueError as error:
         raise ValueError(f"image {number} {error}") from None
 
 
-def read_image(image: Any, folder: Path) -> bytes:
-    """Read the content of an image's file; ValueError: missing, or of unknown form."""
+def read_image(image: Any, folder: Path | None) -> bytes:
+    """Read the content of an image's file; ValueError: missing, or of unknown form.
+
+    `folder`: of paths that are not absolute; None: no file is read.
+    """
     if isinstance(image, Mapping):  # the feature of a hub set that is not decoded
         image = image.get("path") if image.get("bytes") is None else image["bytes"]
     if isinstance(image, bytes):
@@ -52,7 +55,10 @@ def read_image(image: Any, folder: Path) -> bytes:
     if image.startswith("data:"):
         return _decode_url(image)
     if "://" in image and not image.startswith("file://"):
-        raise ValueError(f"is a link ({image[:60]}), and nothing is fetched; give its file, or a data URL")
+        advice = "a data URL" if folder is None else "its file, or a data URL"
+        raise ValueError(f"is a link ({image[:60]}), and nothing is fetched; give {advice}")
+    if folder is None:
+        raise ValueError("is no data URL; write data:image/png;base64,...")
     return _read_file(folder / image.removeprefix("file://"))
 
 
@@ -192,6 +198,34 @@ def place_images(prompt: Any, images: Sequence[bytes], folder: Path) -> tuple[li
     return messages, ordered
 
 
+def take_images(messages: Sequence[Mapping[str, Any]], folder: Path | None) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """Take the images out of messages whose parts hold them.
+
+    `folder`: as of `read_image`.
+
+    Returns:
+        The messages, whose images are parts without content, and the images in order.
+
+    Raises:
+        ValueError: a part holds no image or one that cannot be read, or stands beside parts of other kinds.
+    """
+    taken, contents = [], list[bytes]()
+    for number, message in enumerate(messages, start=1):
+        parts = message.get("content")
+        if not (isinstance(parts, list) and any(map(_is_image, parts))):
+            taken.append(dict(message))
+            continue
+        if not has_images(parts):
+            raise ValueError(f"message {number} has parts that are neither text nor image")
+        for part in filter(_is_image, parts):
+            content = _read_part(part, len(contents) + 1, folder)
+            if content is None:
+                raise ValueError(f"image {len(contents) + 1} is a part without an image")
+            contents.append(content)
+        taken.append({**message, "content": [_PLACE if _is_image(part) else part for part in parts]})
+    return taken, contents
+
+
 def _split_parts(content: Any) -> Iterator[dict[str, Any]]:
     """Split a message's content into parts, also a text at its marks."""
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
@@ -206,7 +240,7 @@ def _split_parts(content: Any) -> Iterator[dict[str, Any]]:
                 yield {"type": "text", "text": piece}
 
 
-def _read_part(part: Mapping[str, Any], number: int, folder: Path) -> bytes | None:
+def _read_part(part: Mapping[str, Any], number: int, folder: Path | None) -> bytes | None:
     """Read the image of a part; None: it holds none."""
     value = next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None), None)
     if isinstance(value, Mapping) and "url" in value:

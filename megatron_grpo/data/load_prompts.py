@@ -317,6 +317,7 @@ class PromptReader:
             store=locate_images(self.config.run_dir),
             model=self._model,
             vision=vision,
+            max_images=self.config.data.max_images,
             max_tokens=self.config.data.max_image_tokens,
         )
 

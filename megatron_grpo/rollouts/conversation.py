@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.batch.images import Images
 from megatron_grpo.data.chat_messages import ChatMessage
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.rollouts.call_prompts import BadCallError, Chat, SampledTurn, encode_chat, encode_text
@@ -72,6 +73,7 @@ class Segment:
 
     pieces: list[NDArray[np.int32]]  # [tokens] each, int32
     outputs: list[GenerationOutput]
+    images: Images = ()  # of all pieces, in the order of their placeholders
 
 
 @dataclass(frozen=True, slots=True)

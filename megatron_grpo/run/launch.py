@@ -13,6 +13,7 @@ from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, SamplingError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.started_values import list_code_folders
+from megatron_grpo.data.image_prompts import RunImages
 from megatron_grpo.environments.environment_processes import EnvironmentPool, build_environments
 from megatron_grpo.environments.interface import make_environment_settings
 from megatron_grpo.generation.engine_arguments import VllmSettings
@@ -129,7 +130,7 @@ def _start_generation(
         routed=RoutedForm.from_shape(read_model_shape(folder)) if config.policy.moe.replay_routing else None,
         in_flight=config.async_sampling if config.async_sampling.enabled else None,
         awaits_refit=awaits_refit and not has_slot,
-        images=make_engine_images(config, folder),
+        images=_make_engine_images(config, folder),
         adapter=make_policy_slot(config.policy, read_model_shape(folder)) if has_slot else None,
         has_prometheus=config.logger.prometheus,
     )
@@ -140,14 +141,26 @@ def _start_generation(
     return generation
 
 
-def make_engine_images(config: Config, folder: Path) -> EngineImages | None:
-    """Make the settings of prompts with images; None: there are none."""
+def make_run_images(config: Config, folder: Path) -> RunImages | None:
+    """Make the settings of images; None: there are none."""
     if config.data.image_key is None:
         return None
-    vision = read_model_shape(folder).vision
+    vision, data = read_model_shape(folder).vision, config.data
     assert vision is not None, "checks refuse images for a model that does not see"
-    folder_of_images, is_trained = str(locate_images(config.run_dir)), config.policy.train_vision_tower
-    return EngineImages(folder_of_images, vision, config.data.max_images, is_trained)
+    return RunImages(
+        store=locate_images(config.run_dir),
+        model=folder,
+        vision=vision,
+        max_images=data.max_images,
+        max_tokens=data.max_image_tokens,
+    )
+
+
+def _make_engine_images(config: Config, folder: Path) -> EngineImages | None:
+    images = make_run_images(config, folder)
+    if images is None:
+        return None
+    return EngineImages(str(images.store), images.vision, images.max_images, config.policy.train_vision_tower)
 
 
 def make_policy_settings(config: Config, folder: Path) -> RankSettings:
@@ -286,9 +299,8 @@ def start_rollouts(
     environments: dict[str, EnvironmentPool] = {}
     tokenizer = str(folder) if tokenizer is None else tokenizer
     if generation is not None:
-        images = make_engine_images(config, folder)
-        placeholders = () if images is None else images.vision.placeholders
-        settings = partial(make_environment_settings, config, tokenizer=tokenizer, placeholders=placeholders)
+        images = make_run_images(config, folder)
+        settings = partial(make_environment_settings, config, tokenizer=tokenizer, images=images)
         environments = build_environments(config.env, settings, rewards)
     for environment in environments.values():
         stack.callback(environment.shutdown)
