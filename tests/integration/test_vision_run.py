@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from megatron_grpo.prepare.counting import score_answers
 from megatron_grpo.prepare.lessons import split_lessons
 from megatron_grpo.prepare.pictures import draw_counting_rows
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
-from tests.integration.whole_runs import complete
+from tests.integration.whole_runs import complete, export
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("torchvision")  # vLLM's module of these models imports it
@@ -67,9 +65,7 @@ def test_from_a_checkpoint_it_ends_as_if_nothing_had_happened(run: TrainingRun, 
 
 
 def test_an_exported_checkpoint_is_what_the_run_validated(run: TrainingRun, tmp_path: Path) -> None:
-    checkpoint, output = run.run_dir / "checkpoints" / f"step_{STEPS}", tmp_path / "exported"
-    command = [sys.executable, "-m", "megatron_grpo.export", f"checkpoint={checkpoint}", f"output={output}"]
-    subprocess.run(command, check=True, timeout=120)
+    output = export(run.run_dir / "checkpoints" / f"step_{STEPS}", tmp_path / "exported")
     model = AutoModelForImageTextToText.from_pretrained(output, dtype=torch.float32)
     _, _, val = split_lessons("counting")
     accuracy = float(score_answers(model, AutoProcessor.from_pretrained(output), val)[1].float().mean())
