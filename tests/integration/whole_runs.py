@@ -26,7 +26,7 @@ def complete(run: TrainingRun, timeout_s: float = 480.0) -> TrainingRun:
 def export(checkpoint: Path, output: Path) -> Path:
     """Export a checkpoint; returns the folder of the model."""
     command = [sys.executable, "-m", "megatron_grpo.export", f"checkpoint={checkpoint}", f"output={output}"]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=300)
     return output
 
 
