@@ -135,14 +135,40 @@ def add_images(contents: Sequence[bytes], run: RunImages, earlier: Images = ()) 
     `earlier`: images that the sequence has already. TooManyImagesError: with these it would have too many, of which
     none is stored. ValueError: one cannot be decoded, or is not of a form that the model takes.
     """
-    if not contents:
-        return []
-    count = len(earlier) + len(contents)
-    if count > run.max_images:  # before any is decoded
+    require_few_images(len(earlier) + len(contents), run)  # before any is decoded
+    images = []
+    for number, content in enumerate(contents, start=1):
+        try:
+            images.append(measure_image(content, run))
+        except ValueError as error:
+            raise ValueError(f"image {number} {error}") from None
+    require_few_tokens([*earlier, *images], run)
+    for content in contents:
+        store_image(run.store, content)
+    return images
+
+
+def measure_image(content: bytes, run: RunImages) -> StoredImage:
+    """Divide an image into patches as the model's image processor does.
+
+    ValueError: it cannot be decoded, or is not of a form that the model takes.
+    """
+    grid = load_image_processor(run.model)(images=[decode_image(content)], return_tensors="pt")["image_grid_thw"][0]
+    return StoredImage(digest_image(content), int(grid[1]), int(grid[2]))
+
+
+def require_few_images(count: int, run: RunImages) -> None:
+    """TooManyImagesError: a sequence would have more images than the run takes."""
+    if count > run.max_images:
         raise TooManyImagesError(f"has {count} images, more than data.max_images={run.max_images}")
-    processor = load_image_processor(run.model)
-    grids = processor(images=decode_images(contents), return_tensors="pt")["image_grid_thw"]
-    return store_images(contents, grids, run, earlier)
+
+
+def require_few_tokens(images: Images, run: RunImages) -> None:
+    """TooManyImagesError: the images of a sequence have more tokens than the run takes."""
+    count = sum(image.count_tokens(run.vision) for image in images)
+    if count > run.max_tokens:
+        text = f"has images of {count} tokens, more than data.max_image_tokens={run.max_tokens}"
+        raise TooManyImagesError(f"{text}; make them smaller, or raise the limit")
 
 
 def decode_images(contents: Sequence[bytes]) -> list[Image]:
@@ -163,13 +189,25 @@ def store_images(contents: Sequence[bytes], grids: Any, run: RunImages, earlier:
     """
     pairs = zip(contents, np.asarray(grids).tolist(), strict=True)
     images = [StoredImage(digest_image(content), rows, columns) for content, (_, rows, columns) in pairs]
-    count = sum(image.count_tokens(run.vision) for image in [*earlier, *images])
-    if count > run.max_tokens:
-        text = f"has images of {count} tokens, more than data.max_image_tokens={run.max_tokens}"
-        raise TooManyImagesError(f"{text}; make them smaller, or raise the limit")
+    require_few_tokens([*earlier, *images], run)
     for content in contents:
         store_image(run.store, content)
     return images
+
+
+def fill_places(token_ids: Sequence[int], images: Images, run: RunImages | None) -> list[int]:
+    """Repeat the placeholders of a rendered text for the tokens of its images.
+
+    `run`: None: it takes no images. ValueError: there are more or fewer placeholders than images.
+    """
+    if run is None:
+        return list(token_ids)
+    places = int(np.isin(token_ids, run.vision.placeholders).sum())  # of videos, too, which nobody has
+    if places > len(images):
+        raise ValueError("its text has the placeholder of an image, and there is no image for it")
+    if places < len(images):
+        raise ValueError(f"the chat template writes {places} places for its {len(images)} images")
+    return list(expand_placeholders(token_ids, iter(images), run.vision))
 
 
 def expand_placeholders(token_ids: Sequence[int], images: Iterator[StoredImage], vision: VisionShape) -> Iterator[int]:

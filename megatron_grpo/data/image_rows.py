@@ -16,7 +16,7 @@ from megatron_grpo.models.image_store import MAX_BYTES
 MARK = "<image>"  # in a prompt's text, stands for the next image of the row
 _KINDS = ("image", "image_url", "input_image")  # of a message's part
 _PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
-_PLACE: dict[str, Any] = {"type": "image"}
+PLACE: dict[str, Any] = {"type": "image"}
 
 
 def read_images(value: Any, folder: Path) -> list[bytes]:
@@ -182,7 +182,7 @@ def place_images(prompt: Any, images: Sequence[bytes], folder: Path) -> tuple[li
             image = next(remaining, None) if image is None else image
             if image is not None:
                 ordered.append(image)
-            parts[number] = _PLACE
+            parts[number] = PLACE
         message["content"] = parts
     unused = len(list(remaining))
     if not slot_count and images:
@@ -191,7 +191,7 @@ def place_images(prompt: Any, images: Sequence[bytes], folder: Path) -> tuple[li
             raise ValueError("has images, and no message is the user's")
         text = first.get("content")
         rest = [{"type": "text", "text": text}] if isinstance(text, str) else list(text or ())
-        first["content"] = [*[_PLACE] * len(images), *rest]
+        first["content"] = [*[PLACE] * len(images), *rest]
         return messages, list(images)
     if unused or len(ordered) != slot_count:
         raise ValueError(f"has {len(images)} images in its column, and {slot_count} places for images in its prompt")
@@ -215,6 +215,7 @@ def take_images(messages: Sequence[Mapping[str, Any]], folder: Path | None) -> t
         if not (isinstance(parts, list) and any(map(_is_image, parts))):
             taken.append(dict(message))
             continue
+        parts = list(map(_rename_text, parts))
         if not has_images(parts):
             raise ValueError(f"message {number} has parts that are neither text nor image")
         for part in filter(_is_image, parts):
@@ -222,8 +223,29 @@ def take_images(messages: Sequence[Mapping[str, Any]], folder: Path | None) -> t
             if content is None:
                 raise ValueError(f"image {len(contents) + 1} is a part without an image")
             contents.append(content)
-        taken.append({**message, "content": [_PLACE if _is_image(part) else part for part in parts]})
+        taken.append({**message, "content": [PLACE if _is_image(part) else part for part in parts]})
     return taken, contents
+
+
+def _rename_text(part: Any) -> Any:
+    is_renamed = isinstance(part, Mapping) and part.get("type") in ("input_text", "output_text")
+    return {"type": "text", "text": part.get("text")} if is_renamed else part
+
+
+def attach_images(prompt: Sequence[Mapping[str, Any]], contents: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Put images as data URLs into the places that `show_images` left; its inverse."""
+    remaining = iter(contents)
+    return [
+        {**message, "content": [_make_url_part(next(remaining)) if part == PLACE else part for part in parts]}
+        if PLACE in (parts := list(_split_parts(message.get("content"))))
+        else dict(message)
+        for message in prompt
+    ]
+
+
+def _make_url_part(content: bytes) -> dict[str, Any]:
+    kind = "png" if content.startswith(b"\x89PNG") else "jpeg" if content.startswith(b"\xff\xd8") else "webp"
+    return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{base64.b64encode(content).decode()}"}}
 
 
 def _split_parts(content: Any) -> Iterator[dict[str, Any]]:
@@ -235,7 +257,7 @@ def _split_parts(content: Any) -> Iterator[dict[str, Any]]:
             continue
         for number, piece in enumerate(text.split(MARK)):
             if number:
-                yield _PLACE
+                yield PLACE
             if piece:
                 yield {"type": "text", "text": piece}
 

@@ -21,6 +21,7 @@ from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import ResponseError, RunError
 from megatron_grpo.config.outside_text import describe_error, make_line, make_name, make_note
 from megatron_grpo.data.image_prompts import TooManyImagesError
+from megatron_grpo.data.image_rows import attach_images
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.scores import (
     EncodedTurn,
@@ -32,7 +33,7 @@ from megatron_grpo.data.scores import (
     is_reward,
 )
 from megatron_grpo.environments.interface import STARTUP_S, EnvironmentSettings, EnvironmentStatus
-from megatron_grpo.environments.observations import ObservationEncoder, fill_places
+from megatron_grpo.environments.observations import ObservationEncoder, fill_turn
 from megatron_grpo.environments.process_guard import start_guard
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_model import RewardModelClient
@@ -72,9 +73,8 @@ class EnvironmentWorker:
 
     @cached_property
     def _encoder(self) -> ObservationEncoder:
-        images = self._settings.images
-        prompts = replace(self._settings.prompts, takes_images=images is not None)
-        return ObservationEncoder(PromptRenderer(self._settings.load_tokenizer(), prompts), images)
+        renderer = PromptRenderer(self._settings.load_tokenizer(), self._settings.prompts)
+        return ObservationEncoder(renderer, self._settings.images)
 
     def start(self) -> EnvironmentStatus:
         """Make the environment; must be called first."""
@@ -112,7 +112,7 @@ class EnvironmentWorker:
 
     def _make_turn(self, state: bytes, response: str, last_token: int, earlier: Images) -> EncodedTurn:
         turn = self._environment.step(unpack_state(state), response)
-        observation = fill_places(turn.observation, [], self._settings.images)
+        observation = fill_turn(turn.observation, [], self._settings.images)
         images, ending = list[StoredImage](), ""
         # With a chat template an empty text (such as the output of a program) is a message too: without it the model
         # would continue after the end of its own message.
@@ -138,9 +138,16 @@ class EnvironmentWorker:
         )
 
     def act(
-        self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess
+        self, prompt: Any, extra_env_info: dict[str, Any], access: ModelAccess, images: Images = ()
     ) -> bytes | ResponseFault | str:
-        """Run the agent; returns the rollout's state as `reset` does."""
+        """Run the agent; returns the rollout's state as `reset` does.
+
+        `images`: of the prompt, which the agent gets as data URLs.
+        """
+        if images:
+            assert self._settings.images is not None, "the run takes images"
+            store = self._settings.images.store
+            prompt = attach_images(prompt, [(store / image.digest).read_bytes() for image in images])
         return self._catch_faults(lambda: pack_state(self._environment.act(prompt, extra_env_info, access)))
 
     def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError] | ResponseFault | str:

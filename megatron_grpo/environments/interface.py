@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_grpo.config.data_schema import SandboxConfig
@@ -114,7 +114,7 @@ def make_environment_settings(
     return EnvironmentSettings(
         sandbox=config.sandbox,
         tokenizer=tokenizer,
-        prompts=make_task_spec(config.data, task),
+        prompts=replace(make_task_spec(config.data, task), takes_images=images is not None),
         import_folders=list_code_folders(config),
         images=images,
     )

@@ -14,7 +14,7 @@ from megatron_grpo.batch.images import Images, StoredImage
 from megatron_grpo.cluster.limited_calls import TEXT_BYTES, limit_memory
 from megatron_grpo.config.errors import ResponseError
 from megatron_grpo.config.outside_text import clean_json
-from megatron_grpo.data.image_prompts import RunImages, TooManyImagesError, add_images, expand_placeholders
+from megatron_grpo.data.image_prompts import RunImages, TooManyImagesError, add_images, fill_places
 from megatron_grpo.data.image_rows import take_images
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 
@@ -55,19 +55,12 @@ class ObservationEncoder:
         texts = clean_json(texts)
         with limit_memory(TEXT_BYTES):  # the texts are in part the model's
             token_ids = self.renderer.encode_later_turn(texts, last_token)
-        return fill_places(token_ids, images, self.images), images
+        return fill_turn(token_ids, images, self.images), images
 
 
-def fill_places(token_ids: Sequence[int], images: Images, run: RunImages | None) -> NDArray[np.int32]:
-    """Repeat the placeholders of a text for the tokens of its images.
-
-    `run`: None: the run takes no images. ResponseError: there are more or fewer placeholders than images.
-    """
-    if run is None:
-        return np.array(token_ids, dtype=np.int32)
-    places = int(np.isin(token_ids, run.vision.placeholders).sum())  # of videos, too, which nobody has
-    if places > len(images):
-        raise ResponseError("its text has the placeholder of an image, and there is no image for it")
-    if places < len(images):
-        raise ResponseError(f"its turn shows {len(images)} images, and the chat template writes {places} places")
-    return np.array([*expand_placeholders(token_ids, iter(images), run.vision)], dtype=np.int32)
+def fill_turn(token_ids: Sequence[int], images: Images, run: RunImages | None) -> NDArray[np.int32]:
+    """Repeat a turn's placeholders; ResponseError: there are more or fewer than images."""
+    try:
+        return np.array(fill_places(token_ids, images, run), dtype=np.int32)
+    except ValueError as error:
+        raise ResponseError(str(error)) from None

@@ -105,7 +105,6 @@ def _check_sampling(config: Config) -> Iterator[Rule]:
     generation = config.generation
     text = f"has no {_WITH_IMAGES} yet; use"
     yield generation.server.urls, "generation.server.urls=", f"{text} []"
-    yield generation.endpoint.enabled, "generation.endpoint.enabled=", f"{text} false"
     for name in generation.select_changed(FILTERS):
         yield True, f"generation.{name}=", f"is a filter, which {text} the default"
     tokens = generation.engine.speculative.num_speculative_tokens
@@ -115,5 +114,5 @@ def _check_sampling(config: Config) -> Iterator[Rule]:
         unseeing = "sees no images, and its scores would be of the text alone; use reward functions"
         yield environment.reward_model_folders, f"env.{name}.reward_funcs=", f"names a reward model, which {unseeing}"
         yield environment.type == "judge", f"env.{name}.type=", unseeing
-        is_agent = environment.agent_func is not None or environment.type in ("openenv", "verifiers")
-        yield is_agent, f"env.{name}.type=", f"{text} an environment without an agent"
+        has_server = environment.type in ("openenv", "verifiers")
+        yield has_server, f"env.{name}.type=", f"{text} another environment, or an agent of your own"

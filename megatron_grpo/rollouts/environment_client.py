@@ -112,6 +112,7 @@ class EnvironmentClient:
         self.reads_token_ids = False
         self.remarks: list[str] = []  # replacements of processes and their reasons, for the log of the run
         self.leave_out_suspects, self.prompts = handle.config.leave_out_suspects, handle.settings.prompts
+        self.images = handle.settings.images
         self._handle, self._clock = handle, clock
         self._queue = _Queue()
         self._suspects = _Queue()  # calls that repeat a failed one
@@ -170,13 +171,17 @@ class EnvironmentClient:
         prompt: str | list[dict[str, str]],
         extra_env_info: dict[str, Any],
         access: ModelAccess,
+        images: Images = (),
         *,
         is_repeated: bool = False,
     ) -> Any:
-        """Run the agent in its own process; returns the state."""
+        """Run the agent in its own process; returns the state.
+
+        `images`: of the prompt.
+        """
         agents = self._agents
         try:
-            call = self._call(EnvironmentWorker.act, prompt, extra_env_info, access, is_suspect=is_repeated)
+            call = self._call(EnvironmentWorker.act, prompt, extra_env_info, access, images, is_suspect=is_repeated)
             state = _require_answer(await call)
         except ResponseFailure as failure:
             failure.agents = agents

@@ -65,10 +65,11 @@ def _read_item(item: dict[str, Any], number: int, earlier: Sequence[ChatMessage]
     )
 
 
-def _join_parts(content: Any, number: int) -> str:
+def _join_parts(content: Any, number: int) -> str | list[Any]:
     if not isinstance(content, str | list | None):
         raise TypeError(f"its content is {type(content).__name__}, not a text or a list of parts")
-    return join_content(content, number)
+    are_stored = isinstance(content, list) and any(isinstance(part, dict) and "digest" in part for part in content)
+    return content if are_stored else join_content(content, number)
 
 
 def read_tools(call: dict[str, Any]) -> list[dict[str, Any]] | None:

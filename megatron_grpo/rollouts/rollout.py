@@ -33,6 +33,7 @@ from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.row_text import describe_row
 from megatron_grpo.data.scores import EnvironmentRequest, ScoreOrError, TrainerState, is_reward
+from megatron_grpo.rollouts.call_images import CallImages
 from megatron_grpo.rollouts.conversation import Conversation, Segment
 from megatron_grpo.rollouts.endpoint import Endpoint
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
@@ -295,10 +296,12 @@ class GroupRollout:
         assert self.endpoint is not None
         renderer = self.endpoint.get_renderer(datum["task_name"], self.environment.prompts)
         seed, length = partial(self._compute_seed, sample), settings.max_total_sequence_length
-        conversation = Conversation(engine, settings.sampling, renderer, seed, length, self.endpoint.texts)
+        run = self.environment.images
+        images = None if run is None else CallImages(run)
+        conversation = Conversation(engine, settings.sampling, renderer, seed, length, self.endpoint.texts, images)
         with self.endpoint.open_rollout(conversation) as access:
             try:
-                state = await act(datum["prompt"], datum["extra_env_info"], access)
+                state = await act(datum["prompt"], datum["extra_env_info"], access, datum.get("images", []))
             except RolloutFailure as failure:
                 if conversation.failure is None and conversation.responses and isinstance(failure, ResponseFailure):
                     failure.trajectory = self._make_agent_trajectory(sample, conversation)
@@ -329,6 +332,8 @@ class GroupRollout:
                     spans += [Span(start + span.start, start + span.end, span.version) for span in output.spans]
                     start += len(output.token_ids)
         outputs = [output for segment in segments for output in segment.outputs]
+        images = [image for segment in segments for image in segment.images]
+        has_counts = len(segments) > 1 and images
         return Trajectory(
             prompt_idx=self.datum["idx"],
             group=self.group,
@@ -342,7 +347,8 @@ class GroupRollout:
             loss_multiplier=self.datum["loss_multiplier"],
             task_name=self.datum["task_name"],
             routed=_join_routed(segments),
-            images=[image for segment in segments for image in segment.images],
+            images=images,
+            segment_images=[len(segment.images) for segment in segments] if has_counts else [],
             **self._row,
         )
 

@@ -48,7 +48,7 @@ def show(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shows:
     """The turn of an environment whose message has this content, behind a prompt with the first picture."""
     monkeypatch.setattr(worker_module, "begin_process_log", lambda _: None)
     run = make_run(model, tmp_path / "images")
-    settings = EnvironmentSettings(tokenizer=str(model), prompts=PromptFormat(), images=run)
+    settings = EnvironmentSettings(tokenizer=str(model), prompts=PromptFormat(takes_images=True), images=run)
     worker = EnvironmentWorker("plots", worker_module.EnvironmentConfig(), settings)
     worker._environment = environment = ShowingEnvironment()
 
