@@ -88,7 +88,5 @@ def list_images(messages: Sequence[ChatMessage]) -> list[StoredImage]:
     """List the images of stored messages, in order."""
     contents = (message.get("content") for message in messages)
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    names = StoredImage._fields
-    return [
-        StoredImage(*(part[name] for name in names)) for part in parts if isinstance(part, dict) and "digest" in part
-    ]
+    stored = [part for part in parts if isinstance(part, dict) and part.get("type") == PLACE["type"]]
+    return [StoredImage(*(part[name] for name in StoredImage._fields)) for part in stored]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.batch.images import StoredImage
 from megatron_grpo.batch.rollout_files import read_rollouts
+from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.source import COUNTING_VOCABULARY, PREPARED_MODELS
 from megatron_grpo.verification.random_pictures import load_whole_model, make_model_inputs
@@ -41,18 +41,25 @@ def compute_logprobs(model: Any, folder: Path, run_dir: Path, rollout: dict[str,
     """Log-probabilities of the sampled tokens over all tokens but the placeholders."""
     assert VISION is not None
     ids = torch.tensor(np.array(rollout["token_ids"]), dtype=torch.long)
-    images = [StoredImage(**image) for image in rollout["images"]]
-    inputs = make_model_inputs(ids, images, VISION, folder, run_dir / "images")
+    inputs = make_model_inputs(ids, rollout["images"], VISION, folder, run_dir / "images")
     logits = model(**inputs, use_cache=False).logits[0]
     logits[:, list(VISION.placeholders)] = -torch.inf
     positions = torch.tensor([token for begin, end, _ in rollout["spans"] for token in range(begin, end)])
     return logits[positions - 1].log_softmax(-1).gather(1, ids[positions][:, None])[:, 0]
 
 
+def split(rollout: dict[str, Any]) -> list[dict[str, Any]]:
+    """The segments of a rollout as rollouts."""
+    rows = [part.to_row() for part in Trajectory.from_row(rollout).split_segments()]
+    sizes = [sum(end - begin for begin, end, _ in row["spans"]) for row in rows]
+    trained = np.split(rollout["prev_logprobs"], np.cumsum(sizes)[:-1])
+    return [{**row, "prev_logprobs": values} for row, values in zip(rows, trained, strict=True)]
+
+
 def expect_the_trained_model(run: TrainingRun, folder: Path) -> list[dict[str, Any]]:
     """The rollouts of the second step: engine and policy computed what the first step's model does in transformers."""
     model, rollouts = load_whole_model(folder, torch.float32), list(read_rollouts(run.run_dir, 2))
-    for rollout in rollouts:
+    for rollout in [part for whole in rollouts for part in split(whole)]:
         expected = compute_logprobs(model, folder, run.run_dir, rollout)
         torch.testing.assert_close(torch.tensor(rollout["logprobs"]), expected, atol=2e-5, rtol=0)
         torch.testing.assert_close(torch.tensor(rollout["prev_logprobs"]), expected, atol=2e-5, rtol=0)
@@ -84,3 +91,21 @@ def test_a_rollout_ends_where_its_pictures_are_too_many(tmp_path: Path) -> None:
         reason = "the conversation has 3 images, more than data.max_images=2"
         assert rollout["notes"]["ended"] == f"with the next turn of environment counting {reason}"
         assert (len(rollout["images"]), rollout["stop_reason"]) == (2, "length")
+
+
+def test_an_agent_sees_the_pictures_of_its_prompt_and_shows_others(tmp_path: Path) -> None:
+    agent = (
+        "env.counting.type=reward_functions",
+        "env.counting.agent_func=tests.support.showing_agent.look_twice",
+        "env.counting.reward_funcs=[tests.support.showing_agent.counts_right]",
+        "generation.endpoint.enabled=true",
+        "grpo.max_rollout_turns=1",
+    )
+    run = complete(TrainingRun(tmp_path / "run", *FEW, *agent, recipe="quickstart_vision"))
+    assert all(row["grad_norm"] > 0 and row["token_mult_prob_error_max"] < 1.001 for row in run.metrics())
+    rollouts = expect_the_trained_model(run, export(run.run_dir / "checkpoints" / "step_1", tmp_path / "exported"))
+    for rollout in rollouts:
+        digests = [image["digest"] for image in rollout["images"]]
+        assert digests[1] == digests[2], "the second conversation has the second picture alone"
+        assert rollout["columns"]["images"].startswith(digests[0])
+        assert rollout["segment_images"].tolist() == [2, 1]
