@@ -108,4 +108,4 @@ def test_an_agent_sees_the_pictures_of_its_prompt_and_shows_others(tmp_path: Pat
         digests = [image["digest"] for image in rollout["images"]]
         assert digests[1] == digests[2], "the second conversation has the second picture alone"
         assert rollout["columns"]["images"].startswith(digests[0])
-        assert rollout["segment_images"].tolist() == [2, 1]
+        assert rollout["segment_images"] == [2, 1]
