@@ -12,12 +12,14 @@ import numpy as np
 from jinja2 import TemplateError
 
 from megatron_grpo.batch.images import Images, StoredImage, require_placeholders
+from megatron_grpo.config.schema import Config
 from megatron_grpo.data.chat_messages import read_row_tools
 from megatron_grpo.data.image_rows import place_images, read_images, show_images
 from megatron_grpo.data.processors import REFERENCE, DatumSpec, Message, TaskDataSpec, apply_prompt_file, find_task
 from megatron_grpo.data.prompt_renderer import PromptRenderer
+from megatron_grpo.models.families.reading import read_model_shape
 from megatron_grpo.models.image_processor import load_image_processor
-from megatron_grpo.models.image_store import decode_image, digest_image, store_image
+from megatron_grpo.models.image_store import decode_image, digest_image, locate_images, store_image
 from megatron_grpo.models.vision_shape import VisionShape
 
 if TYPE_CHECKING:
@@ -37,6 +39,24 @@ class RunImages:
     vision: VisionShape
     max_images: int
     max_tokens: int  # of all images together
+
+
+def make_run_images(config: Config, model: Path, store: Path | None = None) -> RunImages | None:
+    """Make the settings of images; None: there are none.
+
+    `model`: folder of the model; `store`: of the images; None: that of the run.
+    """
+    if config.data.image_key is None:
+        return None
+    vision = read_model_shape(model).vision
+    assert vision is not None, "checks refuse images for a model that does not see"
+    return RunImages(
+        store=store or locate_images(config.run_dir),
+        model=model,
+        vision=vision,
+        max_images=config.data.max_images,
+        max_tokens=config.data.max_image_tokens,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

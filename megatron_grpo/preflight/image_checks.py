@@ -26,16 +26,23 @@ def find_image_problems(config: Config, shape: ModelShape | None) -> Iterator[Ru
     yield from _check_tower(config, shape)
     if config.data.image_key is None:
         return
+    able = ", ".join(method.name for method in ALGORITHMS.values() if method.takes_images)
+    text = f"has no {_WITH_IMAGES} yet; use {able}"
+    yield not config.method.takes_images, "algorithm=", text
+    yield from check_sampled_images(config, shape)
+    yield from _check_value_model(config, shape)
+    yield from _check_training(config)
+
+
+def check_sampled_images(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+    """Check rows with images, and sampling from them; shape None: unknown."""
+    if config.data.image_key is None:
+        return
     visions = [family.vision for family in list_families() if family.vision is not None]
     names = ", ".join(vision.architecture for vision in visions if vision.images is not None)
     text = f"is a model that takes no {_WITH_IMAGES}; those that do: {names}"
     yield shape is not None and shape.vision is None, "policy.model.path=", text
-    able = ", ".join(method.name for method in ALGORITHMS.values() if method.takes_images)
-    text = f"has no {_WITH_IMAGES} yet; use {able}"
-    yield not config.method.takes_images, "algorithm=", text
-    yield from _check_value_model(config, shape)
     yield from _check_rows(config)
-    yield from _check_training(config)
     yield from _check_sampling(config)
 
 

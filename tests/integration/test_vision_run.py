@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -74,6 +76,16 @@ def test_an_exported_checkpoint_is_what_the_run_validated(run: TrainingRun, tmp_
     before, after = (load_file(folder / "model.safetensors") for folder in (origin, output))
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]) == name.startswith("visual."), name
+
+
+def test_an_evaluation_finds_what_validation_found(run: TrainingRun, tmp_path: Path) -> None:
+    checkpoint, output = run.run_dir / "checkpoints" / f"step_{STEPS}", tmp_path / "evaluation"
+    command = [sys.executable, "-m", "megatron_grpo.evaluate", f"checkpoint={checkpoint}", f"output={output}"]
+    subprocess.run(command, check=True, timeout=500)
+    (figures,) = json.loads((output / "results.json").read_text())["sets"].values()
+    assert figures["accuracy"]["mean"] == read_jsonl(run.run_dir / "validation.jsonl")[-1]["val_accuracy"]
+    pictures = {file.name for file in (output / "images").iterdir()}
+    assert pictures <= {file.name for file in (run.run_dir / "images").iterdir()}
 
 
 def test_supervised_training_learns_the_answers_to_pictures(tmp_path: Path) -> None:
