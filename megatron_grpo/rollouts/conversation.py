@@ -233,9 +233,12 @@ class Conversation:
             earlier = responses[prompt.restored].history
             assert isinstance(earlier, list)
             history = [*earlier, *history[len(earlier) :]]
-        parent = None if prompt.parent is None else responses[prompt.parent]
-        assert parent is None or isinstance(parent.history, list)
-        images = list_images(history if parent is None else history[len(parent.history) :])
+        parent, later = None, history
+        if prompt.parent is not None:
+            parent = responses[prompt.parent]
+            assert isinstance(parent.history, list)
+            later = history[len(parent.history) :]
+        images = list_images(later)
         return _Prompt(parent, self._fill_places(prompt.context, images), history, prompt.rendered, images)
 
     async def _encode_prompt(self, prompt: str | Sequence[int]) -> _Prompt:
