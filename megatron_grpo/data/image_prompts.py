@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class TooManyImagesError(ValueError):
-    """The images of a sequence are more, or larger, than a run takes."""
+    """A sequence has more or larger images than allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunImages:
-    """How a run takes images: its model, its store, and the limits of a sequence."""
+    """How a run takes images, and the limits of a sequence."""
 
     store: Path
     model: Path
@@ -150,7 +150,7 @@ class ImagePromptProcessor:
 
 
 def add_images(contents: Sequence[bytes], run: RunImages, earlier: Images = ()) -> list[StoredImage]:
-    """Store further images of a sequence, as the model's image processor divides them.
+    """Store further images of a sequence.
 
     `earlier`: images that the sequence has already. TooManyImagesError: with these it would have too many, of which
     none is stored. ValueError: one cannot be decoded, or is not of a form that the model takes.
@@ -169,7 +169,7 @@ def add_images(contents: Sequence[bytes], run: RunImages, earlier: Images = ()) 
 
 
 def measure_image(content: bytes, run: RunImages) -> StoredImage:
-    """Divide an image into patches as the model's image processor does.
+    """Divide an image into patches as the model does.
 
     ValueError: it cannot be decoded, or is not of a form that the model takes.
     """
@@ -178,13 +178,13 @@ def measure_image(content: bytes, run: RunImages) -> StoredImage:
 
 
 def require_few_images(count: int, run: RunImages) -> None:
-    """TooManyImagesError: a sequence would have more images than the run takes."""
+    """TooManyImagesError: a sequence would have too many images."""
     if count > run.max_images:
         raise TooManyImagesError(f"has {count} images, more than data.max_images={run.max_images}")
 
 
 def require_few_tokens(images: Images, run: RunImages) -> None:
-    """TooManyImagesError: the images of a sequence have more tokens than the run takes."""
+    """TooManyImagesError: a sequence's images have too many tokens."""
     count = sum(image.count_tokens(run.vision) for image in images)
     if count > run.max_tokens:
         text = f"has images of {count} tokens, more than data.max_image_tokens={run.max_tokens}"
@@ -216,22 +216,22 @@ def store_images(contents: Sequence[bytes], grids: Any, run: RunImages, earlier:
 
 
 def fill_places(token_ids: Sequence[int], images: Images, run: RunImages | None) -> list[int]:
-    """Repeat the placeholders of a rendered text for the tokens of its images.
+    """Repeat a text's placeholders for the tokens of its images.
 
     `run`: None: it takes no images. ValueError: there are more or fewer placeholders than images.
     """
     if run is None:
         return list(token_ids)
-    places = int(np.isin(token_ids, run.vision.placeholders).sum())  # of videos, too, which nobody has
-    if places > len(images):
+    count = int(np.isin(token_ids, run.vision.placeholders).sum())  # of videos, too, which nobody has
+    if count > len(images):
         raise ValueError("its text has the placeholder of an image, and there is no image for it")
-    if places < len(images):
-        raise ValueError(f"the chat template writes {places} places for its {len(images)} images")
+    if count < len(images):
+        raise ValueError(f"the chat template writes {count} places for its {len(images)} images")
     return list(expand_placeholders(token_ids, iter(images), run.vision))
 
 
 def expand_placeholders(token_ids: Sequence[int], images: Iterator[StoredImage], vision: VisionShape) -> Iterator[int]:
-    """Repeat each placeholder of a rendered text for the tokens of its image."""
+    """Repeat each placeholder for the tokens of its image."""
     for token in token_ids:
         count = next(images).count_tokens(vision) if token == vision.image_token else 1
         yield from [token] * count

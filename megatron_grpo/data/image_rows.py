@@ -209,11 +209,11 @@ def take_images(messages: Sequence[Mapping[str, Any]], folder: Path | None) -> t
     Raises:
         ValueError: a part holds no image or one that cannot be read, or stands beside parts of other kinds.
     """
-    taken, contents = [], list[bytes]()
+    emptied, contents = list[dict[str, Any]](), list[bytes]()
     for number, message in enumerate(messages, start=1):
         parts = message.get("content")
         if not (isinstance(parts, list) and any(map(_is_image, parts))):
-            taken.append(dict(message))
+            emptied.append(dict(message))
             continue
         parts = list(map(_rename_text, parts))
         if not has_images(parts):
@@ -223,8 +223,8 @@ def take_images(messages: Sequence[Mapping[str, Any]], folder: Path | None) -> t
             if content is None:
                 raise ValueError(f"image {len(contents) + 1} is a part without an image")
             contents.append(content)
-        taken.append({**message, "content": [PLACE if _is_image(part) else part for part in parts]})
-    return taken, contents
+        emptied.append({**message, "content": [PLACE if _is_image(part) else part for part in parts]})
+    return emptied, contents
 
 
 def _rename_text(part: Any) -> Any:
@@ -233,7 +233,7 @@ def _rename_text(part: Any) -> Any:
 
 
 def attach_images(prompt: Sequence[Mapping[str, Any]], contents: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Put images as data URLs into the places that `show_images` left; its inverse."""
+    """Put images as data URLs where `show_images` left marks."""
     remaining = iter(contents)
     return [
         {**message, "content": [_make_url_part(next(remaining)) if part == PLACE else part for part in parts]}

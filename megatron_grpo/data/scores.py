@@ -117,7 +117,7 @@ class Turn:
 
 @dataclass(slots=True, kw_only=True)
 class EncodedTurn(Turn):
-    """A turn on its way to the rollout: its texts are tokens, and its images are stored."""
+    """A turn with tokens for its texts, and stored images."""
 
     images: list[StoredImage] = field(default_factory=list)
     """Images that the observation shows, in the order of their placeholders."""

@@ -107,7 +107,10 @@ class EnvironmentWorker:
     def step(
         self, state: bytes, response: str, last_token: int, images: Images = ()
     ) -> EncodedTurn | ResponseFault | str:
-        """Answer a response that ends with `last_token`; `images`: of the conversation so far."""
+        """Answer a response that ends with `last_token`.
+
+        `images`: of the conversation so far.
+        """
         return self._catch_faults(partial(self._make_turn, state, response, last_token, images))
 
     def _make_turn(self, state: bytes, response: str, last_token: int, earlier: Images) -> EncodedTurn:

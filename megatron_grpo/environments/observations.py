@@ -29,7 +29,7 @@ class ObservationEncoder:
     def encode(
         self, messages: Sequence[Mapping[str, Any]], last_token: int, earlier: Images
     ) -> tuple[NDArray[np.int32], list[StoredImage]]:
-        """Encode messages that follow a response, and store the images that they show.
+        """Encode messages after a response, and store their images.
 
         Args:
             messages: of the environment; the parts of their contents may hold images.
@@ -59,7 +59,7 @@ class ObservationEncoder:
 
 
 def fill_turn(token_ids: Sequence[int], images: Images, run: RunImages | None) -> NDArray[np.int32]:
-    """Repeat a turn's placeholders; ResponseError: there are more or fewer than images."""
+    """Repeat a turn's placeholders; ResponseError about their number."""
     try:
         return np.array(fill_places(token_ids, images, run), dtype=np.int32)
     except ValueError as error:

@@ -35,7 +35,7 @@ def find_image_problems(config: Config, shape: ModelShape | None) -> Iterator[Ru
 
 
 def check_sampled_images(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
-    """Check rows with images, and sampling from them; shape None: unknown."""
+    """Check rows with images and their sampling; shape None: unknown."""
     if config.data.image_key is None:
         return
     visions = [family.vision for family in list_families() if family.vision is not None]

@@ -23,7 +23,7 @@ IMAGE_BYTES = 2**22  # that a call may have more for each image of a prompt
 
 
 class CallImages:
-    """Images of the calls of one rollout, each of which is decoded once."""
+    """Images of one rollout's calls; each is decoded once."""
 
     def __init__(self, run: RunImages) -> None:
         self._run = run
@@ -35,12 +35,12 @@ class CallImages:
         return self._run.max_images * IMAGE_BYTES
 
     def store(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-        """Store the images of messages; returns the messages, with digests for images.
+        """Store the images of messages; returns messages with digests.
 
         BadCallError: an image is a link, cannot be decoded, or they are too many.
         """
         try:
-            taken, contents = take_images(messages, None)
+            emptied, contents = take_images(messages, None)
             require_few_images(len(contents), self._run)  # before any is decoded
             images = [self._measure(number, content) for number, content in enumerate(contents, start=1)]
             self.require_few(images)
@@ -53,7 +53,7 @@ class CallImages:
                 store_image(self._run.store, content)
                 self._known[image.digest] = image
         remaining = iter(images)
-        return [{**message, **_fill_content(message, remaining)} for message in taken]
+        return [{**message, **_fill_content(message, remaining)} for message in emptied]
 
     def _measure(self, number: int, content: bytes) -> StoredImage:
         try:
@@ -62,7 +62,7 @@ class CallImages:
             raise ValueError(f"image {number} {error}") from None
 
     def require_few(self, images: Images) -> None:
-        """BadCallError: a conversation has more images than the run takes, or larger ones."""
+        """BadCallError: a conversation has too many images, or too large ones."""
         try:
             require_few_images(len(images), self._run)
             require_few_tokens(images, self._run)
@@ -70,7 +70,7 @@ class CallImages:
             raise BadCallError(f"the conversation {error}") from None
 
     def fill(self, token_ids: Sequence[int], images: Images) -> list[int]:
-        """Repeat placeholders for the tokens of images; BadCallError: their numbers differ."""
+        """Repeat placeholders for tokens of images; BadCallError about their number."""
         try:
             return fill_places(token_ids, images, self._run)
         except ValueError as error:

@@ -70,7 +70,7 @@ class Response:
 
     @property
     def path_images(self) -> list[StoredImage]:
-        """Images of all tokens so far, in the order of their placeholders."""
+        """Images of all tokens so far, in order."""
         return [image for step in self.path for image in step.images]
 
 
@@ -213,7 +213,7 @@ class Conversation:
         return await self._sample(await self._encode_prompt(prompt), max_tokens, stop, extend)
 
     async def store_images(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-        """Store the images of a call's messages; BadCallError: one cannot be used."""
+        """Store a call's images; BadCallError: one cannot be used."""
         if self.images is None:
             return messages  # the renderer refuses images
         async with self._share_processes():

@@ -106,7 +106,7 @@ class VisionTower:
 
 
 def make_tower(settings: RankSettings, platform: Platform, chunks: Sequence[DecoderModel]) -> VisionTower | None:
-    """Make the tower of images; None: the sequences have none, or no layer here takes them."""
+    """Make the tower of images; None: no layer here gets any."""
     takes_images = settings.shape.vision is not None and any(chunk.takes_images for chunk in chunks)
     if not (takes_images and settings.images_folder):
         return None

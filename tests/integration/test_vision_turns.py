@@ -59,10 +59,10 @@ def split(rollout: dict[str, Any]) -> list[dict[str, Any]]:
 def expect_the_trained_model(run: TrainingRun, folder: Path) -> list[dict[str, Any]]:
     """The rollouts of the second step: engine and policy computed what the first step's model does in transformers."""
     model, rollouts = load_whole_model(folder, torch.float32), list(read_rollouts(run.run_dir, 2))
-    for rollout in [part for whole in rollouts for part in split(whole)]:
-        expected = compute_logprobs(model, folder, run.run_dir, rollout)
-        torch.testing.assert_close(torch.tensor(rollout["logprobs"]), expected, atol=2e-5, rtol=0)
-        torch.testing.assert_close(torch.tensor(rollout["prev_logprobs"]), expected, atol=2e-5, rtol=0)
+    for segment in [segment for rollout in rollouts for segment in split(rollout)]:
+        expected = compute_logprobs(model, folder, run.run_dir, segment)
+        for name in ("logprobs", "prev_logprobs"):
+            torch.testing.assert_close(torch.tensor(segment[name]), expected, atol=2e-5, rtol=0)
     return rollouts
 
 

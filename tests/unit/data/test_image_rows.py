@@ -133,7 +133,7 @@ def test_the_images_of_a_prompt_come_back_as_data_urls() -> None:
         {"role": "assistant", "content": "x"},
         {"role": "user", "content": [{"type": "text", "text": "and"}, PLACE]},
     ]
-    shown = attach_images(show_images(prompt), contents)
-    assert take_images(shown, None) == (prompt, contents)
-    urls = [part["image_url"]["url"] for message in shown for part in message["content"] if "image_url" in part]
+    messages = attach_images(show_images(prompt), contents)
+    assert take_images(messages, None) == (prompt, contents)
+    urls = [part["image_url"]["url"] for message in messages for part in message["content"] if "image_url" in part]
     assert [url.partition(";")[0] for url in urls] == ["data:image/png", "data:image/jpeg", "data:image/webp"]

@@ -62,12 +62,12 @@ def show(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shows:
     return step
 
 
-def shown(content: bytes) -> dict[str, Any]:
+def show_part(content: bytes) -> dict[str, Any]:
     return {"type": "image", "image": content}
 
 
 FORMS: list[Any] = [
-    shown(SECOND),
+    show_part(SECOND),
     {"type": "image", "image": {"bytes": SECOND, "path": None}},
     {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(SECOND).decode()}"}},
     {"type": "input_image", "image_url": f"data:image/png;base64,{base64.b64encode(SECOND).decode()}"},
@@ -85,11 +85,11 @@ def test_the_conversation_is_that_of_the_processor(part: Any, show: Shows, model
     processor = AutoProcessor.from_pretrained(model)
     row = {"prompt": "how many", "answer": 3, "image": FIRST}
     datum = ImagePromptProcessor(source)(row, TaskDataSpec(task_name=""), processor.tokenizer, 99, 0)
-    place = {"type": "image"}
+    slot = {"type": "image"}
     conversation = [
-        {"role": "user", "content": [place, {"type": "text", "text": "how many"}]},
+        {"role": "user", "content": [slot, {"type": "text", "text": "how many"}]},
         {"role": "assistant", "content": "3"},
-        {"role": "user", "content": [{"type": "text", "text": "no"}, place, {"type": "text", "text": "how many"}]},
+        {"role": "user", "content": [{"type": "text", "text": "no"}, slot, {"type": "text", "text": "how many"}]},
     ]
     text = processor.apply_chat_template(conversation, add_generation_prompt=True)
     expected = processor(text=[text], images=[decode_image(FIRST), decode_image(SECOND)])
@@ -103,7 +103,7 @@ def test_the_conversation_is_that_of_the_processor(part: Any, show: Shows, model
 
 def test_a_path_is_read_and_several_images_keep_their_order(show: Shows, tmp_path: Path) -> None:
     (tmp_path / "plot.png").write_bytes(SECOND)
-    turn = show([{"type": "image", "path": str(tmp_path / "plot.png")}, shown(FIRST)])
+    turn = show([{"type": "image", "path": str(tmp_path / "plot.png")}, show_part(FIRST)])
     assert isinstance(turn, EncodedTurn)
     assert [image.digest for image in turn.images] == [digest_image(SECOND), digest_image(FIRST)]
     assert VISION is not None
@@ -113,14 +113,14 @@ def test_a_path_is_read_and_several_images_keep_their_order(show: Shows, tmp_pat
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ([shown(SECOND[:60])], "its turn image 1 cannot be decoded"),
-        ([shown(b"text")], "its turn image 1 is no image that can be read; give PNG, JPEG, WEBP"),
+        ([show_part(SECOND[:60])], "its turn image 1 cannot be decoded"),
+        ([show_part(b"text")], "its turn image 1 is no image that can be read; give PNG, JPEG, WEBP"),
         ([{"type": "image", "image": "http://host/a.png"}], "image 1 is a link (http://host/a.png), and nothing is"),
         ([{"type": "image", "path": "/none.png"}], "its turn image 1 is not there: /none.png"),
         ([{"type": "image"}], "its turn image 1 is a part without an image"),
-        ([shown(FIRST), {"type": "audio"}], "its turn message 1 has parts that are neither text nor image"),
+        ([show_part(FIRST), {"type": "audio"}], "its turn message 1 has parts that are neither text nor image"),
         ([{"type": "text", "text": "<|image_pad|>"}], "its text has the placeholder of an image, and there is no"),
-        ([shown(FIRST), {"type": "text", "text": "<|video_pad|>"}], "its text has the placeholder of an image"),
+        ([show_part(FIRST), {"type": "text", "text": "<|video_pad|>"}], "its text has the placeholder of an image"),
     ],
 )
 def test_what_cannot_be_shown_is_one_message(content: Any, reason: str, show: Shows, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_what_cannot_be_shown_is_one_message(content: Any, reason: str, show: Sh
     ],
 )
 def test_limits_hold_over_all_turns(images: list[bytes], reason: str, show: Shows, tmp_path: Path) -> None:
-    turn = show([*map(shown, images)])
+    turn = show([*map(show_part, images)])
     assert isinstance(turn, EncodedTurn)
     assert turn.ending.startswith(f"with the next turn of environment plots the conversation {reason}")
     assert (list(turn.images), len(turn.observation)) == ([], 0)

@@ -85,18 +85,18 @@ async def chat(client: AsyncOpenAI, messages: list[Any]) -> list[Any]:
 
 
 async def test_the_conversation_is_that_of_the_processor(model: Path, tmp_path: Path) -> None:
-    """transformers' processor makes the same ids of the whole conversation at once."""
+    """transformers' processor makes the same ids of the complete_messages conversation at once."""
     async with open_rollout(model, tmp_path) as (client, conversation, engine):
         messages = await chat(client, [ask(FIRST)])
         await chat(client, [*messages, ask(SECOND, FIRST, text="now")])
-    place = {"type": "image"}
-    whole = [
-        {"role": "user", "content": [place, {"type": "text", "text": "how many"}]},
+    slot = {"type": "image"}
+    complete_messages = [
+        {"role": "user", "content": [slot, {"type": "text", "text": "how many"}]},
         {"role": "assistant", "content": "3"},
-        {"role": "user", "content": [place, place, {"type": "text", "text": "now"}]},
+        {"role": "user", "content": [slot, slot, {"type": "text", "text": "now"}]},
     ]
     processor = AutoProcessor.from_pretrained(model)
-    text = processor.apply_chat_template(whole, add_generation_prompt=True)
+    text = processor.apply_chat_template(complete_messages, add_generation_prompt=True)
     expected = processor(text=[text], images=[decode_image(image) for image in (FIRST, SECOND, FIRST)])
     first, second = engine.requests
     assert second.prompt_ids.tolist() == expected["input_ids"][0]
@@ -149,12 +149,12 @@ async def test_responses_take_images(model: Path, tmp_path: Path) -> None:
             openai.BadRequestError, match=r"the conversation has 4 images, more than data\.max_images=3"
         ):
             await client.responses.create(model="policy", input=[*again, *again], previous_response_id=first.id)
-    async with open_rollout(model, tmp_path) as (client, _, other):
+    async with open_rollout(model, tmp_path) as (client, _, second_engine):
         await chat(client, [*await chat(client, [ask(FIRST)]), ask(SECOND, text="now")])
     assert [request.prompt_ids.tolist() for request in engine.requests] == [
-        request.prompt_ids.tolist() for request in other.requests
+        request.prompt_ids.tolist() for request in second_engine.requests
     ]
-    assert engine.requests[1].images == other.requests[1].images
+    assert engine.requests[1].images == second_engine.requests[1].images
 
 
 def image_part(url: Any) -> dict[str, Any]:

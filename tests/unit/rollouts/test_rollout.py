@@ -105,8 +105,8 @@ class FakeEnvironment:
     reads_token_ids: bool = False
     leave_out_suspects: tuple[str, ...] = ()
     rewards: list[float | None] = field(default_factory=list)  # of the turns, in order
-    shown: list[list[StoredImage]] = field(default_factory=list)  # images of the observations
-    seen: list[Images] = field(default_factory=list)  # images of the conversation, by turn
+    turn_images: list[list[StoredImage]] = field(default_factory=list)  # images of the observations
+    earlier_images: list[Images] = field(default_factory=list)  # images of the conversation, by turn
     ending: str = ""  # of the last observation
 
     async def reset(self, prompt: Any, extra_env_info: dict[str, Any], *, is_repeated: bool) -> Any:
@@ -116,7 +116,7 @@ class FakeEnvironment:
         self, state: Any, response: str, last_token: int, images: Images, *, is_repeated: bool
     ) -> EncodedTurn:
         self.last_tokens.append(last_token)
-        self.seen.append(images)
+        self.earlier_images.append(images)
         prompt, answer, turns = state
         state = (prompt, answer, (*turns, response))
         reward = self.rewards[len(turns)] if self.rewards else None
@@ -128,7 +128,7 @@ class FakeEnvironment:
             state=state,
             reward=reward,
             observation=np.array(self.observations[number], np.int32),
-            images=self.shown[number] if self.shown else [],
+            images=self.turn_images[number] if self.turn_images else [],
             ending=self.ending if number == len(self.observations) - 1 else "",
         )
 
@@ -266,14 +266,14 @@ def test_several_turns_put_observations_between_what_was_sampled() -> None:
 
 def test_images_of_turns_follow_those_of_the_prompt() -> None:
     images = [StoredImage(name, 2, 2) for name in "abcd"]
-    environment = FakeEnvironment(observations=[[50, 51], [60]], shown=[images[1:3], images[3:]])
+    environment = FakeEnvironment(observations=[[50, 51], [60]], turn_images=[images[1:3], images[3:]])
     engine, settings = FakeEngine(), replace(BATCH_SETTINGS, samples_per_prompt=1)
     datum: DatumSpec = {**DATUM, "images": images[:1]}
     (trajectory,) = run(engine, environment, settings, datum)
     assert trajectory.images == images
-    shown = [images[:1], images[:3], images]
-    assert [request.images for request in engine.requests] == shown
-    assert environment.seen == shown, "so that the environment knows how many are left"
+    by_request = [images[:1], images[:3], images]
+    assert [request.images for request in engine.requests] == by_request
+    assert environment.earlier_images == by_request, "so that the environment knows how many are left"
     assert datum["images"] == images[:1]
     assert Trajectory.from_row(trajectory.to_row()).images == images
     (cut,) = run(FakeEngine(), environment, replace(settings, max_total_sequence_length=9), datum)
@@ -282,7 +282,7 @@ def test_images_of_turns_follow_those_of_the_prompt() -> None:
 
 def test_a_turn_with_too_many_images_ends_the_rollout_with_the_reason() -> None:
     image = StoredImage("a", 2, 2)
-    environment = FakeEnvironment(observations=[[50], []], shown=[[image], []], ending="it has 9 images")
+    environment = FakeEnvironment(observations=[[50], []], turn_images=[[image], []], ending="it has 9 images")
     (trajectory,) = run(FakeEngine(), environment, replace(BATCH_SETTINGS, samples_per_prompt=1))
     assert trajectory.token_ids.tolist() == [1, 2, 3, 101, 201, 50, 102, 202]
     assert (trajectory.truncated, trajectory.images) == (True, [image])
