@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import TemplateError
+from numpy.typing import NDArray
 
 from megatron_grpo.batch.images import Images, StoredImage, require_placeholders
 from megatron_grpo.config.schema import Config
@@ -215,7 +216,7 @@ def store_images(contents: Sequence[bytes], grids: Any, run: RunImages, earlier:
     return images
 
 
-def fill_places(token_ids: Sequence[int], images: Images, run: RunImages | None) -> list[int]:
+def fill_places(token_ids: Sequence[int] | NDArray[np.integer], images: Images, run: RunImages | None) -> list[int]:
     """Repeat a text's placeholders for the tokens of its images.
 
     `run`: None: it takes no images. ValueError: there are more or fewer placeholders than images.
@@ -227,7 +228,7 @@ def fill_places(token_ids: Sequence[int], images: Images, run: RunImages | None)
         raise ValueError("its text has the placeholder of an image, and there is no image for it")
     if count < len(images):
         raise ValueError(f"the chat template writes {count} places for its {len(images)} images")
-    return list(expand_placeholders(token_ids, iter(images), run.vision))
+    return list(expand_placeholders(list(token_ids), iter(images), run.vision))
 
 
 def expand_placeholders(token_ids: Sequence[int], images: Iterator[StoredImage], vision: VisionShape) -> Iterator[int]:

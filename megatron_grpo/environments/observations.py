@@ -58,7 +58,9 @@ class ObservationEncoder:
         return fill_turn(token_ids, images, self.images), images
 
 
-def fill_turn(token_ids: Sequence[int], images: Images, run: RunImages | None) -> NDArray[np.int32]:
+def fill_turn(
+    token_ids: Sequence[int] | NDArray[np.integer], images: Images, run: RunImages | None
+) -> NDArray[np.int32]:
     """Repeat a turn's placeholders; ResponseError about their number."""
     try:
         return np.array(fill_places(token_ids, images, run), dtype=np.int32)

@@ -110,10 +110,8 @@ class Canary:
 
     @staticmethod
     def from_config(config: Config, shape: ModelShape) -> Canary:
-        longest, placeholders = (
-            config.policy.max_total_sequence_length,
-            shape.vision.placeholders if shape.vision else (),
-        )
+        longest = config.policy.max_total_sequence_length
+        placeholders = shape.vision.placeholders if shape.vision else ()
         sequences = draw_canary(config.loop.seed, shape.vocab, longest, placeholders)
         rounding = 0.0 if config.engine_dtype == config.policy.precision else _CONVERSION_ROUNDING
         precision, has_experts = find_coarsest_precision(config), shape.experts is not None
