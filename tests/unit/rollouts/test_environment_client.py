@@ -333,7 +333,7 @@ def test_repeated_calls_are_answered_while_others_keep_coming() -> None:
             task.cancel()
         return turn
 
-    assert run_at_once(scene()).state == ("again", "text", 7)
+    assert run_at_once(scene()).state == ("again", "text", 7, ())
 
 
 class SlowProcess(FakeProcess):
