@@ -28,7 +28,7 @@ MAX_BATCH_BYTES = 2**31  # of texts that are read at once; a text that repeats t
 # Columns that earlier versions did not write.
 _ADDED = (
     *("engine", "fault", "notes", "reward_errors", "segment_tokens", "token", "turn_rewards", "turn_tokens"),
-    *("prompt", "answer", "columns", "images"),
+    *("prompt", "answer", "columns", "images", "segment_images"),
 )
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NEVER_EMPTY = (
@@ -106,6 +106,11 @@ def _find_value_problems(row: Mapping[str, Any]) -> Iterator[str]:
     for image in row.get("images") or ():
         if not (image and _DIGEST.fullmatch(image["digest"] or "") and image["rows"] and image["columns"]):
             yield f"the image {to_text(image)}"
+    counts, segments, images = (row.get(name) or [] for name in ("segment_images", "segment_tokens", "images"))
+    expected = len(segments) if images and len(segments) > 1 else 0
+    is_whole = None not in counts and min(counts, default=0) >= 0 and sum(counts) == (len(images) if expected else 0)
+    if len(counts) != expected or not is_whole:
+        yield f"segments of {to_text(counts)} images, and {len(images)} images"
     weight = row["loss_multiplier"]
     if weight is None or not 0 <= weight <= 1:
         yield f"the loss_multiplier {to_text(weight)}, which is not from 0 to 1"

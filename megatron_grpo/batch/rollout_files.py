@@ -137,6 +137,7 @@ def _make_schema() -> pa.Schema:
             "failure": pa.string(),
             "task_name": pa.string(),
             "images": pa.list_(pa.struct({"digest": pa.string(), "rows": pa.int32(), "columns": pa.int32()})),
+            "segment_images": pa.list_(pa.int32()),
         }
     )
 

@@ -97,7 +97,9 @@ class StepBatch:
             in_loss=in_loss[rollouts],
             positive=None if positive is None else positive[rollouts],
             loss_weights=None if (weights == 1).all() else weights[rollouts],
-            images=[outcomes[i].images for i in rollouts] if any(outcome.images for outcome in outcomes) else None,
+            images=[images for outcome in outcomes for images in outcome.sequence_images]
+            if any(outcome.images for outcome in outcomes)
+            else None,
         )
 
     def __len__(self) -> int:

@@ -72,7 +72,9 @@ class Outcome:
     finite_logprobs: bool = True  # every sampling log-probability is finite
     oldest_version: int = -1  # oldest weight version that sampled a token; -1 when none was sampled
     versions: int = 0  # number of weight versions that sampled tokens
-    images: list[StoredImage] = field(default_factory=list)  # of the prompt, in the order of their placeholders
+    images: list[StoredImage] = field(default_factory=list)  # in the order of their placeholders
+    segment_images: list[int] = field(default_factory=list)
+    """Number of images of each segment; empty: the rollout is one sequence, or has no images."""
     segments: list[list[int]] = field(default_factory=list)
     """Tokens and sampled tokens of each segment: [[tokens, sampled], ...]. Empty: the rollout is one sequence."""
 
@@ -80,6 +82,13 @@ class Outcome:
     def sequences(self) -> list[list[int]]:
         """Tokens and sampled tokens of each sequence to train on."""
         return self.segments or [[self.tokens, self.response_tokens]]
+
+    @property
+    def sequence_images(self) -> list[list[StoredImage]]:
+        """Images of each sequence to train on."""
+        if not self.segment_images:
+            return [self.images] * len(self.sequences)
+        return [self.images[begin:end] for begin, end in pairwise(accumulate(self.segment_images, initial=0))]
 
     @property
     def is_unscored(self) -> bool:
@@ -152,7 +161,7 @@ class Trajectory(Outcome):
         if not self.segment_tokens:
             return [self]
         parts, first = [], 0
-        for begin, end in pairwise(self._bounds):
+        for (begin, end), images in zip(pairwise(self._bounds), self.sequence_images, strict=True):
             spans = [span for span in self.spans if begin <= span.start < end]
             count = self._count_sampled(begin, end)
             part = replace(
@@ -162,6 +171,8 @@ class Trajectory(Outcome):
                 logprobs=self.logprobs[first : first + count],
                 routed=None if self.routed is None else self.routed[begin : end - 1],
                 segment_tokens=[],
+                images=images,
+                segment_images=[],
             )
             parts.append(part)
             first += count

@@ -155,10 +155,11 @@ class DataConfig(PromptConfig):
     may hold images too. null: rows have no images (docs/data.md)."""
 
     max_images: Positive = 8
-    """Most images of a prompt; a row with more cannot be used."""
+    """Most images of a prompt; a row with more cannot be used. Turns of an environment that show more end the
+    rollout."""
 
     max_image_tokens: Positive = 4096
-    """Most tokens of a prompt's images together; a row with more cannot be used."""
+    """Most tokens of the images together, as of max_images."""
 
     response_key: str | None = None
     """With algorithm=sft or kto, the column with the response to learn from: a text, or a list of messages that follow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,12 +10,10 @@ import numpy as np
 
 from megatron_grpo.batch.images import StoredImage, require_placeholders
 from megatron_grpo.data.chat_messages import ASSISTANT
-from megatron_grpo.data.image_prompts import ImageSource, decode_images, store_images
+from megatron_grpo.data.image_prompts import ImageSource, add_images, expand_placeholders
 from megatron_grpo.data.image_rows import place_images, read_images, show_images
 from megatron_grpo.data.processors import DataProcessor, DatumSpec, Message, TaskDataSpec, apply_prompt_file
 from megatron_grpo.data.supervised_rows import list_image_columns, name_row, require_length
-from megatron_grpo.models.image_processor import load_image_processor
-from megatron_grpo.models.vision_shape import VisionShape
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class ImageConversationProcessor:
         """
         try:
             placed, contents = self._place_row(row, spec, idx)
-            images = self._store(contents)
+            images = add_images(contents, self.source)
         except ValueError as error:
             raise ValueError(name_row(error, idx)) from None
         # The text around every prompt is written already, and the length is known only with the tokens of images.
@@ -72,13 +70,6 @@ class ImageConversationProcessor:
             raise ValueError(f"columns {spec.chosen_key!r} and {spec.rejected_key!r} show different images")
         return placed, by_column[0]
 
-    def _store(self, contents: Sequence[bytes]) -> list[StoredImage]:
-        if not contents:
-            return []
-        processor = load_image_processor(self.source.model)
-        grids = processor(images=decode_images(contents), return_tensors="pt")["image_grid_thw"].tolist()
-        return store_images(contents, grids, self.source)
-
     def _expand(self, messages: Sequence[Message], images: Sequence[StoredImage]) -> list[Message]:
         """Repeat each placeholder for the tokens of its image."""
         vision = self.source.vision
@@ -90,7 +81,7 @@ class ImageConversationProcessor:
             raise ValueError(f"has {len(images)} images, and the rendered conversation {placeholders} places")
         remaining = iter(images)
         expanded: list[Message] = [
-            {**message, "token_ids": list(_expand_tokens(message["token_ids"], remaining, vision))}
+            {**message, "token_ids": list(expand_placeholders(message["token_ids"], remaining, vision))}
             for message in messages
         ]
         token_ids = np.array([token for message in expanded for token in message["token_ids"]])
@@ -100,9 +91,3 @@ class ImageConversationProcessor:
 
 def _list_sequences(datum: DatumSpec) -> list[list[Message]]:
     return [datum["message_log"], *([datum["rejected"]] if "rejected" in datum else [])]
-
-
-def _expand_tokens(token_ids: Sequence[int], images: Iterator[StoredImage], vision: VisionShape) -> Iterator[int]:
-    for token in token_ids:
-        count = next(images).count_tokens(vision) if token == vision.image_token else 1
-        yield from [token] * count

@@ -16,7 +16,7 @@ from megatron_grpo.models.image_store import MAX_BYTES
 MARK = "<image>"  # in a prompt's text, stands for the next image of the row
 _KINDS = ("image", "image_url", "input_image")  # of a message's part
 _PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
-_PLACE: dict[str, Any] = {"type": "image"}
+PLACE: dict[str, Any] = {"type": "image"}
 
 
 def read_images(value: Any, folder: Path) -> list[bytes]:
@@ -32,15 +32,18 @@ def read_images(value: Any, folder: Path) -> list[bytes]:
     return [_read_numbered(1, value, folder)]
 
 
-def _read_numbered(number: int, image: Any, folder: Path) -> bytes:
+def _read_numbered(number: int, image: Any, folder: Path | None) -> bytes:
     try:
         return read_image(image, folder)
     except ValueError as error:
         raise ValueError(f"image {number} {error}") from None
 
 
-def read_image(image: Any, folder: Path) -> bytes:
-    """Read the content of an image's file; ValueError: missing, or of unknown form."""
+def read_image(image: Any, folder: Path | None) -> bytes:
+    """Read the content of an image's file; ValueError: missing, or of unknown form.
+
+    `folder`: of paths that are not absolute; None: no file is read.
+    """
     if isinstance(image, Mapping):  # the feature of a hub set that is not decoded
         image = image.get("path") if image.get("bytes") is None else image["bytes"]
     if isinstance(image, bytes):
@@ -52,7 +55,10 @@ def read_image(image: Any, folder: Path) -> bytes:
     if image.startswith("data:"):
         return _decode_url(image)
     if "://" in image and not image.startswith("file://"):
-        raise ValueError(f"is a link ({image[:60]}), and nothing is fetched; give its file, or a data URL")
+        advice = "a data URL" if folder is None else "its file, or a data URL"
+        raise ValueError(f"is a link ({image[:60]}), and nothing is fetched; give {advice}")
+    if folder is None:
+        raise ValueError("is no data URL; write data:image/png;base64,...")
     return _read_file(folder / image.removeprefix("file://"))
 
 
@@ -176,7 +182,7 @@ def place_images(prompt: Any, images: Sequence[bytes], folder: Path) -> tuple[li
             image = next(remaining, None) if image is None else image
             if image is not None:
                 ordered.append(image)
-            parts[number] = _PLACE
+            parts[number] = PLACE
         message["content"] = parts
     unused = len(list(remaining))
     if not slot_count and images:
@@ -185,11 +191,61 @@ def place_images(prompt: Any, images: Sequence[bytes], folder: Path) -> tuple[li
             raise ValueError("has images, and no message is the user's")
         text = first.get("content")
         rest = [{"type": "text", "text": text}] if isinstance(text, str) else list(text or ())
-        first["content"] = [*[_PLACE] * len(images), *rest]
+        first["content"] = [*[PLACE] * len(images), *rest]
         return messages, list(images)
     if unused or len(ordered) != slot_count:
         raise ValueError(f"has {len(images)} images in its column, and {slot_count} places for images in its prompt")
     return messages, ordered
+
+
+def take_images(messages: Sequence[Mapping[str, Any]], folder: Path | None) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """Take the images out of messages whose parts hold them.
+
+    `folder`: as of `read_image`.
+
+    Returns:
+        The messages, whose images are parts without content, and the images in order.
+
+    Raises:
+        ValueError: a part holds no image or one that cannot be read, or stands beside parts of other kinds.
+    """
+    emptied, contents = list[dict[str, Any]](), list[bytes]()
+    for number, message in enumerate(messages, start=1):
+        parts = message.get("content")
+        if not (isinstance(parts, list) and any(map(_is_image, parts))):
+            emptied.append(dict(message))
+            continue
+        parts = list(map(_rename_text, parts))
+        if not has_images(parts):
+            raise ValueError(f"message {number} has parts that are neither text nor image")
+        for part in filter(_is_image, parts):
+            content = _read_part(part, len(contents) + 1, folder)
+            if content is None:
+                raise ValueError(f"image {len(contents) + 1} is a part without an image")
+            contents.append(content)
+        emptied.append({**message, "content": [PLACE if _is_image(part) else part for part in parts]})
+    return emptied, contents
+
+
+def _rename_text(part: Any) -> Any:
+    is_renamed = isinstance(part, Mapping) and part.get("type") in ("input_text", "output_text")
+    return {"type": "text", "text": part.get("text")} if is_renamed else part
+
+
+def attach_images(prompt: Sequence[Mapping[str, Any]], contents: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Put images as data URLs where `show_images` left marks."""
+    remaining = iter(contents)
+    return [
+        {**message, "content": [_make_url_part(next(remaining)) if part == PLACE else part for part in parts]}
+        if PLACE in (parts := list(_split_parts(message.get("content"))))
+        else dict(message)
+        for message in prompt
+    ]
+
+
+def _make_url_part(content: bytes) -> dict[str, Any]:
+    kind = "png" if content.startswith(b"\x89PNG") else "jpeg" if content.startswith(b"\xff\xd8") else "webp"
+    return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{base64.b64encode(content).decode()}"}}
 
 
 def _split_parts(content: Any) -> Iterator[dict[str, Any]]:
@@ -201,12 +257,12 @@ def _split_parts(content: Any) -> Iterator[dict[str, Any]]:
             continue
         for number, piece in enumerate(text.split(MARK)):
             if number:
-                yield _PLACE
+                yield PLACE
             if piece:
                 yield {"type": "text", "text": piece}
 
 
-def _read_part(part: Mapping[str, Any], number: int, folder: Path) -> bytes | None:
+def _read_part(part: Mapping[str, Any], number: int, folder: Path | None) -> bytes | None:
     """Read the image of a part; None: it holds none."""
     value = next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None), None)
     if isinstance(value, Mapping) and "url" in value:

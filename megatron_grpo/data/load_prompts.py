@@ -19,7 +19,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.curriculum import CurriculumLoader, read_levels
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
 from megatron_grpo.data.image_conversations import ImageConversationProcessor
-from megatron_grpo.data.image_prompts import ImagePromptProcessor, ImageSource
+from megatron_grpo.data.image_prompts import ImagePromptProcessor, ImageSource, make_run_images
 from megatron_grpo.data.loader import BatchLoader, PromptLoader, Prompts, PromptSampler, StreamLoader, open_stream
 from megatron_grpo.data.processors import DataProcessor, DatumSpec, find_task, math_data_processor
 from megatron_grpo.data.prompt_renderer import PromptRenderer
@@ -28,8 +28,6 @@ from megatron_grpo.data.specs import ROW_PROCESSORS, find_rendering, make_proces
 from megatron_grpo.data.supervised_rows import recorded_data_processor
 from megatron_grpo.data.table_values import StreamedRows
 from megatron_grpo.data.tokenizer import find_difference, load_tokenizer, make_sample_texts, read_tokenizer
-from megatron_grpo.models.families.reading import read_model_shape
-from megatron_grpo.models.image_store import locate_images
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, read_vocabulary_size
 
 BATCH_ROWS = 1000  # tokenised together, on all cores
@@ -117,9 +115,21 @@ def load_prompt_data(config: Config, model: Path, tokenizer: Any = None, rows: A
 class PromptReader:
     """Reads the sets of a run, and collects notes for the user."""
 
-    def __init__(self, config: Config, model: Path, tokenizer: Any = None, hint: str | None = None) -> None:
-        """`hint`: text of a teacher's prompts (distillation.hint_prompt); None: the prompts are the run's."""
-        self.config, self.tokenizer, self.hint, self._model = config, tokenizer, hint, model
+    def __init__(
+        self,
+        config: Config,
+        model: Path,
+        tokenizer: Any = None,
+        hint: str | None = None,
+        image_store: Path | None = None,
+    ) -> None:
+        """Load the tokenizer.
+
+        `hint`: text of a teacher's prompts (distillation.hint_prompt); None: the prompts are the run's. `image_store`:
+        of the images of prompts; None: that of the run.
+        """
+        self.config, self.tokenizer, self.hint = config, tokenizer, hint
+        self._images = make_run_images(config, model, image_store)
         self.notes: list[str] = []
         self._left_out: list[str] = []  # why rows of the sets that were read are not used
         if tokenizer is None:
@@ -287,8 +297,9 @@ class PromptReader:
     ) -> AllTaskProcessedDataset:
         data, kind = self.config.data, self.config.row_kind if trains else None
         make: DataProcessor = ROW_PROCESSORS[kind] if kind else math_data_processor
-        if data.image_key is not None:
-            source = self._make_image_source(config, data.image_key)
+        if self._images is not None and data.image_key is not None:
+            folder = Path(config.path) if Path(config.path).is_dir() else Path(config.path).parent
+            source = ImageSource(**vars(self._images), column=data.image_key, folder=folder.absolute())
             make = ImageConversationProcessor(source, make) if kind else ImagePromptProcessor(source)
         processors = make_processors(data, self.config.env, make)
         longest = self.config.policy.max_total_sequence_length if kind or self.hint else data.max_input_seq_length
@@ -305,19 +316,6 @@ class PromptReader:
             longest,
             skip_refused=data.bad_rows == "skip",
             vocab=self._vocab,
-        )
-
-    def _make_image_source(self, config: DatasetConfig, column: str) -> ImageSource:
-        vision = read_model_shape(self._model).vision
-        assert vision is not None, "checks refuse images for a model that does not see"
-        path = Path(config.path)
-        return ImageSource(
-            column=column,
-            folder=(path if path.is_dir() else path.parent).absolute(),
-            store=locate_images(self.config.run_dir),
-            model=self._model,
-            vision=vision,
-            max_tokens=self.config.data.max_image_tokens,
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_grpo.batch.images import StoredImage
 from megatron_grpo.batch.trajectory import StopReason
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)  # advantages are computed in float32
@@ -107,10 +108,21 @@ class Turn:
     """Role of the text's message in the chat template: "user" or "tool"."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """Messages that the model reads next, in place of `text` and `role`: {role, content, further keys for the chat
-    template}; without a template the contents are joined by line breaks."""
+    template}; without a template the contents are joined by line breaks. A content may be a list of parts, and a part
+    {"type": "image", "image": ...} shows an image (docs/environments.md)."""
     observation: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """The observation from an environment that tokenizes it itself: [tokens], int32. It is appended to the sequence
     unchanged, and never trained on."""
+
+
+@dataclass(slots=True, kw_only=True)
+class EncodedTurn(Turn):
+    """A turn with tokens for its texts, and stored images."""
+
+    images: list[StoredImage] = field(default_factory=list)
+    """Images that the observation shows, in the order of their placeholders."""
+    ending: str = ""
+    """Reason why the rollout ends without the observation; empty: it goes on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,28 +10,30 @@ from functools import cache, cached_property, partial
 from itertools import islice
 from typing import Any, TypeVar
 
-import numpy as np
 import ray
 
 from megatron_grpo.batch.environment_metrics import name_reported_metrics
+from megatron_grpo.batch.images import Images, StoredImage
 from megatron_grpo.cluster.futures import wrap_for_pickling
-from megatron_grpo.cluster.limited_calls import TEXT_BYTES, limit_memory
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import ResponseError, RunError
-from megatron_grpo.config.outside_text import clean_json, describe_error, make_line, make_name, make_note
+from megatron_grpo.config.outside_text import describe_error, make_line, make_name, make_note
+from megatron_grpo.data.image_prompts import TooManyImagesError
+from megatron_grpo.data.image_rows import attach_images
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.scores import (
+    EncodedTurn,
     EnvironmentRequest,
     EnvironmentReturn,
     ModelAccess,
     ResponseFault,
     ScoreOrError,
-    Turn,
     is_reward,
 )
 from megatron_grpo.environments.interface import STARTUP_S, EnvironmentSettings, EnvironmentStatus
+from megatron_grpo.environments.observations import ObservationEncoder, fill_turn
 from megatron_grpo.environments.process_guard import start_guard
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_model import RewardModelClient
@@ -70,8 +72,9 @@ class EnvironmentWorker:
         self._name, self._config, self._settings, self._rewards = name, config, settings, rewards or {}
 
     @cached_property
-    def _renderer(self) -> PromptRenderer:
-        return PromptRenderer(self._settings.load_tokenizer(), self._settings.prompts)
+    def _encoder(self) -> ObservationEncoder:
+        renderer = PromptRenderer(self._settings.load_tokenizer(), self._settings.prompts)
+        return ObservationEncoder(renderer, self._settings.images)
 
     def start(self) -> EnvironmentStatus:
         """Make the environment; must be called first."""
@@ -101,34 +104,53 @@ class EnvironmentWorker:
         """Return a rollout's first state, packed, or an error message."""
         return self._catch_errors(lambda: pack_state(self._environment.reset(prompt, extra_env_info)))
 
-    def step(self, state: bytes, response: str, last_token: int) -> Turn | ResponseFault | str:
-        """Answer a response that ends with `last_token`; the observation is tokens."""
-        return self._catch_faults(partial(self._make_turn, state, response, last_token))
+    def step(
+        self, state: bytes, response: str, last_token: int, images: Images = ()
+    ) -> EncodedTurn | ResponseFault | str:
+        """Answer a response that ends with `last_token`.
 
-    def _make_turn(self, state: bytes, response: str, last_token: int) -> Turn:
+        `images`: of the conversation so far.
+        """
+        return self._catch_faults(partial(self._make_turn, state, response, last_token, images))
+
+    def _make_turn(self, state: bytes, response: str, last_token: int, earlier: Images) -> EncodedTurn:
         turn = self._environment.step(unpack_state(state), response)
-        observation = np.asarray(turn.observation, dtype=np.int32)  # an environment may return a list
+        observation = fill_turn(turn.observation, [], self._settings.images)
+        images, ending = list[StoredImage](), ""
         # With a chat template an empty text (such as the output of a program) is a message too: without it the model
         # would continue after the end of its own message.
         is_message = self._settings.prompts.apply_chat_template and not len(observation)
         if not turn.done and (turn.text or turn.messages or is_message):
-            messages = clean_json(turn.messages or [{"role": turn.role, "content": turn.text}])
-            renderer = self._renderer  # loaded before: what it imports takes more memory than a text may
-            with limit_memory(TEXT_BYTES):  # the texts are in part the model's
-                observation = np.array(renderer.encode_later_turn(messages, last_token), dtype=np.int32)
-        if np.isin(observation, self._settings.placeholders).any():
-            raise ResponseError("its text has the placeholder of an image, and there is no image for it")
+            messages = turn.messages or [{"role": turn.role, "content": turn.text}]
+            try:
+                observation, images = self._encoder.encode(messages, last_token, earlier)
+            except TooManyImagesError as error:
+                ending = f"with the next turn of environment {self._name} the conversation {error}"
         reward = None if turn.reward is None else float(turn.reward)  # NumPy's and torch's numbers too
         if reward is not None and not is_reward(reward):
             name = type(self._environment).__name__
             text = f"{name}.step returned the reward {reward}; None says that a turn has no reward of its own"
             raise InvalidScoresError(text)
-        return Turn(done=turn.done, state=pack_state(turn.state), reward=reward, observation=observation)
+        return EncodedTurn(
+            done=turn.done,
+            state=pack_state(turn.state),
+            reward=reward,
+            observation=observation,
+            images=images,
+            ending=ending,
+        )
 
     def act(
-        self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess
+        self, prompt: Any, extra_env_info: dict[str, Any], access: ModelAccess, images: Images = ()
     ) -> bytes | ResponseFault | str:
-        """Run the agent; returns the rollout's state as `reset` does."""
+        """Run the agent; returns the rollout's state as `reset` does.
+
+        `images`: of the prompt, which the agent gets as data URLs.
+        """
+        if images:
+            assert self._settings.images is not None, "the run takes images"
+            store = self._settings.images.store
+            prompt = attach_images(prompt, [(store / image.digest).read_bytes() for image in images])
         return self._catch_faults(lambda: pack_state(self._environment.act(prompt, extra_env_info, access)))
 
     def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError] | ResponseFault | str:

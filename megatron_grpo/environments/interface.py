@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_grpo.config.data_schema import SandboxConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.started_values import list_code_folders
+from megatron_grpo.data.image_prompts import RunImages
 from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, ScoreOrError, Turn
 from megatron_grpo.data.specs import make_task_spec
@@ -90,8 +91,8 @@ class EnvironmentSettings:
     """Rendering of the task's prompts and of the environment's texts."""
     import_folders: tuple[str, ...] = ()
     """Folders that the user's modules are imported from."""
-    placeholders: tuple[int, ...] = ()
-    """Tokens that stand for images, which no text of the environment may have."""
+    images: RunImages | None = None
+    """How the run takes images, which turns may show; None: it takes none."""
 
     def open_sandbox(self) -> Sandbox:
         """Open a sandbox; SandboxUnavailableError if isolation falls short."""
@@ -108,14 +109,14 @@ def score_zero_or_one(verdicts: Iterable[bool]) -> list[EnvironmentReturn]:
 
 
 def make_environment_settings(
-    config: Config, task: str, tokenizer: Any, placeholders: tuple[int, ...] = ()
+    config: Config, task: str, tokenizer: Any, images: RunImages | None = None
 ) -> EnvironmentSettings:
     return EnvironmentSettings(
         sandbox=config.sandbox,
         tokenizer=tokenizer,
-        prompts=make_task_spec(config.data, task),
+        prompts=replace(make_task_spec(config.data, task), takes_images=images is not None),
         import_folders=list_code_folders(config),
-        placeholders=placeholders,
+        images=images,
     )
 
 

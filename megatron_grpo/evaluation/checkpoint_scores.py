@@ -30,6 +30,7 @@ from megatron_grpo.evaluation.results import (
     compute_set_results,
     make_sample_row,
 )
+from megatron_grpo.models.image_store import locate_images
 from megatron_grpo.observability.run_files import format_json_line, read_lines, write_json
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.environment_checks import check_scoring
@@ -57,7 +58,7 @@ def evaluate(request: EvaluationRequest) -> dict[str, Any]:
     rows: list[Row] = []
     with _open_model(request) as model:
         with timer.phase("prompts"):
-            reader = PromptReader(config, model)
+            reader = PromptReader(config, model, image_store=locate_images(str(request.output)))
             prompts = {
                 name: reader.read_held_out(evaluated.key, evaluated.rows) for name, evaluated in request.sets.items()
             }
@@ -117,7 +118,7 @@ def rollout_pool(config: Config, model: Path, output: Path) -> Iterator[RolloutP
     Args:
         config: the configuration of the evaluation.
         model: folder in Hugging Face format.
-        output: folder whose logs/ the processes write to.
+        output: folder whose logs/ and images/ the processes write to.
 
     Raises:
         RunError: a process did not start.
@@ -133,8 +134,9 @@ def rollout_pool(config: Config, model: Path, output: Path) -> Iterator[RolloutP
         cluster.start(remove_if_killed)
         # Engines record the experts that they choose for training to replay; an evaluation does not train.
         untrained = replace(config, policy=replace(config.policy, moe=MoeConfig()))
-        generation = start_engines(untrained, model, cluster, stack)
-        rollouts = start_rollouts(config, model, generation, stack)
+        store = locate_images(str(output))
+        generation = start_engines(untrained, model, cluster, stack, store)
+        rollouts = start_rollouts(config, model, generation, stack, image_store=store)
         generation.wait_ready()
         rollouts.wait_ready()
         yield rollouts

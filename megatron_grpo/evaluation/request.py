@@ -26,6 +26,7 @@ from megatron_grpo.models.source import adopt_families, find_model_shape
 from megatron_grpo.preflight import machine_checks as machine
 from megatron_grpo.preflight.data_checks import examine_rows
 from megatron_grpo.preflight.engine_checks import check_sequences, find_engine_problems
+from megatron_grpo.preflight.image_checks import check_sampled_images
 from megatron_grpo.preflight.layout_checks import (
     check_devices,
     check_engines,
@@ -248,8 +249,7 @@ def _find_config_problems(config: Config, shape: ModelShape | None) -> Iterator[
         yield from check_engines(config, shape)
     yield from check_sequences(config, shape)
     yield from check_system_prompts(config)
-    text = "is for training: prompts with images are not evaluated yet"
-    yield config.data.image_key is not None, "data.image_key=", text
+    yield from check_sampled_images(config, shape)
     yield from check_requests(config)
     yield from check_servers(config)
     yield from check_environments(config)

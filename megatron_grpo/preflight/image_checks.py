@@ -26,16 +26,23 @@ def find_image_problems(config: Config, shape: ModelShape | None) -> Iterator[Ru
     yield from _check_tower(config, shape)
     if config.data.image_key is None:
         return
+    able = ", ".join(method.name for method in ALGORITHMS.values() if method.takes_images)
+    text = f"has no {_WITH_IMAGES} yet; use {able}"
+    yield not config.method.takes_images, "algorithm=", text
+    yield from check_sampled_images(config, shape)
+    yield from _check_value_model(config, shape)
+    yield from _check_training(config)
+
+
+def check_sampled_images(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+    """Check rows with images and their sampling; shape None: unknown."""
+    if config.data.image_key is None:
+        return
     visions = [family.vision for family in list_families() if family.vision is not None]
     names = ", ".join(vision.architecture for vision in visions if vision.images is not None)
     text = f"is a model that takes no {_WITH_IMAGES}; those that do: {names}"
     yield shape is not None and shape.vision is None, "policy.model.path=", text
-    able = ", ".join(method.name for method in ALGORITHMS.values() if method.takes_images)
-    text = f"has no {_WITH_IMAGES} yet; use {able}"
-    yield not config.method.takes_images, "algorithm=", text
-    yield from _check_value_model(config, shape)
     yield from _check_rows(config)
-    yield from _check_training(config)
     yield from _check_sampling(config)
 
 
@@ -105,7 +112,6 @@ def _check_sampling(config: Config) -> Iterator[Rule]:
     generation = config.generation
     text = f"has no {_WITH_IMAGES} yet; use"
     yield generation.server.urls, "generation.server.urls=", f"{text} []"
-    yield generation.endpoint.enabled, "generation.endpoint.enabled=", f"{text} false"
     for name in generation.select_changed(FILTERS):
         yield True, f"generation.{name}=", f"is a filter, which {text} the default"
     tokens = generation.engine.speculative.num_speculative_tokens
@@ -115,5 +121,5 @@ def _check_sampling(config: Config) -> Iterator[Rule]:
         unseeing = "sees no images, and its scores would be of the text alone; use reward functions"
         yield environment.reward_model_folders, f"env.{name}.reward_funcs=", f"names a reward model, which {unseeing}"
         yield environment.type == "judge", f"env.{name}.type=", unseeing
-        is_agent = environment.agent_func is not None or environment.type in ("openenv", "verifiers")
-        yield is_agent, f"env.{name}.type=", f"{text} an environment without an agent"
+        has_server = environment.type in ("openenv", "verifiers")
+        yield has_server, f"env.{name}.type=", f"{text} another environment, or an agent of your own"

@@ -12,6 +12,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from megatron_grpo.data.chat_messages import REASONING, ChatMessage, join_content, normalize_message
+from megatron_grpo.data.image_rows import has_images
 from megatron_grpo.data.omissions import find_omissions
 from megatron_grpo.data.prompt_renderer import MODEL_TURN, PromptRenderer
 
@@ -33,7 +34,8 @@ def _is_repeated(message: ChatMessage, earlier: ChatMessage, number: int) -> boo
 
 def _simplify(message: ChatMessage, number: int) -> dict[str, Any]:
     # Clients send back empty fields that they received, and write calls in another form.
-    fields = {name: value for name, value in normalize_message(message, number).items() if value not in (None, "")}
+    plain = normalize_message(message, number, keeps_parts=has_images(message.get("content")))
+    fields = {name: value for name, value in plain.items() if value not in (None, "")}
     for name in REASONING:
         fields.pop(name, None)
     if "tool_calls" in fields:

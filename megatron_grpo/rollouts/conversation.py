@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.batch.images import Images, StoredImage
 from megatron_grpo.data.chat_messages import ChatMessage
 from megatron_grpo.data.prompt_renderer import PromptRenderer
+from megatron_grpo.rollouts.call_images import CallImages, list_images
 from megatron_grpo.rollouts.call_prompts import BadCallError, Chat, SampledTurn, encode_chat, encode_text
 from megatron_grpo.rollouts.call_texts import CallTexts, ReadMessage
 from megatron_grpo.rollouts.engine_client import EngineClient
@@ -50,6 +52,7 @@ class Response:
     history: list[ChatMessage] | str | None = None  # conversation with the response; None: the call had token ids
     rendered: str = ""  # the rendered prompt before the model's turn; of a response that continues another, empty
     stop: tuple[str, ...] = ()  # texts that ended the call's responses, besides the run's
+    images: Images = ()  # of the context, in the order of their placeholders
 
     @property
     def path(self) -> list[Response]:
@@ -65,6 +68,11 @@ class Response:
         """All tokens so far, with the response: [tokens], int32."""
         return np.concatenate([piece for step in self.path for piece in (step.context, step.output.token_ids)])
 
+    @property
+    def path_images(self) -> list[StoredImage]:
+        """Images of all tokens so far, in order."""
+        return [image for step in self.path for image in step.images]
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -72,6 +80,7 @@ class Segment:
 
     pieces: list[NDArray[np.int32]]  # [tokens] each, int32
     outputs: list[GenerationOutput]
+    images: list[StoredImage] = field(default_factory=list)  # of all pieces, in the order of their placeholders
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,7 @@ class _Prompt:
     context: Sequence[int]
     history: list[ChatMessage] | str | None = None
     rendered: str = ""
+    images: Images = ()  # of the context
 
 
 @dataclass(eq=False)
@@ -98,6 +108,7 @@ class Conversation:
     compute_seed: Callable[[int], int]  # from the number of a response
     max_length: int  # tokens of a prompt and its response together
     texts: CallTexts = field(default_factory=CallTexts)
+    images: CallImages | None = None  # None: calls may have none
 
     def __post_init__(self) -> None:
         self._reading = asyncio.Lock()
@@ -151,13 +162,15 @@ class Conversation:
         by_last: dict[Response, Segment] = {}  # segments by their last response
         for response in self.responses:
             segment = None if response.parent is None else by_last.pop(response.parent, None)
-            context = response.context
+            context, images = response.context, response.images
             if segment is None:
                 segment = Segment([], [])
                 segments.append(segment)
+                images = response.path_images
                 context = context if response.parent is None else np.concatenate([response.parent.tokens, context])
             segment.pieces.extend([context, response.output.token_ids])
             segment.outputs.append(response.output)
+            segment.images.extend(images)
             by_last[response] = segment
         return segments
 
@@ -199,6 +212,16 @@ class Conversation:
 
         return await self._sample(await self._encode_prompt(prompt), max_tokens, stop, extend)
 
+    async def store_images(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+        """Store a call's images; BadCallError: one cannot be used."""
+        if self.images is None:
+            return messages  # the renderer refuses images
+        async with self._share_processes():
+            return await asyncio.to_thread(self.images.store, messages)
+
+    def _fill_places(self, context: Sequence[int], images: Images = ()) -> Sequence[int]:
+        return context if self.images is None else self.images.fill(context, images)
+
     async def _encode_messages(self, chat: Chat) -> _Prompt:
         if not self.renderer.has_template:
             raise BadCallError("the model's tokenizer has no chat template; use /v1/completions")
@@ -210,8 +233,13 @@ class Conversation:
             earlier = responses[prompt.restored].history
             assert isinstance(earlier, list)
             history = [*earlier, *history[len(earlier) :]]
-        parent = None if prompt.parent is None else responses[prompt.parent]
-        return _Prompt(parent, prompt.context, history, prompt.rendered)
+        parent, later = None, history
+        if prompt.parent is not None:
+            parent = responses[prompt.parent]
+            assert isinstance(parent.history, list)
+            later = history[len(parent.history) :]
+        images = list_images(later)
+        return _Prompt(parent, self._fill_places(prompt.context, images), history, prompt.rendered, images)
 
     async def _encode_prompt(self, prompt: str | Sequence[int]) -> _Prompt:
         self._require_short(len(prompt))
@@ -219,10 +247,11 @@ class Conversation:
             texts = [(response.history, response) for response in self.responses if isinstance(response.history, str)]
             continued = [(text, response) for text, response in texts if prompt.startswith(text)]
             if not continued:
-                return _Prompt(None, await self._encode(encode_text, prompt, None))
+                return _Prompt(None, self._fill_places(await self._encode(encode_text, prompt, None)))
             text, response = max(continued, key=lambda pair: len(pair[0]))
             last_token = int(response.output.token_ids[-1])
-            return _Prompt(response, await self._encode(encode_text, prompt[len(text) :], last_token))
+            context = await self._encode(encode_text, prompt[len(text) :], last_token)
+            return _Prompt(response, self._fill_places(context))
         tokens = len(self.renderer.tokenizer)
         if any(not 0 <= token < tokens for token in prompt):
             raise BadCallError(f"has token ids outside the model's vocabulary of {tokens} tokens")
@@ -232,8 +261,8 @@ class Conversation:
             _find_end(response, ids, ends)
         parent = max(self.responses, key=lambda response: ends[response], default=None)
         if parent is None or ends[parent] < 0:
-            return _Prompt(None, list(prompt))
-        return _Prompt(parent, list(prompt[ends[parent] :]))
+            return _Prompt(None, self._fill_places(prompt))
+        return _Prompt(parent, self._fill_places(prompt[ends[parent] :]))
 
     async def _encode(self, function: Callable[[PromptRenderer, *Arguments], Answer], *arguments: *Arguments) -> Answer:
         async with self._share_processes():
@@ -251,6 +280,11 @@ class Conversation:
     def largest_call(self) -> int:
         """Most bytes of a call, from the context window."""
         return CALL_BYTES + TOKEN_BYTES * self.max_length
+
+    @property
+    def most_bytes(self) -> int:
+        """Most bytes of a call with its images."""
+        return self.largest_call + (0 if self.images is None else self.images.largest)
 
     @property
     def most_values(self) -> int:
@@ -287,6 +321,9 @@ class Conversation:
     ) -> Response:
         context = np.array(prompt.context, dtype=np.int32)
         ids = context if prompt.parent is None else np.concatenate([prompt.parent.tokens, context])
+        images = [*([] if prompt.parent is None else prompt.parent.path_images), *prompt.images]
+        if self.images is not None:
+            self.images.require_few(images)
         if not len(ids):
             raise BadCallError("the prompt is empty")
         room = self.max_length - len(ids)
@@ -300,13 +337,19 @@ class Conversation:
         self._require_room_for_response(prompt.parent)
         self._begun += 1
         settings = replace(self.settings, stop_strings=(*self.settings.stop_strings, *stop)) if stop else self.settings
-        output = await self._generate(ids, room if max_tokens is None else min(max_tokens, room), settings)
-        return Response(prompt.parent, context, output, await extend(output), prompt.rendered, tuple(stop))
+        output = await self._generate(ids, images, room if max_tokens is None else min(max_tokens, room), settings)
+        history = await extend(output)
+        return Response(prompt.parent, context, output, history, prompt.rendered, tuple(stop), prompt.images)
 
-    async def _generate(self, ids: NDArray[np.int32], max_tokens: int, settings: SamplingSettings) -> GenerationOutput:
+    async def _generate(
+        self, ids: NDArray[np.int32], images: list[StoredImage], max_tokens: int, settings: SamplingSettings
+    ) -> GenerationOutput:
         number = heapq.heappop(self._free_numbers) if self._free_numbers else self._calls
         self._calls = max(self._calls, number + 1)
-        request = GenerationRequest(prompt_ids=ids, seed=self.compute_seed(number), max_new_tokens=max_tokens)
+        request = GenerationRequest(
+            prompt_ids=ids, seed=self.compute_seed(number), max_new_tokens=max_tokens, images=images
+        )
+        key = ids.tobytes() + "".join(image.digest for image in images).encode()
         task = asyncio.create_task(self.engine.generate(request, settings))
         self._sampling.add(task)
         try:
@@ -319,12 +362,12 @@ class Conversation:
             heapq.heappush(self._free_numbers, number)
             raise
         except Exception as error:  # the rollout fails with this error even if the agent continues
-            self._failures[ids.tobytes()] = error
+            self._failures[key] = error
             heapq.heappush(self._free_numbers, number)
             raise
         finally:
             self._sampling.discard(task)
-        self._failures.pop(ids.tobytes(), None)
+        self._failures.pop(key, None)
         return output
 
 

@@ -222,7 +222,8 @@ class Endpoint:
     async def _answer_chat(self, call: Any, rollout: _OpenRollout) -> _Answered:
         conversation = rollout.conversation
         options = read_options(call, CHAT_FIELDS, conversation.settings)
-        responses = await self._chat(call, call["messages"], call.get("tools"), options, conversation)
+        messages = await conversation.store_images(call["messages"])
+        responses = await self._chat(call, messages, call.get("tools"), options, conversation)
         return await asyncio.to_thread(self._make_answer, responses, call, options)
 
     async def _answer_completion(self, call: Any, rollout: _OpenRollout) -> _Answered:
@@ -247,6 +248,8 @@ class Endpoint:
     async def _answer_response(self, call: Any, rollout: _OpenRollout) -> _Answered:
         conversation = rollout.conversation
         options = read_options(call, RESPONSES_FIELDS, conversation.settings)
+        if isinstance(call["input"], list):
+            call = {**call, "input": await conversation.store_images(call["input"])}
         messages, instructions = read_messages(call, rollout.earlier), call.get("instructions")
         effort = (call.get("reasoning") or {}).get("effort")
         chat = {**call, "messages": messages, **({"reasoning_effort": effort} if effort else {}), "tools": None}
@@ -319,7 +322,7 @@ async def _send_events(request: web.Request, events: list[str]) -> web.StreamRes
 
 
 async def _read_json(request: web.Request, conversation: Conversation) -> Any:
-    most_bytes = conversation.largest_call
+    most_bytes = conversation.most_bytes
     try:
         async with asyncio.timeout(REQUEST_S):
             body = bytearray()
@@ -330,7 +333,7 @@ async def _read_json(request: web.Request, conversation: Conversation) -> Any:
                 if len(body) > most_bytes:  # the rest is not read
                     raise BadCallError(
                         f"the request has more than {most_bytes} bytes, the most that it may have with this "
-                        "context window"
+                        f"context window{'' if conversation.images is None else ' and data.max_images'}"
                     )
     except TimeoutError:
         raise web.HTTPRequestTimeout from None

@@ -13,16 +13,17 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from ray.exceptions import RayActorError, RayError
 
+from megatron_grpo.batch.images import Images
 from megatron_grpo.cluster.actor_calls import call_actor
 from megatron_grpo.cluster.futures import build_overdue_error, explain_error, wrap_for_pickling
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.scores import (
+    EncodedTurn,
     EnvironmentRequest,
     EnvironmentReturn,
     ModelAccess,
     ResponseFault,
     ScoreOrError,
-    Turn,
 )
 from megatron_grpo.environments.environment_processes import EnvironmentHandle, kill_process
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
@@ -111,6 +112,7 @@ class EnvironmentClient:
         self.reads_token_ids = False
         self.remarks: list[str] = []  # replacements of processes and their reasons, for the log of the run
         self.leave_out_suspects, self.prompts = handle.config.leave_out_suspects, handle.settings.prompts
+        self.images = handle.settings.images
         self._handle, self._clock = handle, clock
         self._queue = _Queue()
         self._suspects = _Queue()  # calls that repeat a failed one
@@ -150,13 +152,18 @@ class EnvironmentClient:
         except ResponseFailure as failure:  # there is no response yet
             raise RolloutFailure(str(failure)) from None
 
-    async def step(self, state: Any, response: str, last_token: int, *, is_repeated: bool = False) -> Turn:
-        """Return the turn after a response; the last one if single-turn."""
+    async def step(
+        self, state: Any, response: str, last_token: int, images: Images = (), *, is_repeated: bool = False
+    ) -> EncodedTurn:
+        """Return the turn after a response; the last one if single-turn.
+
+        `images`: of the conversation so far.
+        """
         if not self.is_multi_turn:
-            return Turn()
-        call = self._call(EnvironmentWorker.step, state, response, last_token, is_suspect=is_repeated)
+            return EncodedTurn()
+        call = self._call(EnvironmentWorker.step, state, response, last_token, images, is_suspect=is_repeated)
         turn = _require_answer(await call)
-        self._answered[EnvironmentWorker.step] = state, response, last_token
+        self._answered[EnvironmentWorker.step] = state, response, last_token, images
         return turn
 
     async def act(
@@ -164,13 +171,17 @@ class EnvironmentClient:
         prompt: str | list[dict[str, str]],
         extra_env_info: dict[str, Any],
         access: ModelAccess,
+        images: Images = (),
         *,
         is_repeated: bool = False,
     ) -> Any:
-        """Run the agent in its own process; returns the state."""
+        """Run the agent in its own process; returns the state.
+
+        `images`: of the prompt.
+        """
         agents = self._agents
         try:
-            call = self._call(EnvironmentWorker.act, prompt, extra_env_info, access, is_suspect=is_repeated)
+            call = self._call(EnvironmentWorker.act, prompt, extra_env_info, access, images, is_suspect=is_repeated)
             state = _require_answer(await call)
         except ResponseFailure as failure:
             failure.agents = agents

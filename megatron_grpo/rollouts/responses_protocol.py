@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.data.chat_messages import ChatMessage, join_content
+from megatron_grpo.data.image_rows import has_images
 from megatron_grpo.rollouts.call_prompts import BadCallError
 from megatron_grpo.rollouts.chat_protocol import MODEL, count_usage
 from megatron_grpo.rollouts.conversation import Response
@@ -65,10 +66,10 @@ def _read_item(item: dict[str, Any], number: int, earlier: Sequence[ChatMessage]
     )
 
 
-def _join_parts(content: Any, number: int) -> str:
+def _join_parts(content: Any, number: int) -> str | list[Any]:
     if not isinstance(content, str | list | None):
         raise TypeError(f"its content is {type(content).__name__}, not a text or a list of parts")
-    return join_content(content, number)
+    return content if isinstance(content, list) and has_images(content) else join_content(content, number)
 
 
 def read_tools(call: dict[str, Any]) -> list[dict[str, Any]] | None:

@@ -33,6 +33,7 @@ from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.row_text import describe_row
 from megatron_grpo.data.scores import EnvironmentRequest, ScoreOrError, TrainerState, is_reward
+from megatron_grpo.rollouts.call_images import CallImages
 from megatron_grpo.rollouts.conversation import Conversation, Segment
 from megatron_grpo.rollouts.endpoint import Endpoint
 from megatron_grpo.rollouts.engine_choice import Engines
@@ -45,6 +46,7 @@ ATTEMPTS = 2  # at a rollout, and at scoring it
 # A rollout's deadline that passes during a step is the response's fault from this share of the deadline in the step:
 # otherwise a slow engine may have taken the time.
 _LONG_STEP = 0.1
+ENDING = "ended"  # note of a trajectory: why its environment could not go on
 _SHORT_SHARE = 0.25  # a rewarded response below this share of its group's median length is unusually short
 
 
@@ -136,7 +138,7 @@ class GroupRollout:
                         mark_failed(trajectory, f"the rewards of its turns add up to {trajectory.reward:g}")
                         continue
                     trajectory.reward_parts, trajectory.reward_errors = scored.parts, scored.errors
-                    trajectory.reward_metrics, trajectory.notes = scored.metrics, scored.notes
+                    trajectory.reward_metrics, trajectory.notes = scored.metrics, trajectory.notes | scored.notes
                     if scored.retries:
                         trajectory.reward_metrics = scored.metrics | {SCORING_RETRIES: float(scored.retries)}
             trajectories = [trajectory for trajectory, _ in sampled if trajectory.fault is None]
@@ -226,7 +228,8 @@ class GroupRollout:
         if trajectory is not None and is_fault:
             trajectory.fault = str(faults[-1])
             return trajectory
-        trajectory = self._make_trajectory(sample, [Segment([self._prompt_ids], [])], "stop")
+        prompt = Segment([self._prompt_ids], [], self.datum.get("images", []))
+        trajectory = self._make_trajectory(sample, [prompt], "stop")
         mark_failed(trajectory, str(failures[-1]))
         return trajectory
 
@@ -249,6 +252,7 @@ class GroupRollout:
         datum, settings, step = self.datum, self.settings, partial(self.environment.step, is_repeated=is_repeated)
         state = await self.environment.reset(datum["prompt"], datum["extra_env_info"], is_repeated=is_repeated)
         pieces, length = [self._prompt_ids], len(self._prompt_ids)
+        images = self.datum.get("images", [])
         outputs: list[GenerationOutput] = []
         rewards: list[float | None] = []
         # A turn's prompt is the tokens so far, never text that is tokenized again: training needs the sampled tokens.
@@ -257,17 +261,18 @@ class GroupRollout:
                 prompt_ids=_concatenate(pieces),
                 seed=self._compute_seed(sample, len(outputs)),
                 max_new_tokens=settings.max_total_sequence_length - length,
-                images=self.datum.get("images", []),
+                images=images,
             )
             output = await engine.generate(request, settings.sampling)
             outputs.append(output)
             pieces.append(output.token_ids)
             try:
-                turn = await step(state, output.text, int(output.token_ids[-1]))
+                turn = await step(state, output.text, int(output.token_ids[-1]), images)
             except (ResponseFailure, asyncio.CancelledError) as error:
                 failure = error if isinstance(error, ResponseFailure) else AbandonedCall.find(error)
                 if failure is not None:
-                    failure.trajectory = self._make_trajectory(sample, [Segment(pieces, outputs)], output.stop_reason)
+                    segments = [Segment(pieces, outputs, images)]
+                    failure.trajectory = self._make_trajectory(sample, segments, output.stop_reason)
                     if any(reward is not None for reward in rewards):
                         failure.trajectory.turn_rewards = [0.0] * len(outputs)
                         failure.trajectory.turn_tokens = [len(output.token_ids) for output in outputs]
@@ -276,25 +281,29 @@ class GroupRollout:
             rewards.append(turn.reward)
             length += len(output.token_ids) + len(turn.observation)
             # An observation is only context for a further response: without room for one, it is dropped.
-            is_full = not turn.done and length >= settings.max_total_sequence_length
+            is_full = not turn.done and (bool(turn.ending) or length >= settings.max_total_sequence_length)
             stop_reason: StopReason = "length" if is_full else output.stop_reason
             if turn.done or stop_reason == "length" or len(outputs) == settings.max_turns:
-                trajectory = self._make_trajectory(sample, [Segment(pieces, outputs)], stop_reason)
+                trajectory = self._make_trajectory(sample, [Segment(pieces, outputs, images)], stop_reason)
+                trajectory.notes = {ENDING: turn.ending} if turn.ending else {}
                 if any(reward is not None for reward in rewards):
                     trajectory.turn_rewards = [reward or 0.0 for reward in rewards]
                     trajectory.turn_tokens = [len(output.token_ids) for output in outputs]
                 return trajectory, state
             pieces.append(turn.observation)
+            images = [*images, *turn.images]
 
     async def _run_agent(self, sample: int, engine: EngineClient, *, is_repeated: bool) -> tuple[Trajectory, Any]:
         datum, settings, act = self.datum, self.settings, partial(self.environment.act, is_repeated=is_repeated)
         assert self.endpoint is not None
         renderer = self.endpoint.get_renderer(datum["task_name"], self.environment.prompts)
         seed, length = partial(self._compute_seed, sample), settings.max_total_sequence_length
-        conversation = Conversation(engine, settings.sampling, renderer, seed, length, self.endpoint.texts)
+        run = self.environment.images
+        images = None if run is None else CallImages(run)
+        conversation = Conversation(engine, settings.sampling, renderer, seed, length, self.endpoint.texts, images)
         with self.endpoint.open_rollout(conversation) as access:
             try:
-                state = await act(datum["prompt"], datum["extra_env_info"], access)
+                state = await act(datum["prompt"], datum["extra_env_info"], access, datum.get("images", []))
             except RolloutFailure as failure:
                 if conversation.failure is None and conversation.responses and isinstance(failure, ResponseFailure):
                     failure.trajectory = self._make_agent_trajectory(sample, conversation)
@@ -325,6 +334,8 @@ class GroupRollout:
                     spans += [Span(start + span.start, start + span.end, span.version) for span in output.spans]
                     start += len(output.token_ids)
         outputs = [output for segment in segments for output in segment.outputs]
+        images = [image for segment in segments for image in segment.images]
+        has_counts = len(segments) > 1 and images
         return Trajectory(
             prompt_idx=self.datum["idx"],
             group=self.group,
@@ -338,7 +349,8 @@ class GroupRollout:
             loss_multiplier=self.datum["loss_multiplier"],
             task_name=self.datum["task_name"],
             routed=_join_routed(segments),
-            images=self.datum.get("images", []),
+            images=images,
+            segment_images=[len(segment.images) for segment in segments] if has_counts else [],
             **self._row,
         )
 

@@ -13,6 +13,7 @@ from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, SamplingError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.started_values import list_code_folders
+from megatron_grpo.data.image_prompts import make_run_images
 from megatron_grpo.environments.environment_processes import EnvironmentPool, build_environments
 from megatron_grpo.environments.interface import make_environment_settings
 from megatron_grpo.generation.engine_arguments import VllmSettings
@@ -110,15 +111,26 @@ def restart_models(models: Models, cluster: RayCluster) -> None:
         model.start()
 
 
-def start_engines(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> VllmGeneration:
-    """Begin to start engines alone; the stack ends them."""
+def start_engines(
+    config: Config, folder: Path, cluster: RayCluster, stack: ExitStack, image_store: Path | None = None
+) -> VllmGeneration:
+    """Begin to start engines alone; the stack ends them.
+
+    `image_store`: of the images of prompts; None: that of the run.
+    """
     generation = replace(config.generation, placement="separate")  # there is no policy to share devices with
     cluster.reserve(None, generation.parallel, None)
-    return _start_generation(replace(config, generation=generation), folder, cluster, stack)
+    return _start_generation(replace(config, generation=generation), folder, cluster, stack, image_store=image_store)
 
 
 def _start_generation(
-    config: Config, folder: Path, cluster: RayCluster, stack: ExitStack, *, awaits_refit: bool = False
+    config: Config,
+    folder: Path,
+    cluster: RayCluster,
+    stack: ExitStack,
+    *,
+    awaits_refit: bool = False,
+    image_store: Path | None = None,
 ) -> VllmGeneration:
     has_slot = awaits_refit and config.refit.adapters == "alone"  # engines then read the base model themselves
     settings = VllmSettings(
@@ -129,7 +141,7 @@ def _start_generation(
         routed=RoutedForm.from_shape(read_model_shape(folder)) if config.policy.moe.replay_routing else None,
         in_flight=config.async_sampling if config.async_sampling.enabled else None,
         awaits_refit=awaits_refit and not has_slot,
-        images=make_engine_images(config, folder),
+        images=_make_engine_images(config, folder, image_store),
         adapter=make_policy_slot(config.policy, read_model_shape(folder)) if has_slot else None,
         has_prometheus=config.logger.prometheus,
     )
@@ -140,14 +152,11 @@ def _start_generation(
     return generation
 
 
-def make_engine_images(config: Config, folder: Path) -> EngineImages | None:
-    """Make the settings of prompts with images; None: there are none."""
-    if config.data.image_key is None:
+def _make_engine_images(config: Config, folder: Path, store: Path | None) -> EngineImages | None:
+    images = make_run_images(config, folder, store)
+    if images is None:
         return None
-    vision = read_model_shape(folder).vision
-    assert vision is not None, "checks refuse images for a model that does not see"
-    folder_of_images, is_trained = str(locate_images(config.run_dir)), config.policy.train_vision_tower
-    return EngineImages(folder_of_images, vision, config.data.max_images, is_trained)
+    return EngineImages(str(images.store), images.vision, images.max_images, config.policy.train_vision_tower)
 
 
 def make_policy_settings(config: Config, folder: Path) -> RankSettings:
@@ -276,19 +285,20 @@ def start_rollouts(
     *,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
     tokenizer: Any = None,
+    image_store: Path | None = None,
     restore: RestoreEngines = refuse_to_restore,
 ) -> RolloutPool:
     """Begin to start rollout workers and environments; the stack ends them.
 
     `folder` has the model; `generation`: the engines, which are being started, or None: workers only read a recording.
     A script gives `rewards`, by their names in reward_funcs, and `tokenizer`, which replaces that of the folder.
+    `image_store`: of the images of prompts and turns; None: that of the run.
     """
     environments: dict[str, EnvironmentPool] = {}
     tokenizer = str(folder) if tokenizer is None else tokenizer
     if generation is not None:
-        images = make_engine_images(config, folder)
-        placeholders = () if images is None else images.vision.placeholders
-        settings = partial(make_environment_settings, config, tokenizer=tokenizer, placeholders=placeholders)
+        images = make_run_images(config, folder, image_store)
+        settings = partial(make_environment_settings, config, tokenizer=tokenizer, images=images)
         environments = build_environments(config.env, settings, rewards)
     for environment in environments.values():
         stack.callback(environment.shutdown)

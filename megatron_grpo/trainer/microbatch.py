@@ -140,13 +140,14 @@ class MicrobatchMaker:
 
     def _place_images(self, layout: packs.PackedLayout, batch: TokenBatch) -> packs.PlacedImages | None:
         """Compute features of images for tokens that this rank embeds."""
-        if self.tower is None or batch.images is None or not any(batch.images):
+        if self.tower is None:
             return None
         part, parts = 0, 1
         if self._parallel.sequence:
             part, parts = parallel_state.get_tensor_model_parallel_rank(), self._parallel.tensor
         source = packs.select_source(layout, part=part, parts=parts)
-        return self.tower.compute(ImageTokens.locate(batch, source, self._shape))
+        tokens = ImageTokens.locate(batch, source, self._shape)  # also where no sequence should have an image
+        return self.tower.compute(tokens) if tokens.images else None
 
     def _find_grid_positions(self, layout: packs.PackedLayout, batch: TokenBatch) -> NDArray[np.int64]:
         """Find the positions of this rank's tokens in time, height and width: [3, tokens]."""

@@ -106,8 +106,9 @@ class VisionTower:
 
 
 def make_tower(settings: RankSettings, platform: Platform, chunks: Sequence[DecoderModel]) -> VisionTower | None:
-    """Make the tower of images; None: no layer here takes them."""
-    if settings.shape.vision is None or not settings.folder or not any(chunk.takes_images for chunk in chunks):
+    """Make the tower of images; None: no layer here gets any."""
+    takes_images = settings.shape.vision is not None and any(chunk.takes_images for chunk in chunks)
+    if not (takes_images and settings.images_folder):
         return None
     return VisionTower(settings, platform, chunks[0].vision_tower)
 

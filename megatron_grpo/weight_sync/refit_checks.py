@@ -19,7 +19,7 @@ import math
 import random
 import time
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -110,7 +110,9 @@ class Canary:
 
     @staticmethod
     def from_config(config: Config, shape: ModelShape) -> Canary:
-        sequences = draw_canary(config.loop.seed, shape.vocab, config.policy.max_total_sequence_length)
+        longest = config.policy.max_total_sequence_length
+        placeholders = shape.vision.placeholders if shape.vision else ()
+        sequences = draw_canary(config.loop.seed, shape.vocab, longest, placeholders)
         rounding = 0.0 if config.engine_dtype == config.policy.precision else _CONVERSION_ROUNDING
         precision, has_experts = find_coarsest_precision(config), shape.experts is not None
         # Coarser rounding sends tokens to other experts all the time, and has larger tails.
@@ -200,13 +202,16 @@ def find_coarsest_precision(config: Config) -> Literal["float32", "tf32", "bfloa
     return "float32" if on_cpu else "tf32"
 
 
-def draw_canary(seed: int, vocabulary: int, longest: int) -> tuple[tuple[int, ...], ...]:
+def draw_canary(
+    seed: int, vocabulary: int, longest: int, placeholders: Collection[int] = ()
+) -> tuple[tuple[int, ...], ...]:
     """Draw sequences of random token ids, which use many embeddings and experts.
 
-    `longest`: most tokens of a prompt and its response; the canary's response has one token.
+    `longest`: most tokens of a prompt and its response; the canary's response has one token. `placeholders` of images
+    are left out, because no image would fill them.
     """
-    draw = random.Random(seed)
-    return tuple(tuple(draw.choices(range(vocabulary), k=min(length, longest - 1))) for length in CANARY_LENGTHS)
+    draw, tokens = random.Random(seed), [token for token in range(vocabulary) if token not in placeholders]
+    return tuple(tuple(draw.choices(tokens, k=min(length, longest - 1))) for length in CANARY_LENGTHS)
 
 
 class RefitChecks:

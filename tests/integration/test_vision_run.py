@@ -19,7 +19,7 @@ from megatron_grpo.prepare.counting import score_answers
 from megatron_grpo.prepare.lessons import split_lessons
 from megatron_grpo.prepare.pictures import draw_counting_rows
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
-from tests.integration.whole_runs import complete
+from tests.integration.whole_runs import complete, export
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("torchvision")  # vLLM's module of these models imports it
@@ -67,9 +67,7 @@ def test_from_a_checkpoint_it_ends_as_if_nothing_had_happened(run: TrainingRun, 
 
 
 def test_an_exported_checkpoint_is_what_the_run_validated(run: TrainingRun, tmp_path: Path) -> None:
-    checkpoint, output = run.run_dir / "checkpoints" / f"step_{STEPS}", tmp_path / "exported"
-    command = [sys.executable, "-m", "megatron_grpo.export", f"checkpoint={checkpoint}", f"output={output}"]
-    subprocess.run(command, check=True, timeout=120)
+    output = export(run.run_dir / "checkpoints" / f"step_{STEPS}", tmp_path / "exported")
     model = AutoModelForImageTextToText.from_pretrained(output, dtype=torch.float32)
     _, _, val = split_lessons("counting")
     accuracy = float(score_answers(model, AutoProcessor.from_pretrained(output), val)[1].float().mean())
@@ -78,6 +76,16 @@ def test_an_exported_checkpoint_is_what_the_run_validated(run: TrainingRun, tmp_
     before, after = (load_file(folder / "model.safetensors") for folder in (origin, output))
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]) == name.startswith("visual."), name
+
+
+def test_an_evaluation_finds_what_validation_found(run: TrainingRun, tmp_path: Path) -> None:
+    checkpoint, output = run.run_dir / "checkpoints" / f"step_{STEPS}", tmp_path / "evaluation"
+    command = [sys.executable, "-m", "megatron_grpo.evaluate", f"checkpoint={checkpoint}", f"output={output}"]
+    subprocess.run(command, check=True, timeout=500)
+    (figures,) = json.loads((output / "results.json").read_text())["sets"].values()
+    assert figures["accuracy"]["mean"] == read_jsonl(run.run_dir / "validation.jsonl")[-1]["val_accuracy"]
+    pictures = {file.name for file in (output / "images").iterdir()}
+    assert pictures <= {file.name for file in (run.run_dir / "images").iterdir()}
 
 
 def test_supervised_training_learns_the_answers_to_pictures(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Options of whole runs, and runs that end well."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import yaml
@@ -19,6 +21,13 @@ def complete(run: TrainingRun, timeout_s: float = 480.0) -> TrainingRun:
     """Wait until a run has ended without an error."""
     assert run.finish(timeout_s) == 0, run.log()
     return run
+
+
+def export(checkpoint: Path, output: Path) -> Path:
+    """Export a checkpoint; returns the folder of the model."""
+    command = [sys.executable, "-m", "megatron_grpo.export", f"checkpoint={checkpoint}", f"output={output}"]
+    subprocess.run(command, check=True, timeout=300)
+    return output
 
 
 def kill_after(run: TrainingRun, step: int) -> TrainingRun:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_grpo.batch.images import StoredImage
 from megatron_grpo.batch.rollout_files import RunFacts, StepFacts, StepRecord, read_recorded_rollouts, write_rollouts
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Span, Trajectory
@@ -53,6 +55,19 @@ def test_the_batch_has_a_sequence_for_each_segment() -> None:
     assert batch.find_rollouts([4, 1, 2]) == [2, 0]
     counts = GlobalCounts.count(batch, np.arange(5))
     assert (counts.tokens, counts.sequences, counts.all_sequences) == pytest.approx((8, 2, 3))
+
+
+def test_each_segment_has_its_own_images() -> None:
+    images = [StoredImage(name, 2, 2) for name in "abc"]
+    first, second, *_ = step([4, 5, 2])
+    first = replace(first, images=images, segment_images=[2, 0, 1])
+    second = replace(second, images=images[:1])
+    by_segment = [images[:2], [], images[2:]]
+    assert [part.images for part in first.split_segments()] == by_segment
+    assert all(not part.segment_images for part in first.split_segments())
+    assert Trajectory.from_row(first.to_row()).outcome == first.outcome
+    batch = StepBatch.from_outcomes(config(), [first.outcome, second.outcome, make_trajectory(1).outcome])
+    assert batch.images == [*by_segment, images[:1], []]
 
 
 def test_without_segments_a_batch_is_as_before() -> None:

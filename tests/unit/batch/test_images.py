@@ -1,5 +1,8 @@
 """Positions of images and text in a sequence, against transformers' own."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import numpy as np
 import pytest
 import torch
@@ -7,9 +10,13 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from megatron_grpo.batch.images import StoredImage, compute_grid_positions, require_placeholders
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
+from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.models.families.reading import parse_model_shape
 from megatron_grpo.models.source import PREPARED_MODELS
+from megatron_grpo.platform.device import detect_platform
 from megatron_grpo.trainer.image_tokens import ImageTokens
+from megatron_grpo.trainer.microbatch import MicrobatchMaker
+from megatron_grpo.trainer.model.packed_sequences import lay_out as lay_out_rank
 
 SHAPE = parse_model_shape(PREPARED_MODELS["counting"])
 assert SHAPE.vision is not None
@@ -59,3 +66,18 @@ def test_a_rank_gets_the_features_of_the_tokens_that_it_embeds() -> None:
     assert tokens.images == [ONE, TALL]
     assert tokens.slots.tolist() == [0, 1, 3, 5]
     assert tokens.features.tolist() == [2, 0, 1, 4]
+
+
+def test_a_batch_that_lost_its_images_is_noticed() -> None:
+    """Before the step learns from placeholders that nobody filled."""
+    ids = lay_out(2, ONE, 1)
+    config, tower = PolicyConfig(), cast(Any, SimpleNamespace(compute=lambda tokens: tokens.images))
+    maker = MicrobatchMaker(config, SHAPE, detect_platform(), tower)
+    fields = TokenFields(token_ids=torch.from_numpy(ids))
+    layout = lay_out_rank([len(ids)])
+    assert maker._place_images(layout, TokenBatch([len(ids)], fields, [[ONE]])) == [ONE]
+    for images in (None, [[]]):
+        with pytest.raises(AssertionError, match="0 tokens of images, 1 placeholders"):
+            maker._place_images(layout, TokenBatch([len(ids)], fields, images))
+    text = TokenBatch([3], TokenFields(token_ids=torch.from_numpy(lay_out(3))))
+    assert maker._place_images(lay_out_rank([3]), text) is None

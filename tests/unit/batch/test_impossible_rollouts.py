@@ -28,6 +28,7 @@ from megatron_grpo.config.data_schema import DataConfig
 from megatron_grpo.data.recorded_rows import RecordedRows
 from tests.support.trajectories import failed_trajectory, make_trajectory, with_learnt
 
+IMAGE = StoredImage("0" * 64, 2, 2)
 RECORD = StepRecord(
     RunFacts(prompts_per_step=1, samples_per_prompt=1, max_num_steps=1, vocab=16, vocabulary=None),
     StepFacts(position={}, longest=4, dropped=[make_trajectory(reward=math.nan).outcome]),
@@ -71,6 +72,10 @@ def write(folder: Path, *, trained: Any = None, **changes: Any) -> Path:
         ({"task_name": None}, "no task_name"),
         ({"images": [StoredImage("../../etc/passwd", 2, 2)]}, "the image .*passwd"),
         ({"images": [StoredImage("0" * 64, 0, 2)]}, "the image .*0000"),
+        ({"images": [IMAGE], "segment_images": [1]}, r"segments of \[1\] images, and 1 images"),
+        ({"images": [IMAGE], "segment_tokens": [2, 2]}, r"segments of \[\] images, and 1 images"),
+        ({"images": [IMAGE], "segment_tokens": [2, 2], "segment_images": [1, 1]}, r"segments of \[1, 1\] images"),
+        ({"images": [IMAGE], "segment_tokens": [2, 2], "segment_images": [2, -1]}, r"segments of \[2, -1\] images"),
         ({"trained": {"advantages": np.zeros(9, dtype=np.float32)}}, "9 advantages of 3 sampled tokens"),
     ],
 )

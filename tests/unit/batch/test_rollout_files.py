@@ -117,7 +117,9 @@ def test_a_file_without_engines_is_read(tmp_path: Path) -> None:
         file, [(0, with_learnt(*(replace(trajectory, engine=number) for number, trajectory in enumerate(ROWS))))]
     )
     assert [row["engine"] for row in read_rollouts(tmp_path, 1)] == list(range(len(ROWS)))
-    pq.write_table(pq.read_table(file).drop_columns(["engine", "prompt", "answer", "columns", "images"]), file)
+    pq.write_table(
+        pq.read_table(file).drop_columns(["engine", "prompt", "answer", "columns", "images", "segment_images"]), file
+    )
     assert [row["group"] for row in read_rollouts(tmp_path, 1)] == [0] * len(ROWS)
     assert [Trajectory.from_row(row).prompt for row in read_rollouts(tmp_path, 1)] == [""] * len(ROWS)
     assert Trajectory.from_row({**ROWS[0].to_row(), "engine": 1}).engine == 1

@@ -42,7 +42,7 @@ def make(
 ) -> DatumSpec:
     assert VISION is not None
     source = ImageSource(
-        column="image", folder=model, store=model / "images", model=model, vision=VISION, max_tokens=20
+        column="image", folder=model, store=model / "images", model=model, vision=VISION, max_images=8, max_tokens=20
     )
     process = ImageConversationProcessor(source, ROW_PROCESSORS[kind])
     return process(row, spec, AutoProcessor.from_pretrained(model).tokenizer, longest, 7)

@@ -37,7 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def processor(model: Path, tmp_path: Path) -> ImagePromptProcessor:
     assert VISION is not None
     store = tmp_path / "images"
-    source = ImageSource(column="image", folder=tmp_path, store=store, model=model, vision=VISION, max_tokens=20)
+    source = ImageSource(
+        column="image", folder=tmp_path, store=store, model=model, vision=VISION, max_images=8, max_tokens=20
+    )
     return ImagePromptProcessor(source)
 
 

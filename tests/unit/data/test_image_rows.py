@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from megatron_grpo.data.image_rows import MARK, has_images, place_images, read_images, show_images, write_images
+from megatron_grpo.data.image_rows import (
+    MARK,
+    attach_images,
+    has_images,
+    place_images,
+    read_images,
+    show_images,
+    take_images,
+    write_images,
+)
 from megatron_grpo.models.image_store import decode_image
 from tests.support.image_models import draw_picture, save
 
@@ -114,3 +123,17 @@ def test_a_prompt_is_shown_with_marks() -> None:
     assert not has_images([PLACE, {"type": "audio"}])
     assert show_images([{"role": "user", "content": content}]) == [{"role": "user", "content": f"{MARK}Which?"}]
     assert show_images("text") == "text"
+
+
+def test_the_images_of_a_prompt_come_back_as_data_urls() -> None:
+    contents = [CONTENT, draw_picture(2, 1, form="JPEG"), draw_picture(1, 1, form="WEBP")]
+    prompt = [
+        {"role": "system", "content": "Look."},
+        {"role": "user", "content": [PLACE, {"type": "text", "text": "or"}, PLACE]},
+        {"role": "assistant", "content": "x"},
+        {"role": "user", "content": [{"type": "text", "text": "and"}, PLACE]},
+    ]
+    messages = attach_images(show_images(prompt), contents)
+    assert take_images(messages, None) == (prompt, contents)
+    urls = [part["image_url"]["url"] for message in messages for part in message["content"] if "image_url" in part]
+    assert [url.partition(";")[0] for url in urls] == ["data:image/png", "data:image/jpeg", "data:image/webp"]

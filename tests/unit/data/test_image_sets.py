@@ -37,6 +37,11 @@ def test_rows_with_their_images_are_usable(tmp_path: Path) -> None:
     assert report.duplicates == 1, "the same text with another image is another prompt"
 
 
+def test_rows_may_leave_images_to_turns(tmp_path: Path) -> None:
+    report = examine(tmp_path, [{}, {"prompt": "What now?"}])
+    assert (report.problems, list(report.usable)) == ([], [0, 1])
+
+
 def test_rows_whose_images_are_wrong_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(draw_picture(1, 2))
     rows = [

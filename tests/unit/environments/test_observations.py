@@ -9,12 +9,14 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megatron_grpo.data.image_prompts import RunImages
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ResponseFault, Turn
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.environments import environment_worker as worker_module
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings, make_environment_settings
+from megatron_grpo.models.vision_shape import VisionShape
 from megatron_grpo.preflight.load import compose_config
 
 TEMPLATE = (
@@ -106,8 +108,10 @@ def test_a_process_keeps_states_to_itself_and_speaks_in_tokens(folder: Path, mon
 
 def test_a_text_of_an_environment_cannot_stand_for_an_image(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "begin_process_log", lambda _: None)
-    for placeholders, is_refused in (((IDS["on"],), True), ((IDS["no"],), False)):
-        settings = EnvironmentSettings(tokenizer=str(folder), prompts=PromptFormat(), placeholders=placeholders)
+    for token, is_refused in ((IDS["on"], True), (IDS["no"], False)):
+        vision = VisionShape(image_token=token, placeholders=(token,), merge=2, rotary_axes=(0, 1, 2))
+        images = RunImages(store=folder, model=folder, vision=vision, max_images=1, max_tokens=1)
+        settings = EnvironmentSettings(tokenizer=str(folder), prompts=PromptFormat(), images=images)
         worker = EnvironmentWorker("talking", worker_module.EnvironmentConfig(), settings)
         worker._environment = Talking()
         state = worker.reset("", {})

@@ -57,7 +57,7 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> FakeRollouts:
         yield fake
 
     class Reader:
-        def __init__(self, config: object, model: Path) -> None:
+        def __init__(self, config: object, model: Path, image_store: Path) -> None:
             self.stops, self.notes = StopConditions((2,)), list[str]()
 
         def read_held_out(self, key: str, dataset: DatasetConfig) -> list[DatumSpec]:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.batch.images import Images
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.errors import SamplingError
@@ -70,13 +71,15 @@ class Host:
 class Environment:
     reads_token_ids = False
     leave_out_suspects = ()
-    prompts = PromptFormat()
+    prompts, images = PromptFormat(), None
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self.jobs: list[list[EnvironmentRequest]] = []
 
-    async def act(self, prompt: Any, extra_env_info: dict[str, Any], access: Any, *, is_repeated: bool) -> Any:
+    async def act(
+        self, prompt: Any, extra_env_info: dict[str, Any], access: Any, images: Images, *, is_repeated: bool
+    ) -> Any:
         assert (prompt, extra_env_info) == ("what?", {"answer": "x"})
         try:
             return await self._agent(access)
@@ -172,9 +175,11 @@ class BreakingEnvironment(Environment):
         super().__init__(agent)
         self._is_sound = is_sound
 
-    async def act(self, prompt: Any, extra_env_info: dict[str, Any], access: Any, *, is_repeated: bool) -> Any:
+    async def act(
+        self, prompt: Any, extra_env_info: dict[str, Any], access: Any, images: Images, *, is_repeated: bool
+    ) -> Any:
         try:
-            return await super().act(prompt, extra_env_info, access, is_repeated=is_repeated)
+            return await super().act(prompt, extra_env_info, access, images, is_repeated=is_repeated)
         except RolloutFailure as failure:
             raise ResponseFailure(str(failure)) from None
 

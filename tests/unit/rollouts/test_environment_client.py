@@ -165,7 +165,7 @@ def test_resets_and_steps_are_calls_too() -> None:
         await client.start()
         return await call(client)
 
-    assert run_at_once(scene(lambda client: client.step("state", "text", 7))).state == ("state", "text", 7)
+    assert run_at_once(scene(lambda client: client.step("state", "text", 7))).state == ("state", "text", 7, ())
     with pytest.raises(RolloutFailure, match="it raised"):
         run_at_once(scene(lambda client: client.step("raise", "text", 7)))
     with pytest.raises(RolloutFailure, match="its process ended over this response"):
@@ -333,7 +333,7 @@ def test_repeated_calls_are_answered_while_others_keep_coming() -> None:
             task.cancel()
         return turn
 
-    assert run_at_once(scene()).state == ("again", "text", 7)
+    assert run_at_once(scene()).state == ("again", "text", 7, ())
 
 
 class SlowProcess(FakeProcess):

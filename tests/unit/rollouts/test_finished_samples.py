@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_grpo.batch.finished_samples import PICKLE, FinishedSamples, digest_request, remove_taken
-from megatron_grpo.batch.images import StoredImage
+from megatron_grpo.batch.images import Images, StoredImage
 from megatron_grpo.batch.trajectory import Trajectory
-from megatron_grpo.data.scores import EnvironmentReturn, TrainerState, Turn
+from megatron_grpo.data.scores import EncodedTurn, EnvironmentReturn, TrainerState
 from megatron_grpo.environments.states import pack_state, unpack_state
 from megatron_grpo.rollouts.failures import RolloutFailure
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings
@@ -31,8 +31,10 @@ class PackedEnvironment(FakeEnvironment):
     async def reset(self, prompt: Any, extra_env_info: dict[str, Any], *, is_repeated: bool) -> Any:
         return pack_state([])
 
-    async def step(self, state: Any, response: str, last_token: int, *, is_repeated: bool) -> Turn:
-        return Turn(state=pack_state([*unpack_state(state), response]))
+    async def step(
+        self, state: Any, response: str, last_token: int, images: Images, *, is_repeated: bool
+    ) -> EncodedTurn:
+        return EncodedTurn(state=pack_state([*unpack_state(state), response]))
 
     async def score(self, requests: list[Any]) -> list[Any]:
         self.jobs.append([unpack_state(request.state) for request in requests])
@@ -123,8 +125,10 @@ def test_states_that_are_no_json_are_not_kept(tmp_path: Path) -> None:
 
 
 class OtherStates(PackedEnvironment):
-    async def step(self, state: Any, response: str, last_token: int, *, is_repeated: bool) -> Turn:
-        return Turn(state=pack_state({response}))
+    async def step(
+        self, state: Any, response: str, last_token: int, images: Images, *, is_repeated: bool
+    ) -> EncodedTurn:
+        return EncodedTurn(state=pack_state({response}))
 
 
 def test_files_of_batches_that_a_checkpoint_has_are_removed(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.batch.images import Images, StoredImage
 from megatron_grpo.batch.trajectory import Span, StopReason, Trajectory
 from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ScoreOrError, Turn
+from megatron_grpo.data.scores import EncodedTurn, EnvironmentRequest, EnvironmentReturn, ScoreOrError
 from megatron_grpo.rollouts.clock import RolloutClock
 from megatron_grpo.rollouts.engine_client import EngineLeftError
 from megatron_grpo.rollouts.environment_client import PROMPT_WORK, PromptWork
@@ -105,19 +106,31 @@ class FakeEnvironment:
     reads_token_ids: bool = False
     leave_out_suspects: tuple[str, ...] = ()
     rewards: list[float | None] = field(default_factory=list)  # of the turns, in order
+    turn_images: list[list[StoredImage]] = field(default_factory=list)  # images of the observations
+    earlier_images: list[Images] = field(default_factory=list)  # images of the conversation, by turn
+    ending: str = ""  # of the last observation
 
     async def reset(self, prompt: Any, extra_env_info: dict[str, Any], *, is_repeated: bool) -> Any:
         return (prompt, extra_env_info["answer"], ())
 
-    async def step(self, state: Any, response: str, last_token: int, *, is_repeated: bool) -> Turn:
+    async def step(
+        self, state: Any, response: str, last_token: int, images: Images, *, is_repeated: bool
+    ) -> EncodedTurn:
         self.last_tokens.append(last_token)
+        self.earlier_images.append(images)
         prompt, answer, turns = state
         state = (prompt, answer, (*turns, response))
         reward = self.rewards[len(turns)] if self.rewards else None
         if len(turns) == len(self.observations):
-            return Turn(state=state, reward=reward)
-        return Turn(
-            done=False, state=state, reward=reward, observation=np.array(self.observations[len(turns)], np.int32)
+            return EncodedTurn(state=state, reward=reward)
+        number = len(turns)
+        return EncodedTurn(
+            done=False,
+            state=state,
+            reward=reward,
+            observation=np.array(self.observations[number], np.int32),
+            images=self.turn_images[number] if self.turn_images else [],
+            ending=self.ending if number == len(self.observations) - 1 else "",
         )
 
     async def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
@@ -134,10 +147,13 @@ class FakeEnvironment:
 
 
 def run(
-    engine: FakeEngine, environment: FakeEnvironment, settings: RolloutSettings = BATCH_SETTINGS
+    engine: FakeEngine,
+    environment: FakeEnvironment,
+    settings: RolloutSettings = BATCH_SETTINGS,
+    datum: DatumSpec = DATUM,
 ) -> list[Trajectory]:
     async def scene() -> list[Trajectory]:
-        group = GroupRollout(4, DATUM, settings, engine, environment)
+        group = GroupRollout(4, datum, settings, engine, environment)
         engine.assign([settings.samples_per_prompt])
         await group.sample(engine)
         return await group.score()
@@ -175,9 +191,11 @@ def test_tokens_keep_the_experts_that_they_were_sampled_under() -> None:
 
 async def test_all_calls_for_a_prompt_count_as_its_own_work() -> None:
     class Recorder(FakeEnvironment):
-        async def step(self, state: Any, response: str, last_token: int, *, is_repeated: bool) -> Turn:
+        async def step(
+            self, state: Any, response: str, last_token: int, images: Images, *, is_repeated: bool
+        ) -> EncodedTurn:
             work.append(PROMPT_WORK.get())
-            return await super().step(state, response, last_token, is_repeated=is_repeated)
+            return await super().step(state, response, last_token, images, is_repeated=is_repeated)
 
         async def score(self, requests: list[EnvironmentRequest]) -> list[ScoreOrError]:
             work.append(PROMPT_WORK.get())
@@ -245,6 +263,32 @@ def test_several_turns_put_observations_between_what_was_sampled() -> None:
     ]
     assert trajectory.response == "<1><2><3>"
     assert [trajectory.state for trajectory in environment.jobs[0]] == [("what?", "x", ("<1>", "<2>", "<3>"))]
+
+
+def test_images_of_turns_follow_those_of_the_prompt() -> None:
+    images = [StoredImage(name, 2, 2) for name in "abcd"]
+    environment = FakeEnvironment(observations=[[50, 51], [60]], turn_images=[images[1:3], images[3:]])
+    engine, settings = FakeEngine(), replace(BATCH_SETTINGS, samples_per_prompt=1)
+    datum: DatumSpec = {**DATUM, "images": images[:1]}
+    (trajectory,) = run(engine, environment, settings, datum)
+    assert trajectory.images == images
+    by_request = [images[:1], images[:3], images]
+    assert [request.images for request in engine.requests] == by_request
+    assert environment.earlier_images == by_request, "so that the environment knows how many are left"
+    assert datum["images"] == images[:1]
+    assert Trajectory.from_row(trajectory.to_row()).images == images
+    (cut,) = run(FakeEngine(), environment, replace(settings, max_total_sequence_length=9), datum)
+    assert (cut.images, cut.truncated) == (images[:3], True), "an observation without room is left out with its images"
+
+
+def test_a_turn_with_too_many_images_ends_the_rollout_with_the_reason() -> None:
+    image = StoredImage("a", 2, 2)
+    environment = FakeEnvironment(observations=[[50], []], turn_images=[[image], []], ending="it has 9 images")
+    (trajectory,) = run(FakeEngine(), environment, replace(BATCH_SETTINGS, samples_per_prompt=1))
+    assert trajectory.token_ids.tolist() == [1, 2, 3, 101, 201, 50, 102, 202]
+    assert (trajectory.truncated, trajectory.images) == (True, [image])
+    assert trajectory.notes == {"ended": "it has 9 images"}
+    assert trajectory.reward == len("<1><2>"), "it is scored as it is"
 
 
 def test_rewards_of_turns_are_added_to_that_of_the_score() -> None:

@@ -228,6 +228,7 @@ def test_the_sequences_follow_from_the_seed_and_fit_the_model() -> None:
     sequences = draw_canary(1, 7, 20)
     assert max(map(len, sequences)) == 19, "one token is sampled"
     assert {token for sequence in sequences for token in sequence} <= set(range(7))
+    assert all({4, 6}.isdisjoint(sequence) for sequence in draw_canary(1, 7, 20, (4, 6))), "no image fills placeholders"
     lengths = [len(sequence) for sequence in draw_canary(1, 1000, 2048)]
     assert len(set(lengths)) == len(lengths) >= 3, "a boundary that is taken from a neighbour is wrong"
 
