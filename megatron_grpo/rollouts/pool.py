@@ -142,10 +142,8 @@ class RolloutPool(TokenStore):
         """Divide engines anew, after some came or leave."""
         engines = self._replacer.list_used()
         calls = {
-            worker: call_actor(actor, RolloutWorker.use_engines, {number: engines[number] for number in numbers})
-            for (worker, actor), numbers in zip(
-                enumerate(self.actors), self._divide_engines(len(self.actors)), strict=True
-            )
+            worker: call_actor(self.actors[worker], RolloutWorker.use_engines, {key: engines[key] for key in numbers})
+            for worker, numbers in enumerate(self._divide_engines(len(self.actors)))
         }
         self._gather(calls, REBALANCE_S, "division of the engines")
 

@@ -41,6 +41,7 @@ from tests.support.made_up_pool import (
 )
 from tests.support.rare import rare
 from tests.support.recorded_run import make_record
+from tests.support.token_functions import shift
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -170,12 +171,6 @@ def test_an_engine_that_dies_ends_the_stream_with_one_clear_error() -> None:
         pytest.raises(SamplingError, match=r"^generation: generation engine 1 died \(its process is gone\)$"),
     ):
         arrivals(rollouts, [prompt(idx) for idx in range(PROMPTS)])
-
-
-def shift(lengths: NDArray[np.int64], arrays: dict[str, NDArray[Any]], by: int) -> tuple[dict[str, NDArray[Any]], int]:
-    """Something that needs the step's order: each token plus the number of its sequence, times `by`."""
-    numbers = np.repeat(np.arange(len(lengths)), lengths)
-    return {"shifted": (arrays["token_ids"] + numbers * by).astype(np.int32)}, int(arrays["sampled"].sum())
 
 
 def test_shards_and_what_is_computed_from_them(quiet: RolloutPool) -> None:

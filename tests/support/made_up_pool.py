@@ -45,7 +45,7 @@ def pool(
     tasks: Mapping[str, EnvironmentConfig] | None = None,
     *,
     engines: Sequence[Mapping[str, Any]] = ({}, {}),
-    generation_timeout_s: float = 60.0,
+    generation_timeout_s: float = 300.0,
     spare: Sequence[Mapping[str, Any]] = (),
     **config: Any,
 ) -> Iterator[RolloutPool]:

@@ -43,6 +43,7 @@ from megatron_grpo.data.sources import parse_line
 from megatron_grpo.environments.environment_worker import MAX_NOTES, EnvironmentWorker
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.mcp_access import format_result
+from megatron_grpo.environments.observations import ObservationEncoder
 from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment
 from megatron_grpo.environments.verifiers import VerifiersProcess
 from megatron_grpo.generation.teacher_client import TeacherServer, pack_row
@@ -135,9 +136,8 @@ def make_answering_worker(read: list[Any], **methods: Any) -> EnvironmentWorker:
     """A process of an environment whose methods are those of a server's client; `read` gets what the model reads."""
     worker = make_worker()
     worker._environment = SimpleNamespace(**methods)  # type: ignore[assignment]
-    worker._renderer = SimpleNamespace(  # type: ignore[assignment]
-        encode_later_turn=lambda messages, last_token: read.append(messages) or [1]
-    )
+    renderer = SimpleNamespace(encode_later_turn=lambda messages, last_token: read.append(messages) or [1])
+    worker._encoder = ObservationEncoder(renderer, images=None)  # type: ignore[arg-type]
     return worker
 
 
