@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from hypothesis import HealthCheck, settings
 # How fast a machine is beside other work says nothing about what a property test looks at.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+# A call of Ray would otherwise start a cluster, or join one that another test left and wait for it.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 COMPOSED_WHOLE = ("test_composed_once.py", "test_job.py", "test_overrides.py")
 """Files whose command lines go through Hydra whole, as a user's do."""

@@ -10,10 +10,12 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 from aiohttp import web
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
@@ -107,7 +109,8 @@ class MadeUpServer:
 
 
 @pytest.fixture
-def serve(tiny_models: dict[str, TinyModel], tmp_path: Path) -> Callable[..., Any]:
+def serve(tiny_models: dict[str, TinyModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
     model = Path(shutil.copytree(tiny_models["qwen3_tied"].path, tmp_path / "model"))
     tokenizer = Tokenizer(models.WordLevel({letter: n for n, letter in enumerate("abcdef")}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(model)

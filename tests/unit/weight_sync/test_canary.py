@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from megatron_grpo.config.errors import CanaryError
 from megatron_grpo.config.generation_schema import RefitConfig
@@ -20,6 +21,12 @@ from megatron_grpo.weight_sync.refit_calls import CanaryFailedError, RefitCalls,
 from megatron_grpo.weight_sync.refit_checks import BOUNDS, Canary, CanaryBounds, draw_canary, find_coarsest_precision
 from megatron_grpo.weight_sync.transfer_modes import TransferMode, TransferReport
 from megatron_grpo.weight_sync.transport import WeightTransport
+
+
+@pytest.fixture(autouse=True)
+def without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes into Ray's store goes to its readers as it is."""
+    monkeypatch.setattr(ray, "put", lambda value: value)
 
 
 def test_the_median_of_the_worst_sequence_decides() -> None:
