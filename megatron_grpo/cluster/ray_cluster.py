@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_grpo.cluster import machines
@@ -161,7 +161,8 @@ class RayCluster:
     def explain_lack(self, engine: int) -> str | None:
         """Say which GPUs an engine lacks; None: none."""
         group = self._engine_groups.get(engine)
-        if group is None or group.wait(0):
+        # `PlacementGroup.wait(0)` is False of a group that exists where Ray answers later than at once.
+        if group is None or placement_group_table(group)["state"] == "CREATED":
             return None
         needed, free = sum(bundle["GPU"] for bundle in self._engine_bundles), ray.available_resources().get("GPU", 0)
         return f"it needs {needed:g} GPUs on nodes for engines, and {free:g} of the cluster are free"
