@@ -168,12 +168,18 @@ def choose_log(names: Iterable[str], process: str) -> str:
 
     Example: policy.3 is policy_rank_3.log, engine.0 generation_engine_0.log, driver driver.log.
     """
-    words, candidates = re.findall(r"[A-Za-z]+|\d+", process.lower()), sorted(names)
-    matches = [name for name in candidates if {*words} <= {*re.findall(r"[a-z]+|\d+", name.removesuffix(".log"))}]
+    words, candidates = (
+        re.findall(r"[A-Za-z]+|\d+", process.lower()),
+        sorted(name.removesuffix(".log") for name in names),
+    )
+    matches = [name for name in candidates if {*words} <= {*re.findall(r"[a-z]+|\d+", name)}]
+    # An engine's name begins those of its core and its workers.
+    if len(matches) > 1 and all(name.startswith(f"{matches[0]}_") for name in matches[1:]):
+        matches = matches[:1]
     if len(matches) != 1 or not words:
-        names_here = ", ".join(name.removesuffix(".log") for name in matches or candidates)
-        raise ValueError(f"--process {process} is not the name of one process; there is {names_here or 'no log yet'}")
-    return matches[0]
+        names_here = ", ".join(matches or candidates) or "no log yet"
+        raise ValueError(f"--process {process} is not the name of one process; there is {names_here}")
+    return f"{matches[0]}.log"
 
 
 def print_files(files: Sequence[Path], lines: int, follow: bool) -> int:

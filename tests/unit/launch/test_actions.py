@@ -24,7 +24,10 @@ from megatron_grpo.launch.target import (
 )
 from megatron_grpo.run.directory import is_alive, load_run_config
 
-LOGS = ["driver.log", "policy_rank_0.log", "policy_rank_1.log", "generation_engine_0.log", "rollout_worker_0.log"]
+LOGS = [
+    *("driver.log", "policy_rank_0.log", "policy_rank_1.log", "generation_engine_0.log", "rollout_worker_0.log"),
+    *("generation_engine_0_core.log", "generation_engine_0_worker_0.log", "generation_engine_0_worker_1.log"),
+]
 QUICKSTART = ("+exp=quickstart", "policy.optimizer.warmup_steps=1")
 
 
@@ -64,7 +67,13 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("process", "name"),
-    [("policy.1", LOGS[2]), ("engine.0", LOGS[3]), ("driver", LOGS[0]), ("rollout_worker_0", LOGS[4])],
+    [
+        ("policy.1", LOGS[2]),
+        ("engine.0", LOGS[3]),
+        ("engine.0.worker.1", LOGS[7]),
+        ("driver", LOGS[0]),
+        ("rollout_worker_0", LOGS[4]),
+    ],
 )
 def test_a_process_is_named_by_words(process: str, name: str) -> None:
     assert choose_log(LOGS, process) == name
