@@ -17,9 +17,10 @@ from megatron_grpo.observability.live.followed_run import FollowedRun
 from megatron_grpo.observability.live.lanes import RUNNING_S
 from megatron_grpo.observability.live.page_server import PageServer
 from megatron_grpo.observability.live.screen import show_screen
-from megatron_grpo.run.directory import is_in_use
+from megatron_grpo.run.directory import CONFIG_FILE, LAUNCH_FOLDER, is_in_use
 
 MOST_RUNS = 4
+LOOK_S = 1.0
 USAGE = """\
 python -m megatron_grpo.watch RUN_DIR [OTHER_RUN_DIR ...] [port=N] [--text]
 
@@ -45,12 +46,24 @@ def main(arguments: Sequence[str]) -> int:
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder; give the run_dir of a run, such as outputs/quickstart/latest")
+        _await_beginning(folder)
     runs = [FollowedRun(folder, is_going_on) for folder in folders]
     if parsed.options.get("text"):
         show_screen(runs)
         return 0
     asyncio.run(_serve(PageServer(runs, secrets.token_urlsafe(24)), port))
     return 0
+
+
+def _await_beginning(folder: Path) -> None:
+    """Wait for the first file of a launched run, without a deadline."""
+    # A job may wait in a queue for days, and Ctrl-C ends this command alone.
+    if not (folder / LAUNCH_FOLDER).is_dir() or (folder / CONFIG_FILE).exists():
+        return
+    text = f"{folder} was launched and has not begun: waiting for it"
+    print(f"{text} (python -m megatron_grpo.launch status {folder} says where its job is)", file=sys.stderr, flush=True)
+    while not (folder / CONFIG_FILE).exists():
+        time.sleep(LOOK_S)
 
 
 def is_going_on(folder: Path) -> bool:

@@ -20,10 +20,9 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.launch.launch_request import Request
 from megatron_grpo.observability.run_files import format_json_line, read_lines
 from megatron_grpo.preflight.machine_checks import Reach
-from megatron_grpo.run.directory import STOP_FILE, is_alive
+from megatron_grpo.run.directory import LAUNCH_FOLDER, STOP_FILE, is_alive
 
-LAUNCH_FOLDER = "launch"  # in the run's folder: what was submitted, and the record of each launch
-RECORD_FILE = "launches.jsonl"
+RECORD_FILE = "launches.jsonl"  # in LAUNCH_FOLDER
 OUTPUT_FILE = "output.log"  # in the run's folder: the driver's output, where nothing else keeps it
 _WORD = re.compile(r"[A-Za-z0-9/][^\x00-\x1f]*")  # no option of a program
 

@@ -3,11 +3,13 @@
 import http.client
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megatron_grpo.launch.target import make_launch_folder
 from megatron_grpo.observability.live.page_server import PageServer
 from megatron_grpo.watch import main
 from tests.support.report_runs import byte_tokenizer, make_answer, make_run
@@ -139,6 +141,17 @@ def test_mistakes_are_told(
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_launched_run_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_launch_folder(tmp_path / "run").parent
+    beginning = threading.Timer(0.5, lambda: (run / "config.yaml").write_text("name: late\n"))
+    beginning.start()
+    assert main([str(run), "--text"]) == 0
+    beginning.join()
+    text = capsys.readouterr()
+    assert "was launched and has not begun: waiting for it" in text.err
+    assert "run" in text.out
 
 
 def test_a_terminal_gets_one_screen(server: PageServer, capsys: pytest.CaptureFixture[str]) -> None:
