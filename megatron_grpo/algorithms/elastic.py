@@ -75,18 +75,18 @@ class EngineResizer:
     def _follow_nodes(self, drain_notice_s: float) -> None:
         """Let engines leave nodes that drain, and start some on nodes that joined."""
         nodes, generation = read_nodes(), self._generation
-        hosts = {
+        locations = {
             number: self._cluster.list_hosts(number) | {generation.starts[number].processes.node}
             for number in generation.engines.keys() - self._rollouts.leaving
         }
-        for number, node in sorted(find_leaving(nodes, hosts).items()):
+        for number, node in sorted(find_leaving(nodes, locations).items()):
             self._note(f"{ENGINE_NAME(number)} leaves node {node.address}, which drains")
-            self._begin_remove(number, now=node.drains_before(time.time() + drain_notice_s))
-        for place in self._cluster.take_places(nodes):
-            self._begin_add(place)
+            self._begin_remove(number, now=node.is_gone_before(time.time() + drain_notice_s))
+        for hosts in self._cluster.take_places(nodes):
+            self._begin_add(hosts)
 
-    def _begin_add(self, place: tuple[str, ...] = ()) -> None:
-        self._cluster.reserve_engine(self._generation.next_number, place)
+    def _begin_add(self, hosts: tuple[str, ...] = ()) -> None:
+        self._cluster.reserve_engine(self._generation.next_number, hosts)
         self._note(f"{ENGINE_NAME(self._generation.begin_add())} is being started")
 
     def _begin_remove(self, number: int, *, now: bool) -> None:

@@ -27,8 +27,8 @@ class Node:
     free: Mapping[str, float] | None = None  # resources that nobody has reserved; None: Ray does not tell yet
     drains_until: float | None = None  # seconds since the epoch, inf without a deadline; None: it does not drain
 
-    def drains_before(self, end: float) -> bool:
-        """True if the node may be gone at a time, in seconds since the epoch."""
+    def is_gone_before(self, end: float) -> bool:
+        """True if the node may be gone at a time (epoch)."""
         return self.drains_until is not None and self.drains_until < end
 
 

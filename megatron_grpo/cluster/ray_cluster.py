@@ -152,13 +152,13 @@ class RayCluster:
         groups = (self._policy_group, self._value_group, *self._teacher_groups, *self._engine_groups.values())
         self._await_groups([group for group in groups if group], needs)
 
-    def reserve_engine(self, engine: int, place: tuple[str, ...] = ()) -> None:
+    def reserve_engine(self, engine: int, hosts: tuple[str, ...] = ()) -> None:
         """Begin to reserve the GPUs of an engine.
 
-        `place`: ids of its nodes; empty: nodes for engines.
+        `hosts`: ids of its nodes; empty: nodes for engines.
         """
-        if place:
-            self._engine_places[engine] = place
+        if hosts:
+            self._engine_places[engine] = hosts
         if self._engine_bundles:
             self._engine_groups[engine] = self._pack(self._engine_bundles, self._select_place(engine))
 
@@ -177,12 +177,12 @@ class RayCluster:
             if node.id not in self._settled_nodes
             and (node.role == machines.GENERATION_ROLE or (node.role is None and not has_role))
         ]
-        places = find_places(joined, self._engine_bundles)
-        self._settled_nodes.update(*places)
-        return places
+        engines = find_places(joined, self._engine_bundles)
+        self._settled_nodes.update(*engines)
+        return engines
 
     def list_hosts(self, engine: int) -> set[str]:
-        """List the ids of the nodes on which an engine has GPUs; empty on CPUs."""
+        """List the nodes on which an engine has GPUs; empty on CPUs."""
         group = self._engine_groups.get(engine)
         hosts = () if group is None else placement_group_table(group)["bundles_to_node_id"].values()
         return {host for host in hosts if host}  # empty: the bundle has no node
@@ -230,10 +230,10 @@ class RayCluster:
         return placement_group(list(bundles), strategy="PACK", bundle_label_selector=selectors)
 
     def _select_place(self, engine: int) -> dict[str, str]:
-        place = self._engine_places.get(engine)
-        return {NODE_LABEL: f"in({','.join(place)})"} if place else self._select_nodes(machines.GENERATION_ROLE)
+        hosts = self._engine_places.get(engine)
+        return {NODE_LABEL: f"in({','.join(hosts)})"} if hosts else self._select_nodes(machines.GENERATION_ROLE)
 
-    def _renew_place(self, engine: int) -> None:
+    def _move_engine(self, engine: int) -> None:
         """Reserve elsewhere what an engine has on nodes that drain or are gone."""
         # Ray starts nothing on a draining node, not even in a group that was reserved there before.
         hosts = self.list_hosts(engine).union(self._engine_places.get(engine, ()))
@@ -288,7 +288,7 @@ class RayCluster:
             on_node = self._shared_gpus[begin : begin + self.config.gpus]
             used = self._shared_gpus[first : first + self._ranks_per_engine]
             return self._build_guest_options(first, [*used, *(gpu for gpu in on_node if gpu not in used)])
-        self._renew_place(engine)
+        self._move_engine(engine)
         if not self._engine_bundles:
             return {"num_cpus": 0, "label_selector": self._select_place(engine)}
         group = self._engine_groups[engine]

@@ -87,7 +87,7 @@ def test_a_run_goes_on_while_engines_come_and_go(recipe: str, tmp_path: Path) ->
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # the run joins a cluster of another process
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 8})
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "include_dashboard": False})
     yield nodes
     nodes.shutdown()
 

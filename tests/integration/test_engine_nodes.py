@@ -19,6 +19,7 @@ from megatron_grpo.config.schema import ClusterConfig
 from tests.unit.algorithms.test_elastic import Parts
 
 PREEMPTION = 2  # Ray's number of this reason to drain a node
+HEAD = {"num_cpus": 8, "include_dashboard": False}
 WAIT_S = 60.0
 
 
@@ -55,9 +56,9 @@ class PlacedParts(Parts):
         return None
 
     def take_added(self) -> Iterator[tuple[int, str | None]]:
-        places = {number: self.starts[number] for number in self.added}
+        starts = {number: self.starts[number] for number in self.added}
         for outcome in super().take_added():
-            self.starts |= places
+            self.starts |= starts
             yield outcome
 
     def remove(self, number: int) -> None:
@@ -70,7 +71,7 @@ class PlacedParts(Parts):
 
 @pytest.fixture
 def nodes() -> Iterator[Cluster]:
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": 2})
+    nodes = Cluster(initialize_head=True, head_node_args={**HEAD, "num_gpus": 2})
     yield nodes
     ray.shutdown()
     nodes.shutdown()
@@ -89,7 +90,7 @@ def drain(nodes: Cluster, node: str, seconds: float) -> None:
         node, PREEMPTION, "a test", int((time.time() + seconds) * 1000)
     )
     assert accepted, reason
-    wait_for(lambda: any(other.id == node and other.drains_until for other in read_nodes()))
+    wait_for(lambda: any(row.id == node and row.drains_until for row in read_nodes()))
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -109,7 +110,7 @@ def test_engines_follow_the_nodes(gpus: int, nodes: Cluster, tmp_path: Path) -> 
     # The second engine of this node has no room, and on CPUs each node gets one.
     node = nodes.add_node(num_cpus=8, num_gpus=3).node_id
     nodes.wait_for_nodes()
-    wait_for(lambda: any(other.id == node and other.free for other in read_nodes()))
+    wait_for(lambda: any(row.id == node and row.free for row in read_nodes()))
     resizer.resize(2)
     resizer.resize(3)
     assert list(parts.engines) == [0, 1]

@@ -34,7 +34,7 @@ class Parts:
         self.unfinished: dict[int, int] = {}
         self.lack: str | None = None
         self.hosts: dict[int, set[str]] = {}
-        self.places: list[tuple[str, ...]] = []
+        self.room: list[tuple[str, ...]] = []
 
     @staticmethod
     def make_start() -> Any:
@@ -77,8 +77,8 @@ class Parts:
         self.leaving &= self.unfinished.keys()
         return dict(self.unfinished)
 
-    def reserve_engine(self, number: int, place: tuple[str, ...] = ()) -> None:
-        self.log.append(f"devices for {number}{' on ' * bool(place)}{'+'.join(place)}")
+    def reserve_engine(self, number: int, hosts: tuple[str, ...] = ()) -> None:
+        self.log.append(f"devices for {number}{' on ' * bool(hosts)}{'+'.join(hosts)}")
 
     def release_engine(self, number: int) -> None:
         self.log.append(f"no devices for {number}")
@@ -90,8 +90,8 @@ class Parts:
         return self.hosts.get(number, set())
 
     def take_places(self, nodes: list[Node]) -> list[tuple[str, ...]]:
-        places, self.places = self.places, []
-        return places
+        room, self.room = self.room, []
+        return room
 
 
 class Scene:
@@ -215,7 +215,7 @@ def test_engines_start_where_nodes_join(scene: Scene, monkeypatch: pytest.Monkey
     monkeypatch.setattr(elastic, "read_nodes", lambda: [Node("f00d", "10.0.0.1")])
     follower = Scene(scene.folder, drain_notice_s=100.0)
     for waiting in (follower, scene):
-        waiting.parts.places = [("new",), ("a", "b")]
+        waiting.parts.room = [("new",), ("a", "b")]
     actions = ["devices for 1 on new", "devices for 2 on a+b"]
     assert follower.resize(1) == (actions, [f"generation engine {number} is being started" for number in (1, 2)])
     assert follower.resize(2) == ([], [])

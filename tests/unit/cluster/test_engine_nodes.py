@@ -21,7 +21,7 @@ def make_node(name: str, gpus: float, cpus: float = 64.0) -> Node:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "bundles", "places"),
+    ("nodes", "bundles", "engines"),
     [
         ([make_node("a", 4.0)], TWO_GPUS, [("a",), ("a",)]),
         ([make_node("a", 3.0), make_node("b", 2.0)], TWO_GPUS, [("a",), ("b",)]),
@@ -48,9 +48,9 @@ def make_node(name: str, gpus: float, cpus: float = 64.0) -> Node:
     ],
 )
 def test_engines_find_room_on_nodes(
-    nodes: Sequence[Node], bundles: list[dict[str, float]], places: list[tuple[str, ...]]
+    nodes: Sequence[Node], bundles: list[dict[str, float]], engines: list[tuple[str, ...]]
 ) -> None:
-    assert find_places(nodes, bundles) == places
+    assert find_places(nodes, bundles) == engines
 
 
 STAYS = Node("stays", "10.0.0.1")
@@ -76,8 +76,8 @@ def test_engines_leave_draining_nodes_and_one_stays(hosts: dict[int, list[str]],
 
 
 def test_a_node_says_whether_it_may_be_gone() -> None:
-    assert (STAYS.drains_before(1e9), LATE.drains_before(1e9)) == (False, False)
-    assert (SOON.drains_before(100.0), SOON.drains_before(101.0)) == (False, True)
+    assert (STAYS.is_gone_before(1e9), LATE.is_gone_before(1e9)) == (False, False)
+    assert (SOON.is_gone_before(100.0), SOON.is_gone_before(101.0)) == (False, True)
 
 
 def test_nodes_are_read_from_ray(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,11 +100,11 @@ def test_nodes_are_read_from_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("roles", "places"),
+    ("roles", "engines"),
     [(set(), [("engines",), ("none",)]), ({"training"}, [("engines",), ("none",)]), ({"generation"}, [("engines",)])],
     ids=str,
 )
-def test_engines_start_on_nodes_for_engines_once(roles: set[str], places: list[tuple[str, ...]]) -> None:
+def test_engines_start_on_nodes_for_engines_once(roles: set[str], engines: list[tuple[str, ...]]) -> None:
     cluster = RayCluster(ClusterConfig(gpus_per_node=0))
     cluster._roles, cluster._settled_nodes = roles, {"first"}
     nodes = [
@@ -113,7 +113,7 @@ def test_engines_start_on_nodes_for_engines_once(roles: set[str], places: list[t
         Node("none", "10.0.0.3", free={}),
         Node("ranks", "10.0.0.4", role="training", free={}),
     ]
-    assert cluster.take_places(nodes) == places
+    assert cluster.take_places(nodes) == engines
     assert cluster.take_places(nodes) == []
 
 
