@@ -150,6 +150,7 @@ def test_an_engine_is_replaced_elsewhere(gpus: int, is_lost: bool, nodes: Cluste
     assert parts.node(1) == first.node_id
     if is_lost:
         nodes.remove_node(first)
+        wait_for(lambda: first.node_id not in {node.id for node in read_nodes()})
     else:
         drain(nodes, first.node_id, 1000.0)
         ray.kill(parts.actors[1])
