@@ -149,7 +149,7 @@ def test_an_engine_is_replaced_elsewhere(gpus: int, is_lost: bool, nodes: Cluste
     parts.start(1)
     assert parts.node(1) == first.node_id
     if is_lost:
-        nodes.remove_node(first)
+        nodes.remove_node(first, allow_graceful=False)
         wait_for(lambda: first.node_id not in {node.id for node in read_nodes()})
     else:
         drain(nodes, first.node_id, 1000.0)
