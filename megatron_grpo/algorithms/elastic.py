@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import ray
 
+from megatron_grpo.cluster.engine_nodes import find_leaving, read_nodes
 from megatron_grpo.cluster.process_log import ENGINE_NAME
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import ModelLostError
-from megatron_grpo.config.schema import Config
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.engine_requests import EngineState, EngineStates, take_requests, write_states
@@ -30,6 +31,8 @@ class EngineResizer:
 
     Args:
         refusal: why engines can be neither added nor removed; None: they can.
+        drain_notice_s: an engine hands back its rollouts if its node drains within so many seconds, and else finishes
+            them; None: the engines do not follow Ray's nodes.
         note: tells the user.
     """
 
@@ -42,10 +45,12 @@ class EngineResizer:
         run_dir: Path,
         *,
         refusal: str | None = None,
+        drain_notice_s: float | None = None,
         note: Callable[[str], None],
     ) -> None:
         self._generation, self._transport, self._rollouts = generation, transport, rollouts
         self._cluster, self._run_dir, self._refusal, self._note = cluster, run_dir, refusal, note
+        self._drain_notice_s = drain_notice_s
         self._told: tuple[list[EngineState], dict[int, str]] | None = None  # what the file says, with Ray's nodes
 
     def resize(self, version: int) -> None:
@@ -60,13 +65,28 @@ class EngineResizer:
                 self._begin_add()
             else:
                 self._begin_remove(request.remove, now=request.now)
+        if self._drain_notice_s is not None:
+            self._follow_nodes(self._drain_notice_s)
         if self._transport is not None:
             self._admit_started(self._transport, version)
         unfinished = self._end_idle()
         self._tell_states(unfinished)
 
-    def _begin_add(self) -> None:
-        self._cluster.reserve_engine(self._generation.next_number)
+    def _follow_nodes(self, drain_notice_s: float) -> None:
+        """Let engines leave nodes that drain, and start some on nodes that joined."""
+        nodes, generation = read_nodes(), self._generation
+        locations = {
+            number: self._cluster.list_hosts(number) | {generation.starts[number].processes.node}
+            for number in generation.engines.keys() - self._rollouts.leaving
+        }
+        for number, node in sorted(find_leaving(nodes, locations).items()):
+            self._note(f"{ENGINE_NAME(number)} leaves node {node.address}, which drains")
+            self._begin_remove(number, now=node.is_gone_before(time.time() + drain_notice_s))
+        for hosts in self._cluster.take_places(nodes):
+            self._begin_add(hosts)
+
+    def _begin_add(self, hosts: tuple[str, ...] = ()) -> None:
+        self._cluster.reserve_engine(self._generation.next_number, hosts)
         self._note(f"{ENGINE_NAME(self._generation.begin_add())} is being started")
 
     def _begin_remove(self, number: int, *, now: bool) -> None:
@@ -134,14 +154,3 @@ class EngineResizer:
         addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
         located = [replace(engine, node=addresses.get(nodes.get(engine.number, ""))) for engine in engines]
         write_states(self._run_dir, EngineStates(located, self._refusal))
-
-
-def explain_refusal(config: Config) -> str | None:
-    """Say why a run's engines stay; None: they need not."""
-    if config.generation.server.urls:
-        return "they are the servers of generation.server.urls"
-    if config.generation.is_colocated:
-        return "they share the policy's devices (generation.placement=colocated)"
-    if not config.debug.train:
-        return "nothing is trained (debug.train=false), so that no refit brings weights to a new one"
-    return None

@@ -17,7 +17,7 @@ from typing import Any
 from ray.cloudpickle import register_pickle_by_value
 
 from megatron_grpo.algorithms.context import GRPOSaveState, SamplingRun, TrainingRun, make_save_state
-from megatron_grpo.algorithms.elastic import EngineResizer, explain_refusal
+from megatron_grpo.algorithms.elastic import EngineResizer
 from megatron_grpo.algorithms.node_reports import check_nodes
 from megatron_grpo.algorithms.placement import Placement, publish
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, describe_run
@@ -43,6 +43,7 @@ from megatron_grpo.observability.run_files import write_json
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.conversation_checks import load_examined_prompts
+from megatron_grpo.preflight.engine_checks import explain_fixed_engines
 from megatron_grpo.preflight.environment_checks import check_user_code
 from megatron_grpo.preflight.script_checks import find_processor_problems
 from megatron_grpo.prepare.models import prepare
@@ -315,7 +316,9 @@ def _make_sampling_run(
     resizer: EngineResizer | None = None
     if processes.generation is not None:
         parts = processes.generation, processes.transport, rollouts, startup.cluster, startup.run_dir
-        resizer = EngineResizer(*parts, refusal=explain_refusal(config), note=logger.note)
+        notice_s = config.rollouts.timeout_s if config.generation.elastic else None
+        refusal = explain_fixed_engines(config)
+        resizer = EngineResizer(*parts, refusal=refusal, drain_notice_s=notice_s, note=logger.note)
     buffer, async_grpo = None, config.async_sampling
     if async_grpo.enabled:
         buffer_type = OrderedBuffer if async_grpo.oversampling_factor is None else Oversampling

@@ -73,7 +73,7 @@ def end_on_machines(actors: Mapping[str, ActorProcesses]) -> None:
         phase_name = f"ending {name}"
         try:
             (alive,) = gather([task], deadline_s=END_S + TASK_S, phase_name=phase_name, name=lambda _: "Ray")
-        except RunError as error:  # the machine is gone, and the processes with it
+        except RunError as error:  # the machine is gone or drains, and the processes end with it
             logger.warning("%s", error)
             continue
         if alive:

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megatron_grpo.cluster import machines
 from megatron_grpo.cluster.allocators import CPU_SETTINGS
 from megatron_grpo.cluster.cleanup import FolderRemover, keep_sigterm_handler
+from megatron_grpo.cluster.engine_nodes import NODE_LABEL, Node, find_places, read_nodes
 from megatron_grpo.cluster.process_log import read_log_environment
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
@@ -43,6 +44,8 @@ class RayCluster:
         self._teacher_groups: list[PlacementGroup] = []
         self._engine_groups: dict[int, PlacementGroup] = {}  # by number of the engine
         self._engine_bundles: list[dict[str, float]] = []  # of one engine; empty: engines reserve nothing
+        self._engine_places: dict[int, tuple[str, ...]] = {}  # nodes of engines that may be on no other
+        self._settled_nodes: set[str] = set()  # those of the start, and those that got engines since then
         self._ranks_per_engine = 1
         # Around the folder of Ray's session, which Ray opens to everybody; None: Ray was not started here.
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
@@ -66,6 +69,7 @@ class RayCluster:
             else:
                 _join(self.config.ray_address)
                 self._await_machines()
+        self._settled_nodes = {str(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
 
     def _start_local(self, remove_if_killed: FolderRemover | None) -> None:
         # A short name, because the path of a socket has at most 107 bytes.
@@ -148,15 +152,40 @@ class RayCluster:
         groups = (self._policy_group, self._value_group, *self._teacher_groups, *self._engine_groups.values())
         self._await_groups([group for group in groups if group], needs)
 
-    def reserve_engine(self, engine: int) -> None:
-        """Begin to reserve the GPUs of an engine."""
+    def reserve_engine(self, engine: int, hosts: tuple[str, ...] = ()) -> None:
+        """Begin to reserve the GPUs of an engine.
+
+        `hosts`: ids of its nodes; empty: nodes for engines.
+        """
+        if hosts:
+            self._engine_places[engine] = hosts
         if self._engine_bundles:
-            self._engine_groups[engine] = self._pack(self._engine_bundles, machines.GENERATION_ROLE)
+            self._engine_groups[engine] = self._pack(self._engine_bundles, self._select_place(engine))
 
     def release_engine(self, engine: int) -> None:
         """Give back the GPUs of an engine that has ended."""
+        self._engine_places.pop(engine, None)
         if engine in self._engine_groups:
             remove_placement_group(self._engine_groups.pop(engine))
+
+    def take_places(self, nodes: Sequence[Node]) -> list[tuple[str, ...]]:
+        """Find room for engines on nodes that have joined, once for each node."""
+        has_role = machines.GENERATION_ROLE in self._roles
+        joined = [
+            node
+            for node in nodes
+            if node.id not in self._settled_nodes
+            and (node.role == machines.GENERATION_ROLE or (node.role is None and not has_role))
+        ]
+        engines = find_places(joined, self._engine_bundles)
+        self._settled_nodes.update(*engines)
+        return engines
+
+    def list_hosts(self, engine: int) -> set[str]:
+        """List the nodes on which an engine has GPUs; empty on CPUs."""
+        group = self._engine_groups.get(engine)
+        hosts = () if group is None else placement_group_table(group)["bundles_to_node_id"].values()
+        return {host for host in hosts if host}  # empty: the bundle has no node
 
     def explain_lack(self, engine: int) -> str | None:
         """Say which GPUs an engine lacks; None: none."""
@@ -194,11 +223,23 @@ class RayCluster:
         for begin in range(0, ranks, per_node):
             gpus = min(per_node, ranks - begin)
             bundles.append({"GPU": gpus, "CPU": gpus + sum(begin <= rank < begin + per_node for rank in guests)})
-        return self._pack(bundles, machines.TRAINING_ROLE)
+        return self._pack(bundles, self._select_nodes(machines.TRAINING_ROLE))
 
-    def _pack(self, bundles: Sequence[Mapping[str, float]], role: str) -> PlacementGroup:
-        selectors = [self._select_nodes(role)] * len(bundles)
+    def _pack(self, bundles: Sequence[Mapping[str, float]], selector: dict[str, str]) -> PlacementGroup:
+        selectors = [selector] * len(bundles)
         return placement_group(list(bundles), strategy="PACK", bundle_label_selector=selectors)
+
+    def _select_place(self, engine: int) -> dict[str, str]:
+        hosts = self._engine_places.get(engine)
+        return {NODE_LABEL: f"in({','.join(hosts)})"} if hosts else self._select_nodes(machines.GENERATION_ROLE)
+
+    def _move_engine(self, engine: int) -> None:
+        """Reserve elsewhere what an engine has on nodes that drain or are gone."""
+        # Ray starts nothing on a draining node, not even in a group that was reserved there before.
+        hosts = self.list_hosts(engine).union(self._engine_places.get(engine, ()))
+        if hosts and hosts - {node.id for node in read_nodes() if node.drains_until is None}:
+            self.release_engine(engine)
+            self.reserve_engine(engine)
 
     def _select_nodes(self, role: str) -> dict[str, str]:
         """Select the nodes of a role by label; empty: no node has it."""
@@ -247,8 +288,9 @@ class RayCluster:
             on_node = self._shared_gpus[begin : begin + self.config.gpus]
             used = self._shared_gpus[first : first + self._ranks_per_engine]
             return self._build_guest_options(first, [*used, *(gpu for gpu in on_node if gpu not in used)])
+        self._move_engine(engine)
         if not self._engine_bundles:
-            return {"num_cpus": 0, "label_selector": self._select_nodes(machines.GENERATION_ROLE)}
+            return {"num_cpus": 0, "label_selector": self._select_place(engine)}
         group = self._engine_groups[engine]
         if len(group.bundle_specs) > 1:
             return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": _schedule_in(group, -1)}

@@ -236,6 +236,10 @@ class GenerationConfig(Section):
     """How often each engine is replaced when one of its processes dies or hangs, and its responses are sampled again.
     After that, or at once with `placement: colocated`, the run saves its steps and ends."""
 
+    elastic: bool = False
+    """Start engines on nodes that join the Ray cluster (cluster.ray_address) while the run goes on, and let those on
+    nodes that drain leave (docs/operations.md)."""
+
     engine_args: VllmArguments = field(default_factory=dict)
     """Further arguments of vLLM's engine, which have no key here."""
 

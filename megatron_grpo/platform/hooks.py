@@ -42,6 +42,7 @@ class Library:
 
 LIBRARIES = {
     "datasets": Library("datasets", ">=4,<6", ("datasets",)),
+    "ray": Library("ray", ">=2.55", ("ray",)),
     "torch": Library("torch", ">=2.13,<2.14", ("torch",)),
     "megatron-core": Library("megatron.core", ">=0.19.2,<0.20", ("megatron-core",)),
     "modelopt": Library("modelopt", ">=0.42,<0.48", ("nvidia-modelopt",)),

@@ -33,6 +33,9 @@ _ELSEWHERE = "use GPUs, or generation.server.urls"
 def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Check that devices, model (None: unknown) and vLLM support the engines' settings."""
     yield from _check_engine_settings(config)
+    reason = explain_fixed_engines(config)
+    text = f"engines come and go with Ray's nodes, and those of this run stay: {reason}; use false"
+    yield config.generation.elastic and reason, "generation.elastic=", text
     has_engines = config.needs_generation and not config.generation.server.urls
     if has_engines and shape is not None and config.generation.engine.speculative.uses_mtp:
         families = ", ".join(family.name for family in list_families() if family.proposes_tokens)
@@ -49,6 +52,17 @@ def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[R
         text += " requirements/install_cpu.sh .venv, or install torchvision's build for this torch"
         needs_torchvision = shape.family in TORCHVISION_FAMILIES or shape.is_text_part
         yield needs_torchvision and find_spec("torchvision") is None, "policy.model.path=", text
+
+
+def explain_fixed_engines(config: Config) -> str | None:
+    """Say why a run's engines stay; None: they need not."""
+    if config.generation.server.urls:
+        return "they are the servers of generation.server.urls"
+    if config.generation.is_colocated:
+        return "they share the policy's devices (generation.placement=colocated)"
+    if not config.debug.train:
+        return "nothing is trained (debug.train=false), so that no refit brings weights to a new one"
+    return None
 
 
 def _check_engine_settings(config: Config) -> Iterator[Rule]:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from megatron_grpo.algorithms import elastic
-from megatron_grpo.algorithms.elastic import EngineResizer, explain_refusal
+from megatron_grpo.algorithms.elastic import EngineResizer
+from megatron_grpo.cluster.engine_nodes import Node
 from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.engine_checks import explain_fixed_engines
 from megatron_grpo.run.engine_requests import EngineRequest, read_states, write_request
 from megatron_grpo.weight_sync.refit_calls import PolicyLostError, RefitError
 
@@ -31,6 +33,8 @@ class Parts:
         self.leaving: set[int] = set()
         self.unfinished: dict[int, int] = {}
         self.lack: str | None = None
+        self.hosts: dict[int, set[str]] = {}
+        self.room: list[tuple[str, ...]] = []
 
     @staticmethod
     def make_start() -> Any:
@@ -73,8 +77,8 @@ class Parts:
         self.leaving &= self.unfinished.keys()
         return dict(self.unfinished)
 
-    def reserve_engine(self, number: int) -> None:
-        self.log.append(f"devices for {number}")
+    def reserve_engine(self, number: int, hosts: tuple[str, ...] = ()) -> None:
+        self.log.append(f"devices for {number}{' on ' * bool(hosts)}{'+'.join(hosts)}")
 
     def release_engine(self, number: int) -> None:
         self.log.append(f"no devices for {number}")
@@ -82,14 +86,26 @@ class Parts:
     def explain_lack(self, number: int) -> str | None:
         return self.lack
 
+    def list_hosts(self, number: int) -> set[str]:
+        return self.hosts.get(number, set())
+
+    def take_places(self, nodes: list[Node]) -> list[tuple[str, ...]]:
+        room, self.room = self.room, []
+        return room
+
 
 class Scene:
     """A run with one engine."""
 
-    def __init__(self, folder: Path, refusal: str | None = None) -> None:
+    def __init__(self, folder: Path, refusal: str | None = None, drain_notice_s: float | None = None) -> None:
         self.folder, self.notes, self.parts = folder, list[str](), Parts()
         parts: Any = self.parts
-        self.resizer = EngineResizer(parts, parts, parts, parts, folder, refusal=refusal, note=self.notes.append)
+        self.resizer = EngineResizer(
+            *(parts, parts, parts, parts, folder),
+            refusal=refusal,
+            drain_notice_s=drain_notice_s,
+            note=self.notes.append,
+        )
         self.resizer.resize(0)
 
     def resize(self, version: int, *requests: EngineRequest) -> tuple[list[str], list[str]]:
@@ -195,6 +211,41 @@ def test_the_last_engine_and_unknown_ones_stay(scene: Scene) -> None:
     ]
 
 
+def test_engines_start_where_nodes_join(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "read_nodes", lambda: [Node("f00d", "10.0.0.1")])
+    follower = Scene(scene.folder, drain_notice_s=100.0)
+    for waiting in (follower, scene):
+        waiting.parts.room = [("new",), ("a", "b")]
+    actions = ["devices for 1 on new", "devices for 2 on a+b"]
+    assert follower.resize(1) == (actions, [f"generation engine {number} is being started" for number in (1, 2)])
+    assert follower.resize(2) == ([], [])
+    assert scene.resize(1) == ([], []), "engines follow nodes only if they are told to"
+
+
+@pytest.mark.parametrize("seconds", [50.0, 150.0])
+def test_engines_leave_where_a_node_drains(seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "ray", SimpleNamespace(nodes=list))
+    monkeypatch.setattr(elastic, "time", SimpleNamespace(time=lambda: 1000.0))
+    nodes = [Node("f00d", "10.0.0.1"), Node("other", "10.0.0.2")]
+    monkeypatch.setattr(elastic, "read_nodes", lambda: nodes)
+    scene = Scene(tmp_path, drain_notice_s=100.0)
+    add(scene)
+    scene.parts.unfinished[1] = 3
+    scene.parts.hosts = {1: {"other"}}
+    assert scene.resize(3) == ([], [])
+    nodes[1] = Node("other", "10.0.0.2", drains_until=1000.0 + seconds)
+    actions, notes = scene.resize(4)
+    assert notes[0] == "generation engine 1 leaves node 10.0.0.2, which drains"
+    if seconds < 100:
+        end = ["1 gets no more weights", "1 ends", "no devices for 1"]
+        assert actions == ["prompts go to [0]", "1 hands back", *end]
+        return
+    assert actions == ["prompts go to [0]"]
+    assert scene.resize(5) == ([], []), "it is leaving"
+    nodes[0] = Node("f00d", "10.0.0.1", drains_until=1001.0)
+    assert scene.resize(6) == ([], []), "it is the last one"
+
+
 def test_a_run_whose_engines_are_fixed_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic, "ray", SimpleNamespace(nodes=list))
     scene = Scene(tmp_path, refusal="they are servers")
@@ -204,10 +255,10 @@ def test_a_run_whose_engines_are_fixed_says_why(tmp_path: Path, monkeypatch: pyt
 
 def test_engines_that_others_own_or_nobody_refits_are_fixed() -> None:
     config = Config()
-    assert explain_refusal(config) is None
+    assert explain_fixed_engines(config) is None
     config.debug.train = False
-    assert "debug.train=false" in str(explain_refusal(config))
+    assert "debug.train=false" in str(explain_fixed_engines(config))
     config.generation.placement = "colocated"
-    assert "placement=colocated" in str(explain_refusal(config))
+    assert "placement=colocated" in str(explain_fixed_engines(config))
     config.generation.server.urls = ["http://127.0.0.1:1"]
-    assert "server.urls" in str(explain_refusal(config))
+    assert "server.urls" in str(explain_fixed_engines(config))
