@@ -147,7 +147,7 @@ def write_driver_files(
 
 
 def copy_images(digests: Iterable[str], source: Path, target: Path) -> None:
-    """Copy images that a run's folder or a checkpoint has to another that lacks them.
+    """Copy images of a run's folder or checkpoint to another.
 
     CheckpointError: one is not there, or was changed.
     """

@@ -35,7 +35,7 @@ def ahead(run_dir: Path, *overrides: str) -> TrainingRun:
 
 
 def images_of(run: TrainingRun, step: int) -> list[tuple[int, int, list[dict[str, object]]]]:
-    """The prompt, the sample and the prompt's image of each rollout of a step; other weights may show no second one."""
+    """The prompt, the sample and the prompt's image of each rollout."""
     return [(row["prompt_idx"], row["sample"], row["images"][:1]) for row in run.rollouts(step)]
 
 
