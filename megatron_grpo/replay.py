@@ -18,7 +18,6 @@ from megatron_grpo.config.command_line import FAILED, as_command, parse_argument
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.config.section import Positive, Seconds
-from megatron_grpo.preflight.image_checks import refuse_images
 from megatron_grpo.run.checkpoints import CHECKPOINTS_FOLDER, resolve_checkpoint
 
 if TYPE_CHECKING:
@@ -100,7 +99,6 @@ def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
     open_recorded = partial(open_step, request.run_dir, request.step, is_trusted=request.trust_run)
     changed = open_recorded(request.overrides) if request.overrides else None
     record = open_recorded()
-    refuse_images(record.config, "a replay")
     if changed is not None:
         _require_loadable(record, changed.config.policy)
     sides = {RECORDED: (read_recorded(record), record.config.policy)}

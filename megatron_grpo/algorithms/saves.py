@@ -52,7 +52,8 @@ def save_checkpoint(
     rows = [[trajectory.to_saved_row() for trajectory in group] for group in groups]
     state = {"save_state": snapshot.state, "metrics": dict(metrics), "batch_cache": rows}
     run.placement.offload_engines(StepTimer())
-    run.checkpointer.begin(step, state, snapshot.loader_state, run.models, background=background)
+    images = {image.digest for group in groups for rollout in group for image in rollout.images}
+    run.checkpointer.begin(step, state, snapshot.loader_state, run.models, images=images, background=background)
     if background:
         run.logger.note(f"step {step} is being saved; the run went on after {time.monotonic() - started:.1f} s")
     if wait or not background:

@@ -49,7 +49,7 @@ from megatron_grpo.preflight.script_checks import find_processor_problems
 from megatron_grpo.prepare.models import prepare
 from megatron_grpo.rollouts.engine_replacer import RestoreEngines, refuse_to_restore
 from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.run.checkpoint_files import STATE_FILE, CheckpointError, read_loader_state, read_state
+from megatron_grpo.run.checkpoint_files import STATE_FILE, CheckpointError, copy_images, read_loader_state, read_state
 from megatron_grpo.run.checkpoints import read_by_ranks
 from megatron_grpo.run.directory import ENGINES_FILE, POLICY_FOLDER, VALUE_FOLDER, record_start
 from megatron_grpo.run.exports import export_checkpoint_model
@@ -266,6 +266,8 @@ def _resume(config: Config, startup: Startup, models: Models, loader: BatchLoade
     checkpointer.remove_leftovers()
     if path is not None:
         progress = _read_progress(config, path)
+        waiting = [rollout for group in progress.batch_cache for rollout in group]
+        copy_images([image.digest for rollout in waiting for image in rollout.images], path, startup.run_dir)
         loader.load_state_dict(read_loader_state(path))
         for name, model in by_folder.items():
             model.load_checkpoint(str(path / name))

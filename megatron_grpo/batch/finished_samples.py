@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.outside_files import parse_file_json, require_regular
+from megatron_grpo.models.image_store import STORE_FOLDER
 
 logger = logging.getLogger(__name__)
 PICKLE = b"\x80"  # the first byte of a pickle, and of no JSON
@@ -39,7 +40,8 @@ def remove_taken(folder: Path, generation_batch: int) -> None:
 class FinishedSamples:
     """The finished samples of one generation batch, in the folder of a run.
 
-    Files are JSON lines; a line that was cut off or damaged counts as absent: the sample is drawn again.
+    Files are JSON lines. A line that was cut off or damaged counts as absent, and so does a sample with an image that
+    the run's folder has no longer: it is drawn again.
     """
 
     def __init__(self, folder: Path, generation_batch: int, worker: int, versions: range) -> None:
@@ -51,7 +53,7 @@ class FinishedSamples:
             worker: number of the rollout worker, which has a file of its own.
             versions: weights that may have drawn the tokens of a sample which is taken.
         """
-        self._versions = versions
+        self._versions, self._images = versions, folder.parent / STORE_FOLDER
         self._file = folder / f"batch_{generation_batch}.worker_{worker}.jsonl"
         self._earlier: dict[tuple[int, int, str], tuple[Trajectory, str | None]] = {}
         for file in sorted(folder.glob(f"batch_{generation_batch}.worker_*.jsonl")):
@@ -94,6 +96,7 @@ class FinishedSamples:
 
     def _keep(self, record: Mapping[str, Any]) -> None:
         trajectory, state = Trajectory.from_row(record["trajectory"]), record["state"]
-        if trajectory.finite_logprobs and trajectory.failure is None and isinstance(state, str | None):
+        is_sound = trajectory.finite_logprobs and trajectory.failure is None and isinstance(state, str | None)
+        if is_sound and all((self._images / image.digest).is_file() for image in trajectory.images):
             key = trajectory.prompt_idx, trajectory.sample, str(record["digest"])
             self._earlier[key] = trajectory, state

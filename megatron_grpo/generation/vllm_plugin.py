@@ -65,6 +65,9 @@ def register() -> None:
 
             accept_recorder()
         return
+    from vllm.v1.core.sched import output
+
+    output.strip_covered_mm_data = keep_images
     if current_platform.is_cpu():
         from megatron_grpo.generation.cpu_engine import patch_vllm
 
@@ -79,6 +82,15 @@ def register() -> None:
 
             EngineCore.wake_paused = wake_paused
     begin_process()
+
+
+def keep_images(features: list[Any], *_: Any, **__: Any) -> list[Any]:
+    """Give a request's images whole to the model's processes.
+
+    vLLM leaves out the pixels of images that the prefix cache has. A request whose cache is given up, for new weights
+    or for want of room, is computed anew from these images, and its engine would end.
+    """
+    return features
 
 
 def _is_core() -> bool:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import struct
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from megatron_grpo.config.outside_files import read_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -19,7 +22,8 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 _SERIES = "MPO"  # a JPEG photo with further pictures behind it (previews, depth), which Pillow takes for a series
 MAX_BYTES = 64 * 2**20  # of an image's file
 MAX_PIXELS = 64 * 2**20  # of an image: more decode to over 200 MiB
-STORE_FOLDER = "images"  # in the run's folder
+STORE_FOLDER = "images"  # in the run's folder, and in a checkpoint whose rollouts have images
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def locate_images(run_dir: str) -> Path:
@@ -114,10 +118,26 @@ def store_image(folder: Path, content: bytes) -> str:
 
 def open_stored_image(folder: Path, digest: str) -> Image:
     """Decode an image of the store; ValueError: it is not there, or was changed."""
+    return decode_image(_read_stored(folder, digest))
+
+
+def copy_images(digests: Iterable[str], source: Path, target: Path) -> None:
+    """Copy images from one store to another that lacks them.
+
+    ValueError: one is not there, or was changed.
+    """
+    for digest in sorted(set(digests)):
+        if not _DIGEST.fullmatch(digest):
+            raise ValueError(f"{digest!r:.100} is not the digest of an image")
+        if not (target / digest).is_file():
+            store_image(target, _read_stored(source, digest))
+
+
+def _read_stored(folder: Path, digest: str) -> bytes:
     try:
-        content = (folder / digest).read_bytes()
+        content = read_bytes(folder / digest, MAX_BYTES, links=True)
     except OSError as error:
         raise ValueError(f"the image {digest} cannot be read from {folder}: {error.strerror}") from None
     if digest_image(content) != digest:
         raise ValueError(f"the image {folder / digest} was changed since it was stored")
-    return decode_image(content)
+    return content

@@ -99,7 +99,6 @@ def _check_rows(config: Config) -> Iterator[Rule]:
 def _check_training(config: Config) -> Iterator[Rule]:
     policy = config.policy
     text = f"has no {_WITH_IMAGES} yet; use"
-    yield config.async_sampling.enabled, "LOOP.async_grpo.enabled=", f"{text} false"
     yield policy.lora.rank and config.refit.adapters == "alone", "refit.adapters=", f"{text} merged"
     yield policy.fp8.format != "off", "policy.fp8.format=", f"{text} off"
     yield policy.quantization is not None, "policy.quantization=", f"{text} null"

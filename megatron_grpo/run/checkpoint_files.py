@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +19,8 @@ from xxhash import xxh3_128
 
 from megatron_grpo.config.errors import RunError, select_first_line, to_text
 from megatron_grpo.config.outside_files import parse_file_json, read_bytes, require_regular
+from megatron_grpo.models import image_store
+from megatron_grpo.models.image_store import STORE_FOLDER
 from megatron_grpo.observability.file_digests import CHECKSUM_KEY, FileRecord, FileRecords, IsCancelled, record_file
 from megatron_grpo.observability.run_files import sync, write_atomically, write_text
 from megatron_grpo.run.directory import POLICY_FOLDER
@@ -142,6 +144,17 @@ def write_driver_files(
     by_name = {path.relative_to(folder).as_posix(): record for path, record in zip(files, records, strict=True)}
     # The manifest comes last: with it the checkpoint is complete.
     write_with_checksum(folder / MANIFEST_FILE, {"format": _FORMAT, "step": step, "files": by_name})
+
+
+def copy_images(digests: Iterable[str], source: Path, target: Path) -> None:
+    """Copy images of a run's folder or checkpoint to another.
+
+    CheckpointError: one is not there, or was changed.
+    """
+    try:
+        image_store.copy_images(digests, source / STORE_FOLDER, target / STORE_FOLDER)
+    except ValueError as error:
+        raise CheckpointError(f"{source} cannot be used: {error}") from None
 
 
 def _require_sizes(expected: Mapping[Path, FileRecord]) -> None:

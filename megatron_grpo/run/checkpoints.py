@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -126,13 +126,15 @@ class Checkpointer:
         loader_state: Mapping[str, Any],
         models: Mapping[str, ModelRanks],
         *,
+        images: Collection[str] = (),
         background: bool = False,
     ) -> None:
         """Begin to write checkpoint `step`, which `finish` completes.
 
         `step`: training steps so far; `state`: what the driver needs to continue (JSON), not changed until `finish`;
-        `loader_state`: that of the training data; `models`: by their folder in the checkpoint. With `background` ranks
-        write in the background, and the call returns as soon as the models may change.
+        `loader_state`: that of the training data; `models`: by their folder in the checkpoint; `images`: digests of
+        those that `state` names. With `background` ranks write in the background, and the call returns as soon as the
+        models may change.
         """
         self.finish()
         # The folder is renamed when all files are on disk, last the manifest with their digests, so every checkpoint
@@ -142,6 +144,7 @@ class Checkpointer:
         with self._writing(step, folder):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
+            files.copy_images(images, self.folder.parent, folder)
             pending = PendingSave(step, folder, state, loader_state, models if background else {}, began)
             for name, model in models.items():
                 (folder / name).mkdir()

@@ -79,7 +79,7 @@ class Versions:
     def publish(self, transport: WeightTransport) -> int:
         """Make the policy another model and publish it."""
         number, version = next(self._next), next(self._versions)
-        ray.get(self.policy.submit(_become, str(self.folders[number])))
+        ray.get(self.policy.submit(become, str(self.folders[number])))
         transport.publish(version)
         self.number[version] = number
         return version
@@ -87,7 +87,7 @@ class Versions:
     def recomputed(self, token_ids: Sequence[int], span: Span) -> Tensor:
         """[tokens of the span]: log-probabilities by the model of the span alone, over everything before."""
         table = self._of(span).forward(torch.tensor([list(token_ids)])).logits[0].log_softmax(-1)
-        return _select_entries(table[span.start - 1 : span.end - 1], token_ids[span.start : span.end])
+        return select_entries(table[span.start - 1 : span.end - 1], token_ids[span.start : span.end])
 
     def recompute_cached(self, token_ids: Sequence[int], spans: Sequence[Span], prompt: Span) -> Tensor:
         """[tokens of all spans]: by each span's model over the cache that the models before it have filled.
@@ -105,7 +105,7 @@ class Versions:
             logits = self._of(span).forward(fed, past_key_values=cache, use_cache=True).logits[0]
             rows.append(logits[span.start - 1 - position :].log_softmax(-1))
             position = span.end - 1
-        return _select_entries(torch.cat(rows), token_ids[spans[0].start :])
+        return select_entries(torch.cat(rows), token_ids[spans[0].start :])
 
     def _of(self, span: Span) -> Any:
         return self.models[self.number[span.version]]
@@ -135,7 +135,7 @@ def test_every_token_was_drawn_by_the_version_that_its_span_names(name: str, ver
         for _ in range(ROUNDS):
             before = max(versions.number)
             publish = _publish_asleep if name.startswith("asleep") else _publish
-            outputs = _while_publishing(generation, requests, partial(publish, generation, versions, transport))
+            outputs = while_publishing(generation, requests, partial(publish, generation, versions, transport))
             for sample_request, output in zip(requests, outputs, strict=True):
                 _assert_drawn(sample_request, output, versions, None if recompute else before)
                 most_spans = max(most_spans, len(output.spans))
@@ -177,7 +177,7 @@ def test_tokens_keep_the_experts_of_the_version_that_drew_the_next_one(tmp_path:
             for _ in range(ROUNDS):
                 publish = partial(_publish, generation, versions, transport)
                 for sample_request, output in zip(
-                    requests, _while_publishing(generation, requests, publish), strict=True
+                    requests, while_publishing(generation, requests, publish), strict=True
                 ):
                     most_spans = max(most_spans, len(output.spans))
                     assert_recorded(form.unpack(output.routed), sample_request, output, versions)
@@ -250,7 +250,7 @@ def _publish_asleep(generation: VllmGeneration, versions: Versions, transport: W
     generation.wake("kv_cache")
 
 
-def _while_publishing(
+def while_publishing(
     generation: VllmGeneration, requests: list[GenerationRequest], publish: Callable[[], None]
 ) -> list[GenerationOutput]:
     """Responses to the requests, under which new weights are published some times.
@@ -278,12 +278,12 @@ def _while_publishing(
     return asyncio.run(scene())
 
 
-def _select_entries(table: Tensor, token_ids: Sequence[int]) -> Tensor:
+def select_entries(table: Tensor, token_ids: Sequence[int]) -> Tensor:
     """[tokens]: of each row of [tokens, vocabulary] the entry of its token."""
     return table.gather(1, torch.tensor(list(token_ids))[:, None])[:, 0]
 
 
-def _become(rank: Any, folder: str) -> None:
+def become(rank: Any, folder: str) -> None:
     load_hf_weights(rank.chunks, rank.shape, folder)
 
 

@@ -11,7 +11,10 @@ from megatron_grpo.prepare.pictures import LARGEST, QUESTION, draw_squares
 
 
 class ShowingEnvironment(Environment):
-    """Shows a further picture after each answer; the reward is the share of right counts."""
+    """Shows a further picture after each answer; the reward is the share of right counts.
+
+    A row whose answer is no number has no reward.
+    """
 
     multi_turn = True
 
@@ -35,6 +38,7 @@ class ShowingEnvironment(Environment):
         scores = []
         for request in requests:
             pairs = zip(request.state["expected"], request.state["answers"], strict=False)
-            shares = [float(expected == answer) for expected, answer in pairs]
+            is_number = request.state["expected"][0].isdigit()
+            shares = [float(is_number and expected == answer) for expected, answer in pairs]
             scores.append(EnvironmentReturn(reward=sum(shares) / self.turns, correct=sum(shares) == self.turns))
         return scores

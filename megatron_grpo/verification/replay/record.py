@@ -25,6 +25,7 @@ from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.source import adopt_families, fetch_model_folder, require_folder
+from megatron_grpo.preflight.image_checks import refuse_images
 from megatron_grpo.run.checkpoint_files import read_state, verify_checkpoint
 from megatron_grpo.run.directory import load_run_config, override_values
 
@@ -138,6 +139,7 @@ def open_step(run_dir: Path, step: int, overrides: Sequence[str] = (), *, is_tru
         config = override_values(figures.config, overrides, source, run_dir, is_trusted=is_trusted, sections=_SECTIONS)
         if problems := adopt_families(config, _SECTIONS, run_dir):
             raise ConfigError(problems)
+    refuse_images(config, "a replay")
     file = locate_rollouts_file(run_dir, step)
     _require_rollouts(run_dir, step, file)
     rows = list(read_rows(step, file))

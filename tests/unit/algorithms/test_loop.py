@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from megatron_grpo.algorithms.step_report import StepReport
+from megatron_grpo.batch.images import StoredImage
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.errors import DisagreementError, ModelLostError, RunError, SamplingError
 from megatron_grpo.config.loop_schema import EarlyStopConfig
 from megatron_grpo.config.schema import LossConfig
+from megatron_grpo.models.image_store import store_image
+from megatron_grpo.run.checkpoint_files import CheckpointError, read_state, verify_checkpoint
 from megatron_grpo.weight_sync.refit_calls import PolicyLostError, RefitError
 from tests.support.damage import flip
 from tests.support.loop_run import CHECKPOINTING, LIMITS, SOUND, Run, validating
@@ -312,6 +315,24 @@ def test_what_waits_is_saved_with_its_tokens(tmp_path: Path) -> None:
     state, _ = run.saved(2)
     resumed = [[Trajectory.from_row(row) for row in group] for group in state["batch_cache"]]
     assert plain_groups(resumed) == plain_groups(groups)
+
+
+def test_what_waits_is_saved_with_its_images(tmp_path: Path) -> None:
+    """Another folder can go on from the checkpoint, whose manifest has the images."""
+    run, contents = Run(tmp_path / "run"), [b"of the prompt", b"of a turn"]
+    images = [StoredImage(store_image(tmp_path / "run" / "images", content), 2, 2) for content in contents]
+    store_image(tmp_path / "run" / "images", b"of another prompt")
+    groups = [[make_trajectory(3, images=images[:1]), make_trajectory(1, images=images)]]
+    run.batch_cache[:] = run.rollouts.put(groups)
+    run.train(steps=2)
+    checkpoint = run.checkpointer.locate(2)
+    state = read_state(checkpoint)
+    resumed = [[Trajectory.from_row(row) for row in group] for group in state["batch_cache"]]
+    assert plain_groups(resumed) == plain_groups(groups)
+    assert {file.read_bytes() for file in (checkpoint / "images").iterdir()} == set(contents)
+    flip(checkpoint / "images" / images[1].digest)
+    with pytest.raises(CheckpointError, match=images[1].digest):
+        verify_checkpoint(checkpoint)
 
 
 def test_a_step_that_teaches_nothing_is_told(tmp_path: Path) -> None:

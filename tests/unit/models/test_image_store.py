@@ -7,7 +7,14 @@ import pytest
 from PIL import Image
 
 from megatron_grpo.models import image_store
-from megatron_grpo.models.image_store import decode_image, digest_image, inspect_image, open_stored_image, store_image
+from megatron_grpo.models.image_store import (
+    copy_images,
+    decode_image,
+    digest_image,
+    inspect_image,
+    open_stored_image,
+    store_image,
+)
 from tests.support.image_models import draw_picture, save
 
 
@@ -99,3 +106,20 @@ def test_equal_contents_are_stored_once_and_a_changed_one_is_noticed(tmp_path: P
         open_stored_image(tmp_path, digest)
     with pytest.raises(ValueError, match="cannot be read from"):
         open_stored_image(tmp_path, "0" * 64)
+
+
+def test_images_are_copied_where_they_are_missing(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    contents = [draw_picture(1, 2), draw_picture(2, 1)]
+    digests = [store_image(source, content) for content in contents]
+    copy_images(digests[:1], source, target)
+    (source / digests[0]).unlink()
+    copy_images([*digests, digests[0]], source, target)
+    assert {file.name: file.read_bytes() for file in target.iterdir()} == dict(zip(digests, contents, strict=True))
+    with pytest.raises(ValueError, match=f"the image {digests[0]} cannot be read from {source}: No such file"):
+        copy_images(digests[:1], source, tmp_path / "other")
+    (source / digests[1]).write_bytes(contents[0])
+    with pytest.raises(ValueError, match="was changed since it was stored"):
+        copy_images(digests[1:], source, tmp_path / "other")
+    with pytest.raises(ValueError, match=r"'../source/secret' is not the digest of an image"):
+        copy_images(["../source/secret"], source, target)

@@ -27,6 +27,7 @@ def collect_problems(*overrides: str) -> dict[str, str]:
 
 def test_the_recipe_has_no_problem() -> None:
     assert collect_problems() == {}
+    assert collect_problems("algorithm=async_grpo") == {}
     assert list(find_image_problems(compose_config(["+exp=quickstart"]), TEXT)) == []
 
 
@@ -36,7 +37,6 @@ def test_the_recipe_has_no_problem() -> None:
         "data.long_prompts=cut_left",
         "data.apply_chat_template=False",
         "data.processor=package.module.function",
-        "grpo.async_grpo.enabled=True",
         "policy.fp8.format=hybrid",
         "policy.logprob_kernel=fused",
         "generation.server.urls=[http://127.0.0.1:8000]",

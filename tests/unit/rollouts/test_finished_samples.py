@@ -17,6 +17,7 @@ from megatron_grpo.batch.images import Images, StoredImage
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.data.scores import EncodedTurn, EnvironmentReturn, TrainerState
 from megatron_grpo.environments.states import pack_state, unpack_state
+from megatron_grpo.models.image_store import store_image
 from megatron_grpo.rollouts.failures import RolloutFailure
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutSettings
 from tests.support.virtual_time import run_at_once
@@ -99,10 +100,21 @@ def test_another_prompt_in_the_same_row_is_drawn(tmp_path: Path, monkeypatch: py
 
 
 def test_another_image_under_the_same_tokens_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for digest, count in (("a", 3), ("a", 0), ("b", 3)):
-        monkeypatch.setitem(DATUM, "images", [StoredImage(digest, 2, 2)])
-        run(tmp_path, engine := FakeEngine())
+    digests = [store_image(tmp_path / "images", content) for content in (b"a", b"b")]
+    for number, count in ((0, 3), (0, 0), (1, 3)):
+        monkeypatch.setitem(DATUM, "images", [StoredImage(digests[number], 2, 2)])
+        run(tmp_path / "finished", engine := FakeEngine())
         assert len(engine.requests) == count
+
+
+def test_a_sample_whose_image_is_gone_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = store_image(tmp_path / "images", b"a")
+    monkeypatch.setitem(DATUM, "images", [StoredImage(digest, 2, 2)])
+    drawn = run(tmp_path / "finished", FakeEngine())
+    assert [trajectory.images for trajectory in run(tmp_path / "finished", FakeEngine())] == [drawn[0].images] * 3
+    (tmp_path / "images" / digest).unlink()
+    run(tmp_path / "finished", engine := FakeEngine())
+    assert len(engine.requests) == 3
 
 
 def test_lines_that_are_damaged_or_cut_off_count_as_absent(tmp_path: Path) -> None:

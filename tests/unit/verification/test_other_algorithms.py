@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_grpo import doctor
+from megatron_grpo import doctor, replay
 from megatron_grpo.config.compose import compose_typed
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.preflight.load import compose_config
@@ -25,6 +25,19 @@ def test_the_doctor_refuses_runs_that_sample_nothing(
     record_start(tmp_path, compose_typed([f"+exp=quickstart_{algorithm}", f"run_dir={tmp_path}"]).require())
     assert doctor.main([str(tmp_path)]) == 2
     assert f"algorithm={algorithm} learns from rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "subject"), [(doctor, [], "the doctor"), (replay, ["step=1"], "a replay")]
+)
+def test_prompts_with_images_are_refused_before_the_record_is_read(
+    command: Any, arguments: list[str], subject: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record_start(tmp_path, compose_typed(["+exp=quickstart_vision", f"run_dir={tmp_path}"]).require())
+    assert command.main([str(tmp_path), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert "configuration has 1 problem" in error
+    assert f"data.image_key=image  {subject} does not compute prompts with images (data.image_key) yet" in error
 
 
 @pytest.mark.parametrize(
