@@ -74,7 +74,7 @@ class SeeingVersions:
         self.number[version] = number
 
     def make_request(self, seed: int) -> GenerationRequest:
-        """A sample of one of four prompts, each with two images and a text that fills a block of the cache."""
+        """A sample of one of four prompts, with two images and a text that fills a cache block."""
         prompt = seed % 4
         images = [
             StoredImage(store_image(self.store, draw_picture(rows, 3, seed=prompt)), 2 * rows, 6) for rows in (2, 4)

@@ -89,8 +89,8 @@ def test_after_a_kill_it_has_the_same_prompts_and_images(factor: str, straight: 
     run.kill()
     run.assert_nothing_left()
     for file in finished.glob("batch_*.jsonl"):
-        kept = [json.loads(line)["trajectory"] for line in file.read_text().splitlines() if line.endswith("}")]
-        assert all(row["images"] for row in kept)
+        trajectories = [json.loads(line)["trajectory"] for line in file.read_text().splitlines() if line.endswith("}")]
+        assert all(row["images"] for row in trajectories)
     last = complete(ahead(tmp_path / "run", *overrides))
     steps = range(1, STEPS + 1)
     images = [rollout for step in steps for rollout in images_of(last, step)]
