@@ -267,6 +267,7 @@ def test_nobody_listens() -> None:
 def test_the_temporary_files_of_a_ray_of_its_own_are_private_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     init_settings: dict[str, Any] = {}
     monkeypatch.setattr(ray, "init", lambda **settings: init_settings.update(settings))
+    monkeypatch.setattr(ray, "nodes", list)
     cluster = RayCluster(ClusterConfig(gpus_per_node=0))
     cluster.start()
     folder = Path(init_settings["_temp_dir"]).parent
@@ -288,6 +289,7 @@ def test_the_address_in_the_environment_is_joined_as_ray_does(
         monkeypatch.setenv("RAY_ADDRESS", variable)
     inits: list[dict[str, Any]] = []
     monkeypatch.setattr(ray, "init", lambda **settings: inits.append(settings))
+    monkeypatch.setattr(ray, "nodes", list)
     monkeypatch.setattr("megatron_grpo.cluster.machines.check_reachable", lambda address: None)
     monkeypatch.setattr(RayCluster, "_await_machines", lambda self: None)
     cluster = RayCluster(ClusterConfig(gpus_per_node=0, ray_address=configured_address))
