@@ -10,7 +10,7 @@ from typing import Any
 from megatron_grpo.config.command_line import as_command, parse_arguments
 from megatron_grpo.config.errors import RunError, suggest_name
 from megatron_grpo.config.overrides import OPTION
-from megatron_grpo.config.section import Positive
+from megatron_grpo.config.section import NonNegative, Positive
 from megatron_grpo.launch.background import LocalTarget
 from megatron_grpo.launch.kubernetes import KubernetesTarget
 from megatron_grpo.launch.launch_request import load_request
@@ -30,13 +30,14 @@ from megatron_grpo.observability.run_files import write_text
 from megatron_grpo.run.directory import STOP_FILE, is_alive
 
 USAGE = """\
-python -m megatron_grpo.launch TARGET +exp=NAME [key=value ...] [--dry-run]
+python -m megatron_grpo.launch TARGET +exp=NAME [key=value ...] [--spares K] [--dry-run]
 python -m megatron_grpo.launch status|logs|stop RUN_DIR [-f] [--process NAME] [--lines N] [--now]
 
   TARGET       slurm, kubernetes (a RayJob of KubeRay), ray (a cluster that runs, by its job server), or local (this
                machine, in the background)
   +exp=NAME    a recipe, and keys of it to change, as for megatron_grpo.train; launch.* are those of the launch itself:
                --help launch
+  --spares K   nodes more than the run needs, which replace those that fail their check: launch.spares=K
   --dry-run    print what would be submitted, and stop
   status       the job, the step, processes that are silent, how the run ended
   logs         the end of the driver's output; -f, --follow: and what is added; --lines N (50); --process policy.3,
@@ -48,6 +49,7 @@ cluster.gpu), submits it, and writes what it submitted into RUN_DIR/launch. A ru
 """
 _TARGETS: tuple[Target, ...] = (SlurmTarget(), KubernetesTarget(), RayTarget(), LocalTarget())
 TARGETS = {target.name: target for target in _TARGETS}
+_LAUNCH_OPTIONS: dict[str, Any] = {"--dry-run": bool, "--spares": NonNegative}
 _ACTION_OPTIONS: dict[str, Any] = {"--follow": bool, "--process": str, "--lines": Positive, "--now": bool}
 
 
@@ -58,9 +60,10 @@ def main(arguments: Sequence[str]) -> int:
     word, *remaining = arguments or [""]
     if word in TARGETS:
         parsed = parse_arguments(
-            remaining, {"--dry-run": bool}, is_override=lambda name: name == OPTION or not name.startswith("-")
+            remaining, _LAUNCH_OPTIONS, is_override=lambda name: name == OPTION or not name.startswith("-")
         )
-        return _launch(TARGETS[word], parsed.overrides, is_dry="dry_run" in parsed.options)
+        spares = [f"launch.spares={parsed.options['spares']}"] if "spares" in parsed.options else []
+        return _launch(TARGETS[word], [*parsed.overrides, *spares], is_dry="dry_run" in parsed.options)
     if word not in actions:
         raise ValueError(f"{word or 'nothing'} is not a target{suggest_name(word, [*TARGETS, *actions])}")
     written = ["--follow" if argument == "-f" else argument for argument in remaining]

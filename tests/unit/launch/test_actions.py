@@ -217,6 +217,8 @@ def test_what_was_submitted_is_in_the_folder_of_the_run(
     assert main(["slurm", *QUICKSTART, "run_dir=mine", "--dry-run"]) == 0
     script = capsys.readouterr().out
     assert not (tmp_path / "mine").exists()
+    assert main(["slurm", *QUICKSTART, "run_dir=mine", "--spares=1", "--dry-run"]) == 0
+    assert "\nSPARES=1\n" in capsys.readouterr().out
     assert main(["slurm", *QUICKSTART, "run_dir=mine"]) == 0
     folder = tmp_path / "mine" / "launch"
     assert (folder / "job.sbatch").read_text() == script
