@@ -17,7 +17,8 @@ from megatron_grpo.observability.live.followed_run import FollowedRun
 from megatron_grpo.observability.live.lanes import RUNNING_S
 from megatron_grpo.observability.live.page_server import PageServer
 from megatron_grpo.observability.live.screen import show_screen
-from megatron_grpo.run.directory import CONFIG_FILE, LAUNCH_FOLDER, is_in_use
+from megatron_grpo.observability.run_files import read_lines
+from megatron_grpo.run.directory import CONFIG_FILE, LAUNCH_FOLDER, RECORD_FILE, is_in_use
 
 MOST_RUNS = 4
 LOOK_S = 1.0
@@ -58,8 +59,11 @@ def main(arguments: Sequence[str]) -> int:
 def _await_beginning(folder: Path) -> None:
     """Wait for the first file of a launched run, without a deadline."""
     # A job may wait in a queue for days, and Ctrl-C ends this command alone.
-    if not (folder / LAUNCH_FOLDER).is_dir() or (folder / CONFIG_FILE).exists():
+    record = folder / LAUNCH_FOLDER / RECORD_FILE
+    if (folder / CONFIG_FILE).exists() or not record.exists():
         return
+    if seeds := read_lines(record)[-1].get("seeds"):
+        raise ValueError(f"{folder} has a run for each seed: give {folder}/seed_{seeds[0]}, or several")
     text = f"{folder} was launched and has not begun: waiting for it"
     print(f"{text} (python -m megatron_grpo.launch status {folder} says where its job is)", file=sys.stderr, flush=True)
     while not (folder / CONFIG_FILE).exists():

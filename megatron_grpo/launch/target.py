@@ -20,9 +20,8 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.launch.launch_request import Request
 from megatron_grpo.observability.run_files import format_json_line, read_lines
 from megatron_grpo.preflight.machine_checks import Reach
-from megatron_grpo.run.directory import LAUNCH_FOLDER, STOP_FILE, is_alive
+from megatron_grpo.run.directory import LAUNCH_FOLDER, RECORD_FILE, STOP_FILE, is_alive
 
-RECORD_FILE = "launches.jsonl"  # in LAUNCH_FOLDER
 OUTPUT_FILE = "output.log"  # in the run's folder: the driver's output, where nothing else keeps it
 _WORD = re.compile(r"[A-Za-z0-9/][^\x00-\x1f]*")  # no option of a program
 
@@ -167,10 +166,8 @@ def choose_log(names: Iterable[str], process: str) -> str:
 
     Example: policy.3 is policy_rank_3.log, engine.0 generation_engine_0.log, driver driver.log.
     """
-    words, candidates = (
-        re.findall(r"[A-Za-z]+|\d+", process.lower()),
-        sorted(name.removesuffix(".log") for name in names),
-    )
+    words = re.findall(r"[a-z]+|\d+", process.lower())
+    candidates = sorted(name.removesuffix(".log") for name in names)
     matches = [name for name in candidates if {*words} <= {*re.findall(r"[a-z]+|\d+", name)}]
     # An engine's name begins those of its core and its workers.
     if len(matches) > 1 and all(name.startswith(f"{matches[0]}_") for name in matches[1:]):

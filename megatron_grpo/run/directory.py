@@ -45,6 +45,7 @@ LOCK_FILE = ".lock"
 ALIVE_S = 60.0  # a driver that has written its heartbeat within these seconds is alive
 STOP_FILE = "stop"  # a file that the user puts into a run's folder to end and save training after the current step
 LAUNCH_FOLDER = "launch"  # in a run's folder: what was submitted, and the record of each launch
+RECORD_FILE = "launches.jsonl"  # in this folder
 # A file that a run leaves in its folder if it ended because its job's time was nearly up: the job is queued again.
 OUT_OF_TIME_FILE = "out_of_time"
 MODEL_FILE = "model.json"  # path and digest of the model that the run began with

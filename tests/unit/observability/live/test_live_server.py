@@ -144,7 +144,9 @@ def test_mistakes_are_told(
 
 
 def test_a_launched_run_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_launch_folder(tmp_path / "run").parent
+    folder = make_launch_folder(tmp_path / "run")
+    (folder / "launches.jsonl").write_text('{"target": "slurm"}\n')
+    run = folder.parent
     beginning = threading.Timer(0.5, lambda: (run / "config.yaml").write_text("name: late\n"))
     beginning.start()
     assert main([str(run), "--text"]) == 0
